@@ -1,0 +1,47 @@
+# Each target prepares what it needs: `make test` on a fresh checkout creates .venv and installs the tested set.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed.stamp
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test quick lint types bench clean
+
+help:
+	@echo "make demo   train on this machine and show what the strategy does"
+	@echo "make test   the whole test suite"
+	@echo "make quick  the everyday part of the test suite"
+	@echo "make lint   ruff check, ruff format --check"
+	@echo "make types  mypy --strict on the package"
+	@echo "make bench  list the benchmark commands"
+	@echo "make clean  remove caches and build output (not .venv)"
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test,plot]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	@echo "Each prints its options with --help; benchmarks/README.md says how to read and record the results."
+	@for file in $(wildcard benchmarks/[a-z]*.py); do echo "$(BIN)/python $$file"; done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs checkpoints demo_output
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

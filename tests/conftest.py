@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+# Before torch is imported, here and in the fork server that inherits this environment: one thread per rank,
+# and gloo on the loopback interface, whatever the host name resolves to.
+os.environ["OMP_NUM_THREADS"] = "1"
+if sys.platform == "linux":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import pytest
+import torch
+
+from tests.leaks import Snapshot, adopt_orphans
+
+
+def pytest_configure() -> None:
+    adopt_orphans()
+
+
+@functools.cache
+def _no_network_namespaces() -> str | None:
+    """Why network namespaces cannot be made here, or None."""
+    command = ["unshare", "--net", "--mount", "ip", "link", "set", "lo", "up"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if result.returncode == 0 else result.stderr.strip()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("gpus"):
+        (needed,) = mark.args
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} CUDA devices, found {torch.cuda.device_count()}")
+    if item.get_closest_marker("multinode") and (reason := _no_network_namespaces()):
+        pytest.skip(f"network namespaces are not permitted here: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves behind what ``tests/leaks.py`` knows about."""
+    before = Snapshot.take()
+    yield
+    if found := before.leaks():
+        pytest.fail("the test leaked:\n  " + "\n  ".join(found), pytrace=False)

@@ -1,0 +1,282 @@
+"""The harness of the multi-rank tests neither hangs, nor hides a failure, nor leaves anything behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import warnings
+from multiprocessing import shared_memory
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.leaks import Snapshot, child_processes
+from tests.rank_processes import GRACE_S
+from tests.ranks import RanksFailedError, run_in_threads, run_ranks, run_trainer_ranks
+
+# ---- threads ----
+
+
+def total_of_ranks(group: dist.ProcessGroup, offset: int) -> tuple[int, float]:
+    tensor = torch.tensor([float(group.rank() + offset)])
+    dist.all_reduce(tensor, group=group)
+    return group.rank(), tensor.item()
+
+
+def fail_on_rank_one(group: dist.ProcessGroup) -> None:
+    if group.rank() == 1:
+        raise ValueError("bad rank 1")
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def wait_on_rank_one(group: dist.ProcessGroup, event: threading.Event) -> None:
+    if group.rank() == 1:
+        event.wait(60)
+
+
+def test_threads_return_in_rank_order() -> None:
+    assert run_in_threads(total_of_ranks, 4, 10) == [(rank, 46.0) for rank in range(4)]
+
+
+def test_threads_report_a_failure_and_end_the_collectives_of_the_others() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError, match="bad rank 1") as caught:
+        run_in_threads(fail_on_rank_one, 2)
+    assert time.monotonic() - start < GRACE_S
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert list(caught.value.tracebacks) == [1, 0]
+    assert "all_reduce" in caught.value.tracebacks[0]
+    assert caught.value.hung == {}
+
+
+def test_threads_report_where_a_rank_hangs() -> None:
+    event = threading.Event()
+    with pytest.raises(RanksFailedError) as caught:
+        run_in_threads(wait_on_rank_one, 2, event, timeout=0.2)
+    event.set()  # an abandoned thread would leak its group's sockets
+    assert caught.value.tracebacks == {}
+    assert list(caught.value.hung) == [1]
+    assert "event.wait(60)" in caught.value.hung[1]
+
+
+# ---- processes ----
+
+
+def sum_in_default_group(addend: torch.Tensor) -> tuple[int, torch.Tensor, int]:
+    tensor = addend * dist.get_rank()
+    dist.all_reduce(tensor)
+    return dist.get_rank(), tensor, torch.get_num_threads()
+
+
+def rank_environment(*names: str) -> tuple[bool, list[str | None]]:
+    return dist.is_initialized(), [os.environ.get(name) for name in names]
+
+
+def raise_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("bad rank 1")
+    dist.all_reduce(torch.ones(1))
+
+
+def end_rank_one(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on_rank_one() -> str:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    return "done"
+
+
+def leave_a_process(new_session: bool) -> None:
+    subprocess.Popen(["sleep", "600"], start_new_session=new_session)
+
+
+def warn() -> None:
+    warnings.warn("about to be deprecated", UserWarning, stacklevel=1)
+
+
+def node_identity() -> str:
+    from lightning_smddp.communication import topology
+
+    return topology.node_identity()
+
+
+def test_processes_return_in_rank_order() -> None:
+    results = run_ranks(sum_in_default_group, 3, torch.ones(2))
+    assert [rank for rank, _, _ in results] == [0, 1, 2]
+    assert all(torch.equal(tensor, torch.full((2,), 3.0)) for _, tensor, _ in results)
+    assert [threads for _, _, threads in results] == [1, 1, 1]
+    assert child_processes() == set()
+
+
+def test_processes_see_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_BY_THE_TEST", "a")
+    names = ("SET_BY_THE_TEST", "SET_FOR_THE_RANKS", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    results = run_ranks(rank_environment, 2, *names, env={"SET_FOR_THE_RANKS": "b"}, init=False)
+    assert results == [(False, ["a", "b", str(rank), str(rank), "2"]) for rank in range(2)]
+
+
+def test_a_failed_rank_ends_the_run() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError, match="bad rank 1") as caught:
+        run_ranks(raise_on_rank_one, 2)
+    assert time.monotonic() - start < GRACE_S + 10
+    assert next(iter(caught.value.tracebacks)) == 1
+    assert "in raise_on_rank_one" in caught.value.tracebacks[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "report"),
+    [("exit", "exited with code 3"), ("kill", "was killed by SIGKILL")],
+    ids=["exit", "kill"],
+)
+def test_a_dead_rank_is_reported(how: str, report: str) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(end_rank_one, 2, how)
+    assert report in caught.value.tracebacks[1]
+
+
+def test_a_hung_rank_is_killed_and_its_stack_shown() -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(hang_on_rank_one, 2, timeout=1.5)
+    assert caught.value.tracebacks == {}
+    assert list(caught.value.hung) == [1]
+    assert "in hang_on_rank_one" in caught.value.hung[1]
+    assert child_processes() == set()
+
+
+def test_a_process_that_a_rank_leaves_behind_is_a_failure() -> None:
+    with pytest.raises(RanksFailedError, match="left behind: process .*sleep 600"):
+        run_ranks(leave_a_process, 1, False)
+    assert child_processes() == set()
+
+
+def test_ranks_have_the_warning_filters_of_the_test() -> None:
+    with pytest.raises(RanksFailedError, match="UserWarning: about to be deprecated"):
+        run_ranks(warn, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_ranks(warn, 1) == [None]
+
+
+def test_simulated_nodes() -> None:
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    expected = [["0", "1", "0"], ["0", "2", "1"], ["1", "2", "1"]]
+    results = run_ranks(rank_environment, 3, *names, node_ids=["a", "b", "b"], init=False)
+    assert [values for _, values in results] == expected
+    assert run_ranks(node_identity, 2, node_ids=["a", "b"], init=False) == ["a", "b"]
+    with pytest.raises(ValueError, match="one name per rank"):
+        run_ranks(node_identity, 2, node_ids=["a"])
+
+
+# ---- Trainer ----
+
+
+def fit_with_ddp(num_nodes: int) -> tuple[int, list[float], float]:
+    from lightning.pytorch import Trainer, seed_everything
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    seed_everything(1, verbose=False)
+    model = BoringModel()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=num_nodes,
+        strategy="ddp",
+        max_steps=2,
+        limit_val_batches=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model)
+    return trainer.world_size, model.layer.bias.tolist(), float(trainer.callback_metrics.get("loss", 0.0))
+
+
+def test_trainer_ranks() -> None:
+    (first_size, first_bias, _), (second_size, second_bias, _) = run_trainer_ranks(fit_with_ddp, 2, 1)
+    assert first_size == second_size == 2
+    assert first_bias == second_bias
+
+
+# ---- leaks ----
+
+
+def test_no_leaks_in_an_innocent_test() -> None:
+    assert Snapshot.take().leaks() == []
+
+
+def test_leaked_environment_variables_are_reported_and_restored() -> None:
+    os.environ["HARNESS_OLD"] = "old"
+    before = Snapshot.take()
+    os.environ["HARNESS_NEW"] = "1"
+    os.environ["HARNESS_OLD"] = "new"
+    assert before.leaks() == [
+        "environment variable HARNESS_NEW changed from None to '1'",
+        "environment variable HARNESS_OLD changed from 'old' to 'new'",
+    ]
+    assert "HARNESS_NEW" not in os.environ
+    assert os.environ.pop("HARNESS_OLD") == "old"
+
+
+def test_leaked_processes_are_reported() -> None:
+    before = Snapshot.take()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        leaks = before.leaks(patience_s=0.05)
+        process.kill()
+    assert leaks == [f"process {process.pid} (sleep 600) still runs"]
+
+
+def test_a_process_that_escapes_its_rank_is_reported() -> None:
+    before = Snapshot.take()
+    run_ranks(leave_a_process, 1, True)
+    (leak,) = before.leaks(patience_s=0.05)
+    assert "(sleep 600) still runs" in leak
+    pid = int(leak.split()[1])
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_leaked_shared_memory_is_reported() -> None:
+    before = Snapshot.take()
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    leaks = before.leaks(patience_s=0.05)
+    segment.close()
+    segment.unlink()
+    assert leaks == [f"/dev/shm/{segment.name.lstrip('/')} still exists"]
+
+
+def test_shared_memory_of_an_unrelated_process_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Snapshot.take()
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    monkeypatch.setattr(os, "getpid", lambda: 1 << 30)  # as seen by a process that is no ancestor of this one
+    leaks = before.leaks(patience_s=0.05)
+    monkeypatch.undo()
+    segment.close()
+    segment.unlink()
+    assert leaks == []
+
+
+def test_leaked_sockets_are_reported() -> None:
+    before = Snapshot.take()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        (leak,) = before.leaks(patience_s=0.05)
+        assert leak.endswith(f"{server.getsockname()[1]:04X}")
+
+
+def test_a_leaked_process_group_is_reported_and_destroyed() -> None:
+    before = Snapshot.take()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert "the default process group is still initialized" in before.leaks(patience_s=0.5)
+    assert not dist.is_initialized()

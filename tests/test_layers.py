@@ -1,0 +1,168 @@
+"""The house rules that can be read off the package's source: layers, private names, sizes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "lightning_smddp"
+LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+UPSTREAM = {"torch"} | LIGHTNING
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def source_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def is_type_checking(node: ast.If) -> bool:
+    return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imported_names(tree: ast.AST, *, at_run_time_of_import: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of each absolute import, as ``module`` or ``module.name``.
+
+    With ``at_run_time_of_import``, skip what does not run when the module is imported: function bodies and
+    ``if TYPE_CHECKING`` blocks.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif at_run_time_of_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        elif at_run_time_of_import and isinstance(node, ast.If) and is_type_checking(node):
+            for statement in node.orelse:
+                yield from imported_names(ast.Module([statement], []), at_run_time_of_import=True)
+        else:
+            yield from imported_names(node, at_run_time_of_import=at_run_time_of_import)
+
+
+def root(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def upstream_aliases(tree: ast.AST) -> dict[str, str]:
+    """Local name -> upstream name it stands for, over all imports of a file."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                bound = alias.asname or root(alias.name)
+                aliases[bound] = alias.name if alias.asname else bound
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return {local: name for local, name in aliases.items() if root(name) in UPSTREAM}
+
+
+def private_upstream_names(tree: ast.AST) -> list[tuple[int, str]]:
+    """Private names of torch or Lightning that a file imports or reaches as ``module._name``."""
+    found = [
+        (line, name) for line, name in imported_names(tree) if root(name) in UPSTREAM and is_private(name)
+    ]
+    aliases = upstream_aliases(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            base = ast.unparse(node.value)
+            if root(base) in aliases:
+                found.append((node.lineno, f"{base}.{node.attr}"))
+    return found
+
+
+def describe(path: Path, found: list[tuple[int, str]]) -> list[str]:
+    return [f"{path.relative_to(PACKAGE.parent)}:{line} {name}" for line, name in found]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def test_communication_never_imports_lightning() -> None:
+    offenders = []
+    for path in sorted((PACKAGE / "communication").rglob("*.py")):
+        found = [(line, name) for line, name in imported_names(parse(path)) if root(name) in LIGHTNING]
+        offenders += describe(path, found)
+    assert offenders == []
+
+
+def test_private_upstream_names_appear_in_compat_only() -> None:
+    offenders = []
+    for path in source_files():
+        if path.name != "_compat.py":
+            offenders += describe(path, private_upstream_names(parse(path)))
+    assert offenders == []
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "_registration.py"])
+def test_entry_modules_import_neither_torch_nor_lightning(name: str) -> None:
+    path = PACKAGE / name
+    found = imported_names(parse(path), at_run_time_of_import=True)
+    assert describe(path, [(line, imported) for line, imported in found if root(imported) in UPSTREAM]) == []
+
+
+@pytest.mark.parametrize("module", ["lightning_smddp", "lightning_smddp._registration"])
+def test_importing_the_package_loads_neither_torch_nor_lightning(module: str) -> None:
+    program = f"import {module}, sys; print(sorted({UPSTREAM!r} & set(sys.modules)))"
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+def test_files_and_functions_are_small() -> None:
+    offenders = []
+    for path in source_files():
+        lines = path.read_text().count("\n")
+        if lines > MAX_FILE_LINES:
+            offenders += describe(path, [(1, f"{lines} lines in the file")])
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    offenders += describe(path, [(node.lineno, f"{node.name} has {length} lines")])
+    assert offenders == []
+
+
+# ---- the rules find what they look for ----
+
+OFFENDER = """
+import torch, torch.distributed as dist
+from torch._dynamo import x
+from lightning.pytorch.utilities import rank_zero_only, _hidden
+from ._compat import _ours
+if TYPE_CHECKING:
+    import lightning.pytorch
+def f():
+    import lightning.fabric
+    return dist._hidden(), torch.distributed._c10d, torch.__version__, self._own
+"""
+
+
+def test_the_rules_see_an_offender() -> None:
+    tree = ast.parse(OFFENDER)
+    assert sorted(private_upstream_names(tree)) == [
+        (3, "torch._dynamo.x"),
+        (4, "lightning.pytorch.utilities._hidden"),
+        (10, "dist._hidden"),
+        (10, "torch.distributed._c10d"),
+    ]
+    early = [name for _, name in imported_names(tree, at_run_time_of_import=True)]
+    assert "lightning.pytorch" not in early
+    assert "lightning.fabric" not in early
+    assert "torch.distributed" in early
