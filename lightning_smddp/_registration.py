@@ -1,0 +1,122 @@
+"""Make ``strategy="smddp"`` known to Lightning: at once where Lightning is imported, else when it is.
+
+Lightning has no entry-point group for strategies. PyTorch, however, calls every entry point of the group
+``torch.backends`` at the end of ``import torch`` (torch >= 2.5, off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), and
+Lightning imports torch. :func:`autoload` is that entry point: it installs one import hook, which registers factories
+in Lightning's registries right after these are created. Only the standard library is imported here, and nothing
+heavier until a name is used.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+# module that creates a registry -> (name of the registry in it, our module, our class)
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning", "SMDDPStrategy"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", "SMDDPStrategy"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy"),
+}
+_START_METHODS = {
+    "smddp": "popen",
+    "smddp_spawn": "spawn",
+    "smddp_fork": "fork",
+    "smddp_notebook": "fork",
+}
+
+
+def _variants() -> dict[str, dict[str, Any]]:
+    """Every name that Lightning has for ``ddp``, with the same meaning."""
+    names: dict[str, dict[str, Any]] = {}
+    for name, start_method in _START_METHODS.items():
+        names[name] = {"start_method": start_method}
+        for flag in (False, True):
+            key = f"{name}_find_unused_parameters_{str(flag).lower()}"
+            names[key] = {"start_method": start_method, "find_unused_parameters": flag}
+    return names
+
+
+def _factory(home: str, class_name: str) -> Callable[..., Any]:
+    def create(**init_params: Any) -> Any:
+        from importlib import import_module
+
+        module = import_module(f"lightning_smddp.strategies.{home}")
+        return getattr(module, class_name)(**init_params)
+
+    return create
+
+
+def register(module: ModuleType) -> None:
+    """Register all ``smddp`` names in the registry that ``module`` created; a second call changes nothing."""
+    attribute, home, class_name = _REGISTRIES[module.__name__]
+    registry = getattr(module, attribute, None)
+    if registry is None:  # the module is still being executed; its loader calls again when it is done
+        return
+    for name, init_params in _variants().items():
+        if name not in registry:
+            registry.register(
+                name,
+                _factory(home, class_name),
+                description=f"DDP with optimized all-reduce, {init_params}",
+                **init_params,
+            )
+
+
+class _RegisteringLoader(Loader):
+    """Execute a module with its own loader, then register in it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        register(module)
+
+    def __getattr__(self, name: str) -> Any:  # resource readers, get_source and the like stay the loader's own
+        return getattr(self._loader, name)
+
+
+class _RegistryFinder(MetaPathFinder):
+    """Wrap the loader of the four modules in ``_REGISTRIES``; every other import passes untouched."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _REGISTRIES:
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, _RegistryFinder) or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _RegisteringLoader(spec.loader)
+                return spec
+        return None
+
+
+def install() -> None:
+    """Register in every Lightning that is imported already, and in the others as soon as they are."""
+    for name in _REGISTRIES:
+        if name in sys.modules:
+            register(sys.modules[name])
+    if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegistryFinder())
+
+
+def autoload() -> None:
+    """Entry point of the group ``torch.backends``: as :func:`install`, but never breaks ``import torch``."""
+    try:
+        install()
+    except Exception as error:
+        warnings.warn(f"lightning_smddp could not register its strategies: {error!r}", stacklevel=2)

@@ -1,0 +1,1 @@
+"""Gradient communication: torch.distributed groups and tensors only, no Lightning."""

@@ -1,0 +1,220 @@
+"""The all-reduce algorithms: each leaves the mean over all ranks in the tensor, and returns a future.
+
+==================  ==========================================  =========================================
+name                inside a node                               between nodes
+==================  ==========================================  =========================================
+``native``          the backend's all-reduce over all ranks     (part of it)
+``shared_memory``   through shared memory, in place             (one node only)
+``hierarchical``    shared memory, else reduce-scatter and      the backend's all-reduce between ranks
+                    all-gather of the backend                   of equal local rank
+``balanced``        as hierarchical                             balanced fusion buffers
+==================  ==========================================  =========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_smddp.communication.buckets import Layout
+from lightning_smddp.communication.collective import Collective
+from lightning_smddp.communication.exchange import Exchange
+from lightning_smddp.communication.shared_memory import SharedMemory
+
+AlgorithmName = Literal["auto", "native", "shared_memory", "hierarchical", "balanced"]
+NAMES: tuple[str, ...] = get_args(AlgorithmName)
+
+
+class Algorithm(Protocol):
+    """An all-reduce."""
+
+    name: str
+
+    def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+        """Begin to replace 1-D contiguous ``tensor`` by its mean over all ranks, in place.
+
+        The future's value is ``tensor``. Calls come in the same order on every rank. ``layout.slot`` names a tensor
+        that comes again at every step.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free threads and memory; pending futures fail."""
+        ...
+
+
+def reference_all_reduce(tensors: list[Tensor]) -> Tensor:
+    """What every exact algorithm has to compute: slow and obvious. ``tensors``: one of each rank."""
+    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else tensors[0].dtype
+    total = torch.zeros_like(tensors[0], dtype=wide)
+    for tensor in tensors:
+        total += tensor.to(wide)
+    return (total / len(tensors)).to(tensors[0].dtype)
+
+
+class Native:
+    """The backend's own all-reduce. The only one that carries sparse tensors."""
+
+    name = "native"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+
+    def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+        """See :meth:`Algorithm.all_reduce`."""
+        if self.world_size == 1:
+            return _completed(tensor)
+        early = tensor.dtype == torch.float16  # the sum may overflow where the mean does not
+        if early:
+            tensor.div_(self.world_size)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        future: Future[Any] = work.get_future()
+        return future.then(lambda _: tensor if early else tensor.div_(self.world_size))
+
+    def close(self) -> None:
+        """Nothing to free: the group belongs to the caller."""
+
+
+class SharedMemoryAllReduce:
+    """All ranks are on one node: two passes over memory, done when the call returns."""
+
+    name = "shared_memory"
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.memory = memory
+
+    def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+        """See :meth:`Algorithm.all_reduce`."""
+        self.memory.all_reduce(tensor, layout.slot, 1.0 / self.memory.mesh.size)
+        return _completed(tensor)
+
+    def close(self) -> None:
+        """See :meth:`Algorithm.close`."""
+        self.memory.close()
+
+
+class TwoLevel:
+    """Reduce-scatter inside the node, exchange of each shard between nodes, all-gather inside the node.
+
+    On CPU the first step runs in the caller, the exchange in the backend's threads and the last step in a thread of
+    this object, in the order of the calls, so that buckets overlap with each other and with backward. On CUDA all
+    steps are queued on a stream of this object.
+
+    Args:
+        name: for tables.
+        world_size: what the sum is divided by.
+        scatter: the reduce-scatter of this node; None when this rank is alone on it.
+        gather: the all-gather, another object, as it works in another thread.
+        exchange: between nodes; None when this rank owns no shard.
+        by_rows: cut shards between rows of parameters, for an exchange that compresses matrices.
+        shard_index: which of the shards is this rank's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        world_size: int,
+        scatter: SharedMemory | Collective | None,
+        gather: SharedMemory | Collective | None,
+        exchange: Exchange | None,
+        shard_index: int = 0,
+        by_rows: bool = False,
+    ) -> None:
+        self.name, self.world_size, self.by_rows = name, world_size, by_rows
+        self.scatter, self.gather, self.exchange = scatter, gather, exchange
+        self.shard_index = shard_index
+        self._thread: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._bounds: dict[Layout, list[int]] = {}
+
+    def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+        """See :meth:`Algorithm.all_reduce`."""
+        if tensor.is_cuda:
+            return self._on_stream(tensor, layout)
+        complete = self._begin(tensor, layout)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp")
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                complete()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(tensor)
+
+        self._thread.submit(run)
+        return future
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight in this object's thread."""
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()
+
+    def shard_layout(self, tensor: Tensor, layout: Layout) -> Layout:
+        """What this rank's shard of ``tensor`` consists of."""
+        bounds = self._bounds_of(tensor, layout)
+        return layout.cut(bounds[self.shard_index], bounds[self.shard_index + 1])
+
+    def close(self) -> None:
+        """See :meth:`Algorithm.close`."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+        for part in (self.scatter, self.gather):
+            if part is not None:
+                part.close()
+
+    def _bounds_of(self, tensor: Tensor, layout: Layout) -> list[int]:
+        if self.scatter is None:
+            return [0, tensor.numel()]
+        if not self.by_rows:
+            return self.scatter.bounds(tensor.numel())
+        if layout not in self._bounds:
+            self._bounds[layout] = self.scatter.bounds(tensor.numel(), layout.rows)
+        return self._bounds[layout]
+
+    def _begin(self, tensor: Tensor, layout: Layout) -> Callable[[], None]:
+        """Reduce in the node and start the exchange; returns what completes both."""
+        bounds = self._bounds_of(tensor, layout)
+        scale = 1.0 / self.world_size
+        if self.scatter is None:
+            shard = tensor.mul_(scale)
+        else:
+            shard = self.scatter.reduce_scatter(tensor, layout.slot, scale, bounds)
+        finish = None
+        if self.exchange is not None and shard.numel():
+            finish = self.exchange.start(shard, self.shard_layout(tensor, layout))
+
+        def complete() -> None:
+            if finish is not None:
+                finish()
+            if self.gather is not None:
+                self.gather.all_gather(tensor, layout.slot, bounds)
+
+        return complete
+
+    def _on_stream(self, tensor: Tensor, layout: Layout) -> Future[Any]:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        future: Future[Any] = Future(devices=[tensor.device])
+        with torch.cuda.stream(self._stream):
+            self._begin(tensor, layout)()
+            future.set_result(tensor)
+        return future
+
+
+def _completed(tensor: Tensor) -> Future[Any]:
+    future: Future[Any] = Future(devices=[tensor.device]) if tensor.is_cuda else Future()
+    future.set_result(tensor)
+    return future

@@ -1,0 +1,272 @@
+"""``algorithm="auto"``: the cost model ranks the algorithms, a short timing on this very cluster decides.
+
+The result is a :class:`Plan`: for each bucket size an algorithm, and the size of DDP's buckets. All ranks time the
+same calls and agree on the slowest rank's times, so all of them choose the same. Plans are cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.communication.algorithms import TwoLevel
+from lightning_smddp.communication.communicator import Communicator, reduce_once
+from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.cost import Cluster, Link, crossing_flows, predict_s, synchronisation_s
+from lightning_smddp.communication.messages import broadcast_json
+
+DEFAULT_BUCKET_MB = 25.0  # DDP's own
+_BUCKET_CHOICES_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
+_TIMED_SIZES = (64 * 2**10, 1 * 2**20, 8 * 2**20)
+_TIMED_ALGORITHMS = 3
+_SECONDS_EACH = 0.15  # for one algorithm at one size
+_LIMITLESS = 2**62
+_TIMING_SLOT = 2**30  # no bucket has so high a number
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen, and why.
+
+    Attributes:
+        table: up to so many bytes, this algorithm; ascending, the last entry takes the rest.
+        bucket_cap_mb: size of DDP's buckets; None leaves it to DDP.
+        seconds: by algorithm, the measured time for each of ``sizes``; empty when nothing was timed.
+        sizes: bytes.
+        source: ``"measured"``, ``"cached"``, or ``"given"``.
+    """
+
+    table: list[tuple[int, str]]
+    bucket_cap_mb: float | None
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    sizes: list[int] = field(default_factory=list)
+    source: str = "given"
+
+    def describe(self) -> str:
+        """The choice in one line."""
+        parts, lower = [], 0
+        for limit, name in self.table:
+            above = f"above {_mib(lower)}" if lower else "all sizes"
+            parts.append(f"{name} ({above if limit >= _LIMITLESS else f'up to {_mib(limit)}'})")
+            lower = limit
+        gain = ""
+        if "native" in self.seconds and self.sizes:
+            chosen = self.table[-1][1]
+            if chosen != "native":
+                gain = (
+                    f", {self.seconds['native'][-1] / self.seconds[chosen][-1]:.1f}x native at {_mib(self.sizes[-1])}"
+                )
+        return f"{', '.join(parts)}{gain}; {self.source}"
+
+
+def given_plan(name: str, bucket_cap_mb: float | None) -> Plan:
+    """The user's word: one algorithm for all sizes."""
+    return Plan([(_LIMITLESS, name)], bucket_cap_mb)
+
+
+def choose_plan(
+    communicator: Communicator,
+    module: nn.Module,
+    compression: Compression | None,
+    bucket_cap_mb: float | None,
+    cache: Path | None,
+) -> Plan:
+    """The fastest plan for ``module``'s gradients on this cluster, from the cache or measured. Collective.
+
+    Args:
+        communicator: the job's groups.
+        module: whose gradients.
+        compression: what goes over the network; never chosen here, as it changes results.
+        bucket_cap_mb: the user's choice, which is kept; None includes it in the search.
+        cache: file of earlier plans, read and written by the first rank; None for neither.
+    """
+    if communicator.world_size == 1:
+        return given_plan("native", bucket_cap_mb)
+    key = plan_key(communicator, module, compression, bucket_cap_mb)
+    found = _read(cache).get(key) if communicator.rank == 0 else None
+    found = broadcast_json(found, communicator.group, communicator.device)
+    if found is not None:
+        return Plan(**{**found, "table": [(limit, name) for limit, name in found["table"]], "source": "cached"})
+    plan = _measure(communicator, module, compression, bucket_cap_mb)
+    if communicator.rank == 0 and cache is not None:
+        _write(cache, key, plan)
+    return plan
+
+
+def plan_key(
+    communicator: Communicator,
+    module: nn.Module,
+    compression: Compression | None,
+    bucket_cap_mb: float | None,
+) -> str:
+    """A digest of all that a plan depends on: gradients, cluster, versions, the user's choices."""
+    from lightning_smddp import __version__
+
+    topology = communicator.topology
+    facts = [
+        [(list(p.shape), str(p.dtype)) for p in module.parameters() if p.requires_grad],
+        [list(ranks) for ranks in topology.nodes],
+        communicator.device.type,
+        torch.cuda.get_device_name(communicator.device) if communicator.device.type == "cuda" else "",
+        [os.cpu_count(), torch.get_num_threads(), communicator.zero_copy, communicator.shared_memory_refusal],
+        [torch.__version__, __version__],
+        None if compression is None else asdict(compression),
+        bucket_cap_mb,
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def default_cache() -> Path:
+    """``$XDG_CACHE_HOME/lightning_smddp/plans.json``, by default below ``~/.cache``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "lightning_smddp" / "plans.json"
+
+
+def _measure(
+    communicator: Communicator,
+    module: nn.Module,
+    compression: Compression | None,
+    bucket_cap_mb: float | None,
+) -> Plan:
+    gradients = [p for p in module.parameters() if p.requires_grad]
+    gradient_bytes = sum(p.numel() * p.dtype.itemsize for p in gradients)
+    sizes = [size for size in _TIMED_SIZES if size <= 2 * gradient_bytes] or [_TIMED_SIZES[0]]
+    times = {"native": _time("native", communicator, compression, sizes)}
+    for name in _ranked(communicator, compression, sizes, times["native"])[: _TIMED_ALGORITHMS - 1]:
+        times[name] = _time(name, communicator, compression, sizes)
+    table = _table(sizes, times)
+    if bucket_cap_mb is None:
+        bucket_cap_mb = _bucket_size(communicator, gradient_bytes, sizes, times[table[-1][1]], table[-1][1])
+    return Plan(table, bucket_cap_mb, times, sizes, "measured")
+
+
+def _ranked(
+    communicator: Communicator, compression: Compression | None, sizes: list[int], native: list[float]
+) -> list[str]:
+    """The other algorithms that make sense here, the one with the best prediction first."""
+    topology = communicator.topology
+    flows = crossing_flows(topology.nodes)
+    world = topology.world_size
+    link = Link.fit(sizes, native) if len(sizes) > 1 else Link(native[0], 1e9)
+    ring = 2 * (world - 1)
+    codec = compression.codec() if compression is not None else None
+    ratio = codec.bytes_per_element(torch.float32) / 4 if codec is not None else 1.0
+    cluster = Cluster(
+        num_nodes=topology.num_nodes,
+        ranks_per_node=max(len(ranks) for ranks in topology.nodes),
+        crossing_flows=flows,
+        network=Link(link.latency_s / ring, link.bytes_per_s * ring / world * flows * ratio),
+        memory=_memory_link(),
+        wire_ratio=ratio,
+    )
+    names = [name for name in communicator.available() if name != "native"]
+    return sorted(names, key=lambda name: predict_s(name, sizes[-1], cluster))
+
+
+def _memory_link() -> Link:
+    """Speed of a copy on this machine; the latency is that of a barrier."""
+    source = torch.ones(2**20)
+    target = torch.empty_like(source)
+    seconds = min(_timed(lambda: target.copy_(source)) for _ in range(5))
+    return Link(30e-6, source.numel() * 4 / max(seconds, 1e-6))
+
+
+def _time(name: str, communicator: Communicator, compression: Compression | None, sizes: list[int]) -> list[float]:
+    """Seconds of an all-reduce by ``name`` for each size: the median, of the slowest rank. Collective."""
+    if compression is not None and compression.method == "powersgd":
+        compression = None  # a flat tensor has no matrices: only the algorithms compare
+    algorithm = communicator.algorithm(name, compression)
+    medians = []
+    for size in sizes:
+        tensor = torch.zeros(size // 4, device=communicator.device)
+        first = communicator.maximum([_call_s(algorithm, tensor), _call_s(algorithm, tensor)])
+        repeats = max(3, min(20, int(_SECONDS_EACH / max(first[1], 1e-6))))
+        seconds = sorted(_call_s(algorithm, tensor) for _ in range(repeats))
+        medians.append(seconds[repeats // 2])
+    if isinstance(algorithm, TwoLevel):
+        algorithm.drain()
+    medians = communicator.maximum(medians)
+    algorithm.close()
+    return medians
+
+
+def _call_s(algorithm: Any, tensor: Tensor) -> float:
+    def call() -> None:
+        reduce_once(algorithm, tensor, _TIMING_SLOT)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+
+    return _timed(call)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _table(sizes: list[int], times: dict[str, list[float]]) -> list[tuple[int, str]]:
+    """For each timed size the fastest algorithm, limits halfway (geometrically) between sizes, runs merged."""
+    best = [min(times, key=lambda name: times[name][index]) for index in range(len(sizes))]
+    table: list[tuple[int, str]] = []
+    for index, name in enumerate(best):
+        last = index == len(best) - 1
+        limit = _LIMITLESS if last else int((sizes[index] * sizes[index + 1]) ** 0.5)
+        if table and table[-1][1] == name:
+            table.pop()
+        table.append((limit, name))
+    return table
+
+
+def _bucket_size(
+    communicator: Communicator, gradient_bytes: int, sizes: list[int], seconds: list[float], name: str
+) -> float:
+    """MiB of DDP's buckets that the cost model likes best, given the measured line of the chosen algorithm."""
+    if len(sizes) < 2:
+        return DEFAULT_BUCKET_MB
+    link = Link.fit(sizes, seconds)
+    overlapped = name != "shared_memory"
+
+    def cost(megabytes: float) -> tuple[float, float]:
+        bucket_bytes = int(megabytes * 2**20)
+        seconds = synchronisation_s(gradient_bytes, bucket_bytes, link, overlapped)
+        return round(seconds, 6), abs(megabytes - DEFAULT_BUCKET_MB)  # equal within 1 us: nearest to DDP's own
+
+    return min(_BUCKET_CHOICES_MB, key=cost)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
+
+
+def _read(cache: Path | None) -> dict[str, Any]:
+    if cache is None or not cache.exists():
+        return {}
+    try:
+        plans = json.loads(cache.read_text())
+    except (OSError, ValueError):  # unreadable or torn: measured anew and replaced
+        return {}
+    return plans if isinstance(plans, dict) else {}
+
+
+def _write(cache: Path, key: str, plan: Plan) -> None:
+    """Add ``plan`` to the file, replacing it whole; a cache that cannot be written costs time only."""
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=cache.parent, suffix=".tmp", delete=False) as file:
+            json.dump({**_read(cache), key: asdict(plan)}, file)
+        os.replace(file.name, cache)
+    except OSError as error:
+        import warnings
+
+        warnings.warn(f"The plan could not be cached in {cache}: {error}", stacklevel=2)

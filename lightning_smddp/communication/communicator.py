@@ -1,0 +1,229 @@
+"""The groups of a job, and the algorithms built on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.communication.algorithms import NAMES, Algorithm, Native, SharedMemoryAllReduce, TwoLevel
+from lightning_smddp.communication.buckets import Layout
+from lightning_smddp.communication.collective import Collective
+from lightning_smddp.communication.compression import Compression, ErrorFeedback
+from lightning_smddp.communication.exchange import BalancedExchange, Exchange, RingExchange
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.powersgd import PowerSGDExchange
+from lightning_smddp.communication.shared_memory import HOW_TO_RAISE, SharedMemory, free_bytes
+from lightning_smddp.communication.topology import discover
+
+OnWait = Callable[[float, int | None], None]
+_SELF_TEST_NUMEL = 100_003  # a prime: no shard, chunk or part divides it
+
+
+class Communicator:
+    """This rank's place in the job and its links to the others. Creation is collective over ``group``.
+
+    Args:
+        group: all ranks.
+        device: where the gradients are.
+        timeout: how long a collective waits for a peer.
+        on_wait: called with ``(seconds, rank waited for last or None)`` when this rank waited inside its node.
+        gradient_bytes: of one rank, to find out whether the buckets fit in shared memory.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta,
+        on_wait: OnWait | None = None,
+        gradient_bytes: int = 0,
+    ) -> None:
+        self.group, self.device, self.timeout, self.on_wait = group, device, timeout, on_wait
+        self.topology = discover(group, device)
+        self.world_size, self.rank = self.topology.world_size, self.topology.rank
+        self.notes: list[str] = []
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._meshes: list[NodeMesh] = []
+        self.zero_copy = True
+        self.shared_memory_refusal: str | None = self._connect(gradient_bytes)
+
+    def _connect(self, gradient_bytes: int) -> str | None:
+        """Build the node's meshes; returns why shared memory cannot be used, if so."""
+        if self.device.type != "cpu":
+            return f"shared memory is for CPU gradients, these are on {self.device.type}"
+        if all(len(ranks) == 1 for ranks in self.topology.nodes):
+            return "no node has more than one rank"
+        self._meshes, reason = NodeMesh.connect(self.topology, self.group, self.device, self.timeout, count=2)
+        if reason is not None:
+            self.notes.append(f"no shared memory: {reason}")
+            return reason
+        needed = gradient_bytes * len(self.topology.local_ranks)
+        short = f"{needed / 2**20:.0f} MiB needed, {free_bytes() / 2**20:.0f} free" if free_bytes() < needed else None
+        short = next((text for text in gather_json(short, self.group, self.device) if text), None)
+        if short is not None:
+            self.zero_copy = False
+            self.notes.append(f"gradients are copied to shared memory, /dev/shm is too small ({short}). {HOW_TO_RAISE}")
+        failure = self._self_test()
+        if failure is not None:
+            self.notes.append(f"no shared memory: {failure}")
+        return failure
+
+    def _self_test(self) -> str | None:
+        """Compare one bucket in shared memory with the backend's all-reduce; returns what went wrong on any rank."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.rank)
+            mine = torch.randn(_SELF_TEST_NUMEL)
+        failure = None
+        try:
+            memory = SharedMemory(self._meshes[0], zero_copy=self.zero_copy)
+            theirs = mine.clone()
+            memory.all_reduce(theirs, slot=0)
+            memory.close()
+        except (OSError, RuntimeError, ValueError) as error:
+            failure, theirs = f"self-test failed with {error}", torch.zeros_like(mine)
+        # the node's sum by the backend: every rank contributes at its node's place
+        expected = torch.zeros(self.topology.num_nodes, _SELF_TEST_NUMEL)
+        expected[self.topology.node_rank] = mine
+        dist.all_reduce(expected, group=self.group)
+        close = torch.allclose(theirs, expected[self.topology.node_rank], rtol=1e-5, atol=1e-5)
+        if failure is None and not close:
+            failure = f"self-test on rank {self.rank} differs from {dist.get_backend(self.group)}'s all-reduce"
+        return next((text for text in gather_json(failure, self.group, self.device) if text), None)
+
+    def available(self) -> list[str]:
+        """Algorithms that make sense here, ``native`` first."""
+        names = ["native"]
+        if self.world_size == 1:
+            return names
+        if self.topology.num_nodes == 1:
+            return names if self.shared_memory_refusal else [*names, "shared_memory"]
+        return [*names, "hierarchical", "balanced"]
+
+    def algorithm(self, name: str, compression: Compression | None = None) -> Algorithm:
+        """The algorithm of that name on this job's groups. Collective: it may create groups.
+
+        Raises:
+            ValueError: unknown name, or ``shared_memory`` across nodes or where it does not work.
+        """
+        if name not in NAMES or name == "auto":
+            raise ValueError(f"algorithm={name!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
+        if self.flattens(name, compression):
+            ranks = tuple(range(self.world_size))
+            return TwoLevel(name, self.world_size, None, None, self._exchange(name, ranks, compression))
+        if name == "native" or self.world_size == 1:
+            return Native(self.group)
+        if name == "shared_memory":
+            return SharedMemoryAllReduce(self._memory(0))
+        return self._two_level(name, compression)
+
+    def compresses(self, compression: Compression | None) -> bool:
+        """Whether there is a link here that ``compression`` applies to."""
+        return compression is not None and (
+            self.topology.num_nodes > 1 or (compression.scope == "all" and self.world_size > 1)
+        )
+
+    def flattens(self, name: str, compression: Compression | None) -> bool:
+        """Whether ``compression`` makes algorithm ``name`` one exchange between all ranks."""
+        return (
+            compression is not None
+            and self.compresses(compression)
+            and (compression.scope == "all" or name == "native")
+        )
+
+    def _memory(self, mesh: int, num_shards: int | None = None) -> SharedMemory:
+        if self.topology.num_nodes > 1 and num_shards is None:
+            hosts = ", ".join(self.topology.hosts)
+            raise ValueError(
+                f"algorithm='shared_memory' works inside one node, these ranks are on {self.topology.num_nodes} "
+                f"({hosts}). Use algorithm='hierarchical': shared memory inside each node, the network between them."
+            )
+        if self.shared_memory_refusal is not None:
+            raise ValueError(
+                f"algorithm='shared_memory' cannot be used: {self.shared_memory_refusal}. Use algorithm='auto'."
+            )
+        return SharedMemory(self._meshes[mesh], num_shards, self.on_wait, self.zero_copy)
+
+    def _two_level(self, name: str, compression: Compression | None) -> TwoLevel:
+        topology = self.topology
+        if topology.num_nodes == 1:  # the node's ranks are the servers
+            ranks = tuple(range(self.world_size))
+            if name == "balanced":
+                return TwoLevel(name, self.world_size, None, None, self._exchange(name, ranks, None))
+        scatter, gather = self._inside_node()
+        exchange = None
+        for shard in range(topology.num_shards):
+            owners = topology.shard_owners(shard)
+            if len(owners) > 1:
+                built = self._exchange(name, owners, compression)
+                exchange = built if self.rank in owners else exchange
+        by_rows = compression is not None and compression.method == "powersgd"
+        return TwoLevel(name, self.world_size, scatter, gather, exchange, topology.local_rank, by_rows)
+
+    def _inside_node(self) -> tuple[SharedMemory | Collective | None, SharedMemory | Collective | None]:
+        topology = self.topology
+        if self.shared_memory_refusal is None:
+            return self._memory(0, topology.num_shards), self._memory(1, topology.num_shards)
+        pairs = [
+            (self._new_group("scatter", ranks), self._new_group("gather", ranks))
+            for ranks in topology.nodes
+            if len(ranks) > 1
+        ]
+        for scatter, gather in pairs:
+            if scatter is not None and gather is not None:
+                return Collective(scatter, topology.num_shards), Collective(gather, topology.num_shards)
+        return None, None
+
+    def _exchange(self, name: str, ranks: tuple[int, ...], compression: Compression | None) -> Exchange | None:
+        """The exchange among ``ranks``; None on other ranks. Collective over all ranks."""
+        first, second = self._new_group("start", ranks), self._new_group("finish", ranks)
+        if first is None or second is None:
+            return None
+        feedback = ErrorFeedback() if compression is not None and compression.error_feedback else None
+        if compression is not None and compression.method == "powersgd":
+            return PowerSGDExchange(first, second, compression.rank, feedback)
+        codec = compression.codec() if compression is not None else None
+        if name == "balanced" or (compression is not None and compression.method == "int8"):
+            return BalancedExchange(first, second, codec, feedback)
+        return RingExchange(first, codec, feedback)
+
+    def _new_group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """A group of its own for each purpose, kept for the next time. Collective over all ranks."""
+        key = (purpose, ranks)
+        if key not in self._groups:
+            global_ranks = [dist.get_global_rank(self.group, rank) for rank in ranks]
+            created = dist.new_group(global_ranks, timeout=self.timeout)
+            if self.rank in ranks:
+                self._groups[key] = created
+            else:
+                self._groups[key] = None  # type: ignore[assignment]
+        return self._groups[key]
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """The largest of each value over all ranks. Collective."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return [float(value) for value in tensor]
+
+    def close(self) -> None:
+        """Close sockets and groups. Not collective."""
+        for mesh in self._meshes:
+            mesh.close()
+        self._meshes = []
+        for group in self._groups.values():
+            if group is not None:
+                with suppress(ValueError):  # destroyed with the default group already
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def reduce_once(algorithm: Algorithm, tensor: Tensor, slot: int | None = None) -> Tensor:
+    """All-reduce a tensor of any shape outside of training and wait: for tests and timings."""
+    flat = tensor.view(-1)
+    algorithm.all_reduce(flat, Layout.flat(flat.numel(), slot)).wait()
+    return tensor

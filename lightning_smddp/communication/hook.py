@@ -1,0 +1,229 @@
+"""DDP's communication hook: bucket in, averaged bucket out.
+
+This is the main flow of data parallelism: DDP fills a bucket and calls :meth:`GradientSynchronizer.average`, which
+picks the algorithm for its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
+
+from lightning_smddp.communication.algorithms import Algorithm, Native, TwoLevel
+from lightning_smddp.communication.buckets import Layout
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.compression import Compression, ErrorFeedback
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.powersgd import PowerSGDExchange
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.communication.stats import Recorder
+
+
+class GradientSynchronizer:
+    """Averages the gradients of one DDP module over all ranks.
+
+    Args:
+        communicator: groups and topology.
+        module: whose gradients; not yet wrapped.
+        table: for a bucket of up to so many bytes the algorithm's name, ascending; the last entry takes the rest.
+        compression: of what goes over the network, or None.
+        recorder: where times are written.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        module: nn.Module,
+        table: list[tuple[int, str]],
+        compression: Compression | None,
+        recorder: Recorder,
+    ) -> None:
+        self.communicator, self.table, self.compression = communicator, table, compression
+        self.recorder = recorder
+        self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        self._numels = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
+        self._algorithms = {
+            name: communicator.algorithm(name, compression) for name in dict.fromkeys(name for _, name in table)
+        }
+        self._native = Native(communicator.group)
+        self._layouts: dict[int, tuple[tuple[int, ...], Layout]] = {}
+        self._remembers = (
+            compression is not None and compression.error_feedback and communicator.compresses(compression)
+        )
+        self._loaded: dict[str, dict[str, Tensor]] = {}  # until the first step
+        self._steps_since_restore = 0
+
+    def average(self, bucket: GradBucket) -> Future[Any]:
+        """Average ``bucket`` over all ranks; called by DDP during backward, in bucket order."""
+        tensor = bucket.buffer()
+        if bucket.index() == 0:
+            self._new_step()
+        entered = self.recorder.bucket_started(first=bucket.index() == 0)
+        if tensor.is_sparse:
+            algorithm: Algorithm = self._native
+            future = self._sparse_mean(tensor)
+            size = 0
+        else:
+            layout = self._layout(bucket)
+            size = tensor.numel() * tensor.dtype.itemsize
+            algorithm = self.algorithm_for(size)
+            future = algorithm.all_reduce(tensor, layout)
+        intra, inter = self._traffic(algorithm, tensor, size, bucket)
+        self.recorder.hook_left(entered, size, intra, inter)
+        if future.done():
+            self.recorder.bucket_done()
+            return future
+        return future.then(self._done)
+
+    def algorithm_for(self, size: int) -> Algorithm:
+        """The algorithm for a bucket of ``size`` bytes."""
+        for limit, name in self.table:
+            if size <= limit:
+                return self._algorithms[name]
+        return self._algorithms[self.table[-1][1]]
+
+    def report(self) -> CommunicationReport:
+        """What communication cost so far. Collective."""
+        return CommunicationReport.collect(self.recorder.read(), self.communicator)
+
+    def close(self) -> None:
+        """Free threads and shared memory. The communicator belongs to the caller."""
+        for algorithm in self._algorithms.values():
+            algorithm.close()
+        self._layouts.clear()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What compression remembers, summed over ranks, by parameter: fit for any other layout. Collective."""
+        if self._loaded:
+            return self._loaded
+        state: dict[str, dict[str, Tensor]] = {}
+        if self._remembers:
+            state["error_feedback"] = self._total_errors()
+        if self.compression is not None and self.compression.method == "powersgd":
+            state["powersgd"] = self._all_factors()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue from a :meth:`state_dict` of this model, saved under any number of ranks and nodes.
+
+        Raises:
+            ValueError: the state belongs to another model.
+        """
+        errors = dict(state.get("error_feedback", {}))
+        for name, value in errors.items():
+            if value.numel() != self._numels.get(name):
+                raise ValueError(
+                    f"The checkpoint's compression state for {name!r} has {value.numel()} elements, the parameter has "
+                    f"{self._numels.get(name)}. It belongs to another model."
+                )
+        self._restore(errors)
+        for exchange in self._powersgd():
+            exchange.factors = dict(state.get("powersgd", {}))
+        self._loaded = {key: dict(value) for key, value in state.items()}
+
+    def _new_step(self) -> None:
+        self._loaded = {}
+        self._steps_since_restore += 1
+        if self._steps_since_restore == 2:  # every bucket has taken its part
+            for feedback, _ in self._feedbacks():
+                feedback.forget_restored()
+
+    def _restore(self, errors: dict[str, Tensor]) -> None:
+        for feedback, members in self._feedbacks():
+            feedback.restore(errors, members)
+        self._steps_since_restore = 0
+
+    def _done(self, future: Future[Any]) -> Any:
+        self.recorder.bucket_done()
+        return future.value()
+
+    def _sparse_mean(self, tensor: Tensor) -> Future[Any]:
+        """The mean of sparse gradients: gloo adds them up, nobody else does."""
+        return self._native.all_reduce(tensor, Layout.flat(0))
+
+    def _layout(self, bucket: GradBucket) -> Layout:
+        parameters = bucket.parameters()
+        identity = tuple(id(parameter) for parameter in parameters)
+        known = self._layouts.get(bucket.index())
+        if known is not None and known[0] == identity:
+            return known[1]
+        layout = Layout.of_parameters(
+            bucket.index(), ((self._names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters))
+        )
+        if known is not None:
+            self._buckets_were_rebuilt()
+        self._layouts[bucket.index()] = (identity, layout)
+        return layout
+
+    def _buckets_were_rebuilt(self) -> None:
+        """DDP cut the buckets anew (once, after the first step): hand out remembered errors anew. Collective."""
+        self._layouts.clear()
+        if self._remembers:
+            for algorithm in self._two_level():
+                algorithm.drain()
+            self._restore(self._total_errors())
+
+    def _two_level(self) -> list[TwoLevel]:
+        return [algorithm for algorithm in self._algorithms.values() if isinstance(algorithm, TwoLevel)]
+
+    def _feedbacks(self) -> list[tuple[ErrorFeedback, int]]:
+        """Each exchange's memory and the number of its members."""
+        found = []
+        for algorithm in self._two_level():
+            feedback = getattr(algorithm.exchange, "feedback", None)
+            if feedback is not None:
+                flat = algorithm.scatter is None
+                found.append((feedback, self.communicator.world_size if flat else self.communicator.topology.num_nodes))
+        return found
+
+    def _powersgd(self) -> list[PowerSGDExchange]:
+        exchanges = [algorithm.exchange for algorithm in self._two_level()]
+        return [exchange for exchange in exchanges if isinstance(exchange, PowerSGDExchange)]
+
+    def _total_errors(self) -> dict[str, Tensor]:
+        """What all ranks together remember, by parameter. Collective."""
+        device = self.communicator.device
+        mine = torch.zeros(sum(self._numels.values()), device=device)
+        for feedback, _ in self._feedbacks():
+            mine += torch.cat(list(feedback.totals(self._numels).values())).to(device)
+        dist.all_reduce(mine, group=self.communicator.group)
+        return dict(zip(self._numels, mine.cpu().split(list(self._numels.values())), strict=True))
+
+    def _all_factors(self) -> dict[str, Tensor]:
+        """PowerSGD's factors of all shards. Collective."""
+        mine = {name: q for exchange in self._powersgd() for name, q in exchange.factors.items()}
+        shapes = {name: list(q.shape) for name, q in mine.items()}
+        everyones = gather_json(shapes, self.communicator.group, self.communicator.device)
+        factors: dict[str, Tensor] = {}
+        for name, shape in sorted({name: tuple(s) for ranks in everyones for name, s in ranks.items()}.items()):
+            holders = [rank for rank, held in enumerate(everyones) if name in held]
+            factor = mine[name].clone() if name in mine else torch.zeros(shape, device=self.communicator.device)
+            dist.broadcast(factor, group=self.communicator.group, group_src=holders[0])
+            factors[name] = factor.cpu()
+        return factors
+
+    def _traffic(self, algorithm: Algorithm, tensor: Tensor, size: int, bucket: GradBucket) -> tuple[int, int]:
+        """Bytes that this rank writes for others inside its node, and sends to other nodes."""
+        topology = self.communicator.topology
+        local, world = len(topology.local_ranks), topology.world_size
+        if world == 1 or size == 0:
+            return 0, 0
+        if isinstance(algorithm, TwoLevel):
+            layout = algorithm.shard_layout(tensor, self._layouts[bucket.index()][1])
+            shard = sum(piece.numel for piece in layout.pieces)
+            sent = 0 if algorithm.exchange is None else algorithm.exchange.wire_bytes(shard, tensor.dtype, layout)
+            if algorithm.scatter is None:  # flat: what goes to ranks of this node stays in it
+                inside = sent * (local - 1) // (world - 1)
+                return inside, sent - inside
+            return size * (local - 1) // local * 2, sent
+        if algorithm.name == "shared_memory":
+            return size * (local - 1) // local * 2, 0
+        ring = 2 * size * (world - 1) // world
+        next_rank = (topology.rank + 1) % world
+        return (ring, 0) if next_rank in topology.local_ranks else (0, ring)

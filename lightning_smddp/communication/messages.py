@@ -1,0 +1,44 @@
+"""Small messages between ranks as tensors of JSON bytes: nothing received is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def _encode(value: Any, device: torch.device) -> Tensor:
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+
+
+def _decode(data: Tensor) -> Any:
+    return json.loads(bytes(data.cpu().tolist()))
+
+
+def gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Every rank's ``value`` (anything that JSON carries), in rank order, on every rank."""
+    data = _encode(value, device)
+    world_size = dist.get_world_size(group)
+    length = torch.tensor([data.numel()], device=device)
+    lengths = [torch.empty_like(length) for _ in range(world_size)]
+    dist.all_gather(lengths, length, group=group)
+    longest = int(torch.stack(lengths).max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(parts, padded, group=group)
+    return [_decode(part[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The first rank's ``value`` on every rank."""
+    data = _encode(value, device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, group=group, group_src=0)
+    if dist.get_rank(group) != 0:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=0)
+    return _decode(data)

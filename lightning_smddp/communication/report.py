@@ -1,0 +1,101 @@
+"""What gradient communication cost, over all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.stats import Totals
+
+
+@dataclass(frozen=True)
+class CommunicationReport:
+    """Gradient communication since the start of fit.
+
+    Attributes:
+        steps: backward passes with gradient synchronisation, on one rank.
+        gradient_bytes: gradients of one rank, over all steps.
+        intra_node_bytes, inter_node_bytes: sent or written for others by all ranks, over all steps.
+        exposed_s: for each rank, how long backward stood still for communication.
+        hidden_s: for each rank, how long communication ran while backward did.
+        waited_s: for each rank, how long it waited for others.
+        straggler: the rank that others waited for; None when nobody waited much.
+        straggler_name: with its host.
+    """
+
+    steps: int
+    gradient_bytes: int
+    intra_node_bytes: int
+    inter_node_bytes: int
+    exposed_s: tuple[float, ...]
+    hidden_s: tuple[float, ...]
+    waited_s: tuple[float, ...]
+    straggler: int | None
+    straggler_name: str
+
+    @classmethod
+    def collect(cls, totals: Totals, communicator: Communicator) -> CommunicationReport:
+        """Gather all ranks' totals. Collective."""
+        mine = {
+            "steps": totals.steps,
+            "gradient_bytes": totals.gradient_bytes,
+            "intra": totals.intra_node_bytes,
+            "inter": totals.inter_node_bytes,
+            "exposed": totals.exposed_s,
+            "hidden": totals.hidden_s,
+            # Without shared memory nobody sees who comes late; then the exposed time is the wait.
+            "waited": totals.waited_s or totals.exposed_s,
+            "for": sorted(totals.waited_for.items()),
+        }
+        ranks = gather_json(mine, communicator.group, communicator.device)
+        waited = [rank["waited"] for rank in ranks]
+        straggler = _straggler(waited, [dict(rank["for"]) for rank in ranks], totals.steps)
+        return cls(
+            steps=ranks[0]["steps"],
+            gradient_bytes=ranks[0]["gradient_bytes"],
+            intra_node_bytes=sum(rank["intra"] for rank in ranks),
+            inter_node_bytes=sum(rank["inter"] for rank in ranks),
+            exposed_s=tuple(rank["exposed"] for rank in ranks),
+            hidden_s=tuple(rank["hidden"] for rank in ranks),
+            waited_s=tuple(waited),
+            straggler=straggler,
+            straggler_name="" if straggler is None else communicator.topology.describe(straggler),
+        )
+
+    def __str__(self) -> str:
+        steps = max(self.steps, 1)
+        lines = [
+            f"gradient communication over {self.steps} steps",
+            f"  gradients             {_size(self.gradient_bytes / steps)} a step on each rank",
+            f"  moved inside nodes    {_size(self.intra_node_bytes / steps)} a step, all ranks",
+            f"  sent between nodes    {_size(self.inter_node_bytes / steps)} a step, all ranks",
+            f"  exposed               {_per_step(self.exposed_s, steps)} ms a step, by rank",
+            f"  hidden by backward    {_per_step(self.hidden_s, steps)} ms a step, by rank",
+            f"  waited for others     {_per_step(self.waited_s, steps)} ms a step, by rank",
+        ]
+        if self.straggler is not None:
+            lines.append(f"  others waited most for {self.straggler_name}")
+        return "\n".join(lines)
+
+
+def _straggler(waited: list[float], waited_for: list[dict[str, int]], steps: int) -> int | None:
+    """The rank that waited least while the others waited for it, if they waited 0.1 ms a step at least."""
+    most, least = max(waited), min(waited)
+    if len(waited) < 2 or most < 1e-4 * max(steps, 1) or least > 0.5 * most:
+        return None
+    named: Counter[int] = Counter()
+    for rank, counts in enumerate(waited_for):
+        for other, count in counts.items():
+            if waited[rank] > 0.5 * most:
+                named[int(other)] += count
+    return named.most_common(1)[0][0] if named else waited.index(least)
+
+
+def _per_step(seconds: tuple[float, ...], steps: int) -> str:
+    return ", ".join(f"{1000 * value / steps:.2f}" for value in seconds)
+
+
+def _size(value: float) -> str:
+    return f"{value / 2**20:.2f} MiB" if value >= 2**20 else f"{value / 2**10:.1f} KiB"

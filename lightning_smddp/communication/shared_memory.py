@@ -1,0 +1,301 @@
+"""Ranks of one node reduce through shared memory: no socket, no copy.
+
+DDP's own bucket is moved into a shared segment in place (see ``_compat.share_storage``), and every rank maps every
+other rank's bucket. Rank i then sums slice i of all of them, in chunks that stay in cache, and writes the result
+straight into each bucket: two barriers and two passes over memory for an all-reduce.
+
+Where the bucket cannot be moved (no space on the shared-memory mount), the rank stages it window by window in an
+anonymous memory file, which that mount does not limit. Which way a rank goes is its own decision: it announces in
+each barrier's message what the others find where.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_smddp._compat import share_storage
+from lightning_smddp.communication.node_mesh import Arrival, NodeMesh
+from lightning_smddp.communication.topology import shard_bounds
+
+WINDOW_BYTES = 64 * 2**20  # how much of a bucket is staged at a time
+_CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
+_HEADER = struct.Struct("<BBqQQ")  # kind, dtype, slot, numel, byte offset in the segment
+_SAME, _MAPPED, _STAGED = range(3)
+_DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+]  # fmt: skip
+
+
+HOW_TO_RAISE = (
+    "To use zero-copy shared memory, enlarge the mount at /dev/shm: `docker run --shm-size=8g`, an `emptyDir` "
+    "volume with `medium: Memory` in Kubernetes, or `mount -o remount,size=8g /dev/shm`."
+)
+
+
+@dataclass
+class _Window:
+    """A part [start, stop) of the tensor that all local ranks have before them.
+
+    Attributes:
+        regions: for each local rank but this one, its memory as bytes.
+        staged: for each local rank, whether its memory holds this window only.
+    """
+
+    regions: dict[int, Tensor]
+    staged: dict[int, bool]
+    start: int
+    stop: int
+
+    def view(self, peer: int, dtype: torch.dtype, low: int, high: int) -> Tensor:
+        """Elements [low, high) of ``peer``'s tensor."""
+        shift = self.start if self.staged[peer] else 0
+        return self.regions[peer][(low - shift) * dtype.itemsize : (high - shift) * dtype.itemsize].view(dtype)
+
+
+class SharedMemory:
+    """The ranks of one node, reducing through each other's memory.
+
+    An object belongs to one thread, as its mesh does.
+
+    Args:
+        mesh: barrier with the node's ranks.
+        num_shards: in how many shards a tensor is cut; local ranks from ``num_shards`` on own an empty one.
+        on_wait: called with ``(seconds, global rank waited for last or None)`` after each barrier.
+        zero_copy: False stages every tensor.
+    """
+
+    def __init__(
+        self,
+        mesh: NodeMesh,
+        num_shards: int | None = None,
+        on_wait: Callable[[float, int | None], None] | None = None,
+        zero_copy: bool = True,
+    ) -> None:
+        self.mesh = mesh
+        self.num_shards = mesh.size if num_shards is None else num_shards
+        self._on_wait = on_wait
+        self._zero_copy = zero_copy
+        self._own: dict[int, tuple[Tensor, tuple[int, int]]] = {}
+        self._peers: dict[tuple[int, int], Tensor] = {}
+        self._staging: Tensor | None = None
+        self._staging_fd = -1
+
+    def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
+        """Bounds of all local ranks' shards."""
+        return shard_bounds(numel, self.num_shards, granularity) + [numel] * (self.mesh.size - self.num_shards)
+
+    def all_reduce(self, tensor: Tensor, slot: int | None, scale: float = 1.0) -> None:
+        """``tensor`` becomes ``scale`` times the sum of the local ranks' tensors, in place, bit-equal on all.
+
+        Args:
+            tensor: 1-D and contiguous, of one size and dtype on all ranks.
+            slot: a number that names this tensor for good, so that its memory is shared once. None stages it.
+            scale: factor of the sum.
+
+        Raises:
+            ValueError: sizes or dtypes differ between ranks.
+            RankFailedError: a peer is gone or did not come in time.
+        """
+        bounds = self.bounds(tensor.numel())
+        for window in self._windows(tensor, slot, bring=True):
+            self._reduce(tensor, window, bounds, scale, push=True)
+            self._exchange()
+            self._take_out(tensor, window, bounds)
+
+    def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
+        """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself; returns that view.
+
+        Peers may still be reading the other shards when this returns: leave these alone until an
+        :meth:`all_gather` of the same tensor.
+        """
+        for window in self._windows(tensor, slot, bring=True):
+            self._reduce(tensor, window, bounds, scale, push=False)
+            if any(window.staged.values()):  # what is staged next would overwrite what peers still read
+                self._exchange()
+        return tensor[bounds[self.mesh.rank] : bounds[self.mesh.rank + 1]]
+
+    def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
+        """Write this rank's shard of ``tensor`` into all local ranks' tensors."""
+        rank, dtype = self.mesh.rank, tensor.dtype
+        for window in self._windows(tensor, slot, bring=False):
+            low, high = max(bounds[rank], window.start), min(bounds[rank + 1], window.stop)
+            if low < high:
+                for peer in window.regions:
+                    window.view(peer, dtype, low, high).copy_(tensor[low:high])
+            self._exchange()
+            self._take_out(tensor, window, bounds)
+
+    def release(self, slot: int) -> None:
+        """Forget ``slot``: its memory is freed with its tensor."""
+        self._own.pop(slot, None)
+        for peer in range(self.mesh.size):
+            self._peers.pop((peer, slot), None)
+
+    def close(self) -> None:
+        """Drop all mappings. The mesh belongs to the caller."""
+        self._own.clear()
+        self._peers.clear()
+        self._staging = None
+        if self._staging_fd >= 0:
+            os.close(self._staging_fd)
+            self._staging_fd = -1
+
+    def _windows(self, tensor: Tensor, slot: int | None, bring: bool) -> Iterator[_Window]:
+        """Show ``tensor`` to the peers and see theirs, all of it at once or, where a rank stages, in windows.
+
+        ``bring``: the tensor's values go to the peers (else only the peers' come here).
+        """
+        kind, descriptor, offset = self._announce(tensor, slot)
+        number, numel = -1 if slot is None else slot, tensor.numel()
+        step = WINDOW_BYTES // tensor.dtype.itemsize
+        if kind == _STAGED and bring:
+            self._stage(tensor, 0, min(step, numel))
+        header = _HEADER.pack(kind, _DTYPES.index(tensor.dtype), number, numel, offset)
+        regions, staged = self._map(self._exchange(header, descriptor), tensor, number)
+        staged[self.mesh.rank] = kind == _STAGED
+        if not any(staged.values()):
+            step = max(numel, 1)
+        for start in range(0, numel, step):
+            stop = min(start + step, numel)
+            if start:
+                if kind == _STAGED and bring:
+                    self._stage(tensor, start, stop)
+                self._exchange()
+            yield _Window(regions, staged, start, stop)
+
+    def _announce(self, tensor: Tensor, slot: int | None) -> tuple[int, int | None, int]:
+        """How the peers find ``tensor``: (kind, descriptor to send, byte offset in it)."""
+        if slot is None or not self._zero_copy or tensor.numel() == 0:
+            return _STAGED, self._staging_descriptor(tensor), 0
+        size = tensor.numel() * tensor.dtype.itemsize
+        known = self._own.get(slot)
+        if known is not None and known[1] == (tensor.data_ptr(), size):
+            return _SAME, None, 0
+        try:
+            descriptor = share_storage(tensor)
+        except RuntimeError as error:
+            self._zero_copy = False
+            warnings.warn(f"Gradients are copied to shared memory from now on: {error}. {HOW_TO_RAISE}", stacklevel=2)
+            return _STAGED, self._staging_descriptor(tensor), 0
+        # Holding the tensor keeps its address from going to another one while peers have it mapped.
+        self._own[slot] = (tensor, (tensor.data_ptr(), size))
+        return _MAPPED, descriptor, int(tensor.storage_offset()) * tensor.dtype.itemsize
+
+    def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[dict[int, Tensor], dict[int, bool]]:
+        """The peers' memory, mapping what they sent a descriptor for, and which of it is staged."""
+        regions: dict[int, Tensor] = {}
+        staged: dict[int, bool] = {}
+        try:
+            for peer, message in arrival.messages.items():
+                kind, dtype, their_slot, numel, offset = _HEADER.unpack(message)
+                self._check(peer, tensor, slot, (_DTYPES[dtype], their_slot, numel))
+                key = (peer, -1 if kind == _STAGED else slot)
+                if peer in arrival.descriptors:
+                    self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
+                regions[peer] = self._peers[key]
+                staged[peer] = kind == _STAGED
+        finally:
+            for descriptor in arrival.descriptors.values():
+                os.close(descriptor)
+        return regions, staged
+
+    def _check(self, peer: int, tensor: Tensor, slot: int, theirs: tuple[torch.dtype, int, int]) -> None:
+        if theirs == (tensor.dtype, slot, tensor.numel()):
+            return
+        topology = self.mesh.topology
+        us, them = (topology.describe(topology.local_ranks[local]) for local in (self.mesh.rank, peer))
+        raise ValueError(
+            f"Ranks reduce different tensors: {us} brings bucket {slot} with {tensor.numel()} elements of "
+            f"{tensor.dtype}, {them} bucket {theirs[1]} with {theirs[2]} of {theirs[0]}. "
+            "The models, or the order in which their layers run, differ between ranks."
+        )
+
+    def _reduce(self, tensor: Tensor, window: _Window, bounds: list[int], scale: float, push: bool) -> None:
+        """Sum this rank's shard within the window, in the order of local ranks, chunk by chunk."""
+        rank, dtype = self.mesh.rank, tensor.dtype
+        low, high = max(bounds[rank], window.start), min(bounds[rank + 1], window.stop)
+        if low >= high:
+            return
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        step = _CHUNK_BYTES // wide.itemsize
+        scratch = torch.empty(min(step, high - low), dtype=wide)
+        in_place = self.mesh.size == 2 and wide == dtype  # two terms: their order does not matter
+        shards = [
+            (tensor[low:high] if local == rank else window.view(local, dtype, low, high)).split(step)
+            for local in range(self.mesh.size)
+        ]
+        for terms in zip(*shards, strict=True):
+            own = terms[rank]
+            if in_place:
+                total = own.add_(terms[1 - rank])
+            else:
+                total = scratch[: own.numel()].copy_(terms[0])
+                for term in terms[1:]:
+                    total.add_(term)
+            if scale != 1.0:
+                total.mul_(scale)
+            if not in_place:
+                own.copy_(total)
+            if push:
+                for local, term in enumerate(terms):
+                    if local != rank:
+                        term.copy_(own)
+
+    def _take_out(self, tensor: Tensor, window: _Window, bounds: list[int]) -> None:
+        """A staged rank copies what the peers wrote into its own tensor."""
+        rank = self.mesh.rank
+        if not window.staged[rank]:
+            return
+        for low, high in (
+            (window.start, min(bounds[rank], window.stop)),
+            (max(bounds[rank + 1], window.start), window.stop),
+        ):
+            if low < high:
+                tensor[low:high].copy_(self._staged(tensor.dtype, low - window.start, high - window.start))
+
+    def _staging_descriptor(self, tensor: Tensor) -> int | None:
+        """The staging memory's descriptor when the peers do not have it yet, or not large enough."""
+        wanted = max(min(tensor.numel() * tensor.dtype.itemsize, WINDOW_BYTES), mmap.PAGESIZE)
+        if self._staging is not None and self._staging.numel() >= wanted:
+            return None
+        if self._staging_fd >= 0:
+            os.close(self._staging_fd)
+        self._staging_fd = os.memfd_create("lightning_smddp", os.MFD_CLOEXEC)
+        os.posix_fallocate(self._staging_fd, 0, wanted)
+        self._staging = _map_descriptor(self._staging_fd, 0)
+        return self._staging_fd
+
+    def _staged(self, dtype: torch.dtype, low: int, high: int) -> Tensor:
+        assert self._staging is not None
+        return self._staging[low * dtype.itemsize : high * dtype.itemsize].view(dtype)
+
+    def _stage(self, tensor: Tensor, start: int, stop: int) -> None:
+        self._staged(tensor.dtype, 0, stop - start).copy_(tensor[start:stop])
+
+    def _exchange(self, message: bytes = b"\0", descriptor: int | None = None) -> Arrival:
+        arrival = self.mesh.exchange(message, descriptor)
+        if self._on_wait is not None:
+            last = None if arrival.last is None else self.mesh.topology.local_ranks[arrival.last]
+            self._on_wait(arrival.waited_s, last)
+        return arrival
+
+
+def free_bytes() -> int:
+    """Free space of the mount that zero-copy buckets live on."""
+    status = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return status.f_bavail * status.f_frsize if status is not None else 0
+
+
+def _map_descriptor(descriptor: int, offset: int) -> Tensor:
+    """All bytes of a shared-memory file from ``offset`` on, as a writable uint8 tensor that keeps the mapping."""
+    mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+    return torch.frombuffer(mapping, dtype=torch.uint8)[offset:]

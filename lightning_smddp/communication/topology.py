@@ -1,0 +1,117 @@
+"""Which ranks share a node, found out by asking every rank where it runs, never from the order of ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication.messages import gather_json
+
+
+def node_identity() -> str:
+    """Host name, boot id and network namespace of this process: equal on ranks that share a node.
+
+    The boot id tells apart hosts of one name; the namespace tells apart containers of one host that have a network
+    of their own.
+    """
+    parts = [socket.gethostname()]
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    if boot_id.exists():
+        parts.append(boot_id.read_text().strip())
+    namespace = Path("/proc/self/ns/net")
+    if namespace.exists():
+        parts.append(os.readlink(namespace))
+    return "/".join(parts)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of each node. Nodes are numbered by their lowest rank, local ranks by rank.
+
+    Attributes:
+        nodes: for each node its global ranks, ascending.
+        rank: this process's global rank.
+        hosts: for each node the host name, for messages.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    rank: int
+    hosts: tuple[str, ...] = ()
+
+    @classmethod
+    def from_identities(cls, identities: Sequence[str], rank: int) -> Topology:
+        """Group ranks by equal identity: ``["a", "b", "a"]`` gives ``((0, 2), (1,))``."""
+        members: dict[str, list[int]] = {}
+        for other, identity in enumerate(identities):
+            members.setdefault(identity, []).append(other)
+        return cls(
+            nodes=tuple(tuple(ranks) for ranks in members.values()),
+            rank=rank,
+            hosts=tuple(identity.split("/")[0] for identity in members),
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(len(ranks) for ranks in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self.nodes)
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this rank's node."""
+        return next(index for index, ranks in enumerate(self.nodes) if self.rank in ranks)
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Global ranks on this rank's node."""
+        return self.nodes[self.node_rank]
+
+    @property
+    def local_rank(self) -> int:
+        """Position of this rank on its node."""
+        return self.local_ranks.index(self.rank)
+
+    @property
+    def num_shards(self) -> int:
+        """In how many shards a bucket is cut between nodes: as many as the smallest node has ranks."""
+        return min(len(ranks) for ranks in self.nodes)
+
+    def shard_owners(self, shard: int) -> tuple[int, ...]:
+        """The global ranks, one a node, that exchange shard number ``shard``."""
+        return tuple(ranks[shard] for ranks in self.nodes)
+
+    def describe(self, rank: int) -> str:
+        """``rank 3 (host b, local rank 1)``, for messages."""
+        for index, ranks in enumerate(self.nodes):
+            if rank in ranks:
+                host = self.hosts[index] if self.hosts else f"node {index}"
+                return f"rank {rank} (host {host}, local rank {ranks.index(rank)})"
+        raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of this job")
+
+
+def discover(group: dist.ProcessGroup, device: torch.device) -> Topology:
+    """Ask all ranks of ``group`` where they run. Collective."""
+    return Topology.from_identities(gather_json(node_identity(), group, device), dist.get_rank(group))
+
+
+def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -> list[int]:
+    """Cut ``range(numel)`` into ``num_shards`` nearly equal parts: ``num_shards + 1`` ascending bounds.
+
+    ``granularity`` lists positions (ascending) at which a cut is allowed; the nearest one is taken. Without it every
+    position is. A part may be empty.
+    """
+    bounds = [numel * shard // num_shards for shard in range(num_shards + 1)]
+    if granularity:
+        allowed = sorted({0, numel, *granularity})
+        bounds = [min(allowed, key=lambda position: abs(position - bound)) for bound in bounds]
+    return bounds

@@ -1,0 +1,1 @@
+"""The strategies: one module for each package that Lightning is published as."""

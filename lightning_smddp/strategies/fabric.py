@@ -1,0 +1,95 @@
+"""``Fabric(strategy="smddp")``: Fabric's DDPStrategy with our communication hook."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_smddp.communication.algorithms import AlgorithmName
+from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.tables import print_table
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class FabricDataParallel(_Base):
+    """Data parallelism with optimized all-reduce, for Fabric. Arguments as those of ``SMDDPStrategy``.
+
+    Compression's memory is not in the checkpoint by itself: save ``strategy.communication_state()`` beside the
+    model and give it back to ``strategy.load_communication_state(...)``.
+    """
+
+    def __init__(
+        self,
+        algorithm: AlgorithmName = "auto",
+        compression: Method | Compression | None = None,
+        bucket_cap_mb: float | None = None,
+        process_group_backend: str | None = "auto",
+        collective_timeout: timedelta | float | None = None,
+        tuning_cache: str | Path | bool = True,
+        verbose: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        options = Options.parse(
+            algorithm,
+            compression,
+            bucket_cap_mb,
+            process_group_backend,
+            collective_timeout,
+            tuning_cache,
+            verbose,
+        )
+        super().__init__(process_group_backend=options.process_group_backend, **kwargs)
+        self._session = Session(options)
+        self._user_ddp_kwargs = dict(self._ddp_kwargs)
+
+    @property
+    def communication_report(self) -> CommunicationReport | None:
+        """What gradient communication cost so far; None before a module is set up. Collective."""
+        return self._session.report()
+
+    def communication_state(self) -> dict[str, dict[str, Tensor]]:
+        """What compression remembers of the module set up last. Collective."""
+        return self._session.state_dict()
+
+    def load_communication_state(self, state: dict[str, dict[str, Tensor]]) -> None:
+        """Continue from a saved :meth:`communication_state`."""
+        self._session.load_state_dict(state)
+
+    def setup_environment(self) -> None:
+        """Start the process group, after a look at what the launcher started."""
+        environment = self.cluster_environment
+        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
+        super().setup_environment()
+        self._session.set_timeout()
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Choose the communication and wrap ``module``."""
+        self._ddp_kwargs = self._session.prepare(module, self.root_device, self._user_ddp_kwargs, self._timeout)
+        model = super().setup_module(module)
+        self._session.attach(model)
+        if self._session.options.verbose and self.global_rank == 0:
+            print_table("smddp: data parallelism", self._session.summary())
+        return model
+
+    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
+        return mean_by_sum(super().all_reduce, tensor, group, reduce_op)
+
+    def teardown(self) -> None:
+        """Free shared memory, threads and sockets."""
+        self._session.close()
+        super().teardown()
+
+    def _get_process_group_backend(self) -> str:
+        return self._session.default_backend(self.root_device) or super()._get_process_group_backend()

@@ -1,0 +1,16 @@
+"""The strategies for ``import pytorch_lightning``."""
+
+from __future__ import annotations
+
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import DDPStrategy
+
+from lightning_smddp.strategies.trainer import MonitorCommunication, TrainerDataParallel
+
+
+class SMDDPStrategy(TrainerDataParallel, DDPStrategy):  # noqa: D101
+    __doc__ = TrainerDataParallel.__doc__
+
+
+class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101
+    __doc__ = MonitorCommunication.__doc__

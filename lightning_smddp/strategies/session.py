@@ -1,0 +1,230 @@
+"""What the Trainer's and Fabric's strategy share: options, and the life of the gradient communication."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_smddp._compat import ddp_default_kwargs, set_group_timeout
+from lightning_smddp.communication.algorithms import NAMES
+from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.models import check_compression, check_same_model, check_trainable
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.communication.stats import Recorder
+
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``SMDDPStrategy`` that are not ``DDPStrategy``'s, checked. See there for their meaning."""
+
+    algorithm: str
+    compression: Compression | None
+    bucket_cap_mb: float | None
+    process_group_backend: str | None
+    collective_timeout: timedelta | None
+    tuning_cache: Path | None
+    verbose: bool
+
+    @classmethod
+    def parse(
+        cls,
+        algorithm: str,
+        compression: str | dict[str, Any] | Compression | None,
+        bucket_cap_mb: float | None,
+        process_group_backend: str | None,
+        collective_timeout: timedelta | float | None,
+        tuning_cache: str | Path | bool,
+        verbose: bool,
+    ) -> Options:
+        """Check what the user wrote. Raises ``ValueError`` with the valid values."""
+        if algorithm not in NAMES:
+            raise ValueError(f"algorithm={algorithm!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
+        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} has to be positive (MiB), or None to have it tuned.")
+        if isinstance(collective_timeout, (int, float)):
+            collective_timeout = timedelta(seconds=collective_timeout)
+        if collective_timeout is not None and collective_timeout <= timedelta():
+            raise ValueError(f"collective_timeout={collective_timeout} has to be positive (seconds or timedelta).")
+        cache = Path(tuning_cache) if isinstance(tuning_cache, (str, Path)) else None
+        return cls(
+            algorithm=algorithm,
+            compression=Compression.parse(compression),
+            bucket_cap_mb=bucket_cap_mb,
+            process_group_backend=None if process_group_backend == "auto" else process_group_backend,
+            collective_timeout=collective_timeout,
+            tuning_cache=default_cache() if tuning_cache is True else cache,
+            verbose=verbose,
+        )
+
+
+class Session:
+    """Gradient communication of one strategy object: groups for its process group, a hook for each DDP module."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.communicator: Communicator | None = None
+        self.synchronizers: list[GradientSynchronizer] = []
+        self.plan: Plan | None = None
+        self.recorder: Recorder | None = None  # not before setup: strategies travel to spawned ranks by pickle
+
+    def default_backend(self, device: torch.device) -> str | None:
+        """The backend for ``process_group_backend="auto"``; None leaves it to Lightning (nccl, gloo)."""
+        if self.options.process_group_backend is not None:
+            return self.options.process_group_backend
+        return "smddp" if device.type == "cuda" and _import_aws_backend() else None
+
+    def set_timeout(self) -> None:
+        """Give the default group the collective timeout, now that everyone has started."""
+        if self.options.collective_timeout is not None and dist.is_initialized():
+            set_group_timeout(self.options.collective_timeout)
+
+    def prepare(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        ddp_kwargs: Mapping[str, Any],
+        timeout: timedelta | None,
+    ) -> dict[str, Any]:
+        """Check the model, choose the plan, and return DDP's arguments for it. Collective.
+
+        Raises:
+            ValueError: on every rank, when the model or the options do not fit.
+        """
+        check_trainable(module)
+        if ddp_kwargs.get("process_group") is not None or ddp_kwargs.get("device_mesh") is not None:
+            raise ValueError(
+                "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
+                "Use Lightning's DDPStrategy for gradients of a part of the ranks."
+            )
+        group = dist.group.WORLD
+        assert group is not None
+        if self.communicator is None or self.recorder is None:
+            self.recorder = Recorder()
+            size = sum(p.numel() * p.dtype.itemsize for p in module.parameters() if p.requires_grad)
+            limit = self.options.collective_timeout or timeout or _DEFAULT_TIMEOUT
+            self.communicator = Communicator(group, device, limit, self.recorder.on_wait, size)
+        check_same_model(module, group, device, self.communicator.topology)
+        compression = self.options.compression
+        check_compression(module, compression)
+        self.plan = self._choose(self.communicator, module, compression)
+        self.synchronizers.append(
+            GradientSynchronizer(self.communicator, module, self.plan.table, compression, self.recorder)
+        )
+        arguments = {**ddp_default_kwargs(), **ddp_kwargs}
+        if self.plan.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
+            arguments["bucket_cap_mb"] = self.plan.bucket_cap_mb
+        return arguments
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Put our hook into the module that :meth:`prepare` was called for last."""
+        synchronizer = self.synchronizers[-1]
+
+        def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+            return synchronizer.average(bucket)
+
+        model.register_comm_hook(state=None, hook=_hook)
+
+    def report(self) -> CommunicationReport | None:
+        """What communication cost so far; None before the first module. Collective."""
+        return self.synchronizers[-1].report() if self.synchronizers else None
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What compression remembers. Collective."""
+        return self.synchronizers[-1].state_dict() if self.synchronizers else {}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue from a saved :meth:`state_dict`."""
+        if self.synchronizers and self.options.compression is not None:
+            self.synchronizers[-1].load_state_dict(state)
+
+    def close(self) -> None:
+        """Free everything; the next :meth:`prepare` starts anew."""
+        for synchronizer in self.synchronizers:
+            synchronizer.close()
+        self.synchronizers = []
+        if self.communicator is not None:
+            self.communicator.close()
+            self.communicator = None
+
+    def summary(self, batch: int | None = None, accumulate: int | None = None) -> list[tuple[str, str]]:
+        """What runs here, in rows of name and value."""
+        assert self.communicator is not None
+        assert self.plan is not None
+        topology = self.communicator.topology
+        world = topology.world_size
+        sizes = sorted({len(ranks) for ranks in topology.nodes})
+        rows = [
+            ("nodes", f"{topology.num_nodes} ({', '.join(topology.hosts)})"),
+            ("ranks per node", " to ".join(map(str, sizes if len(sizes) == 1 else (sizes[0], sizes[-1])))),
+            ("cluster size", f"{world} ranks on {self.communicator.device.type}"),
+            ("replicas", str(world)),
+        ]
+        if batch is not None:
+            rows.append(("per-replica batch", str(batch)))
+        if accumulate is not None:
+            rows.append(("accumulation", str(accumulate)))
+        if batch is not None:
+            rows.append(("global batch", f"{world * batch * (accumulate or 1)} for each optimizer step"))
+        cap = self.plan.bucket_cap_mb
+        rows += [
+            ("backend", str(dist.get_backend(self.communicator.group))),
+            ("algorithm", self.plan.describe()),
+            ("bucket size", "DDP's default" if cap is None else f"{cap:g} MiB"),
+            ("wire dtype", self._wire()),
+        ]
+        rows += [("note", note) for note in self.communicator.notes]
+        return rows
+
+    def _choose(self, communicator: Communicator, module: nn.Module, compression: Compression | None) -> Plan:
+        options = self.options
+        if options.algorithm != "auto":
+            return given_plan(options.algorithm, options.bucket_cap_mb)
+        return choose_plan(communicator, module, compression, options.bucket_cap_mb, options.tuning_cache)
+
+    def _wire(self) -> str:
+        compression = self.options.compression
+        assert self.communicator is not None
+        if compression is None:
+            return "as the gradients (exact)"
+        if not self.communicator.compresses(compression):
+            return f"as the gradients (exact): {compression.method} applies between nodes, and there is one node"
+        where = "everywhere" if compression.scope == "all" else "between nodes"
+        feedback = "with" if compression.error_feedback else "without"
+        return f"{compression.method} {where}, {feedback} error feedback"
+
+
+def check_devices(num_processes: int, creates_processes_externally: bool) -> None:
+    """Raise ``ValueError`` if ``devices`` contradicts what the launcher started on this node."""
+    started = os.environ.get("LOCAL_WORLD_SIZE")
+    if creates_processes_externally and started is not None and int(started) != num_processes:
+        raise ValueError(
+            f"The launcher started {started} processes on this node (LOCAL_WORLD_SIZE={started}), but the strategy was "
+            f"asked for devices={num_processes}. Set devices={started}, or start {num_processes} processes a node "
+            f"(for torchrun: --nproc-per-node={num_processes})."
+        )
+
+
+def _import_aws_backend() -> bool:
+    """Whether AWS's ``smddp`` backend is installed, loads, and has registered itself."""
+    try:
+        if find_spec("smdistributed.dataparallel.torch.torch_smddp") is None:
+            return False
+        import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
+    except (ImportError, OSError, RuntimeError, ValueError):  # absent, or a binary for another machine
+        return False
+    return "smddp" in dist.Backend.backend_list

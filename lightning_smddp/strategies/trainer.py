@@ -1,0 +1,195 @@
+"""``Trainer(strategy="smddp")``: Lightning's DDPStrategy with our communication hook.
+
+Written once for both packages that Lightning is published as; ``lightning.py`` and ``pytorch_lightning.py`` put it on
+top of their ``DDPStrategy``.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_smddp._compat import register_ddp_comm_hook
+from lightning_smddp.communication.algorithms import AlgorithmName
+from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.tables import print_table
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+_CHECKPOINT_KEY = "smddp"
+
+
+class TrainerDataParallel(_Base):
+    """Data parallelism with optimized all-reduce; a drop-in for ``DDPStrategy``.
+
+    Args:
+        algorithm: how gradients are summed: ``"native"`` (the backend's all-reduce), ``"shared_memory"`` (CPU ranks
+            of one node, without copies), ``"hierarchical"`` (inside nodes first, then between ranks of equal local
+            rank), ``"balanced"`` (balanced fusion buffers between nodes), or ``"auto"``: the fastest on this
+            cluster for each bucket size, measured at the start of fit.
+        compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or a
+            :class:`~lightning_smddp.Compression` with details.
+        bucket_cap_mb: size of DDP's buckets in MiB; None has it chosen with the algorithm.
+        process_group_backend: ``"auto"`` is AWS's ``smddp`` where it is installed and works, else ``nccl`` on CUDA and
+            ``gloo`` on CPU.
+        collective_timeout: how long a rank waits for the others in a collective, in seconds or as a timedelta; None
+            is DDP's ``timeout``, which also bounds the start.
+        tuning_cache: file for what ``"auto"`` measured; True is ``~/.cache/lightning_smddp/plans.json``, False
+            measures at each start.
+        verbose: print a table at the start of fit and a report at its end.
+        **kwargs: all arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` and,
+            where torch has it, ``batched_grad_copy`` are on unless given.
+
+    Raises:
+        ValueError: an argument is not one of the valid values; the message lists them.
+    """
+
+    def __init__(
+        self,
+        algorithm: AlgorithmName = "auto",
+        compression: Method | Compression | None = None,
+        bucket_cap_mb: float | None = None,
+        process_group_backend: str | None = "auto",
+        collective_timeout: timedelta | float | None = None,
+        tuning_cache: str | Path | bool = True,
+        verbose: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        options = Options.parse(
+            algorithm,
+            compression,
+            bucket_cap_mb,
+            process_group_backend,
+            collective_timeout,
+            tuning_cache,
+            verbose,
+        )
+        if kwargs.get("ddp_comm_hook") is not None and (algorithm != "auto" or compression is not None):
+            raise ValueError(
+                f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
+                f"compression={compression!r} would have no effect. Give either the hook or these."
+            )
+        super().__init__(process_group_backend=options.process_group_backend, **kwargs)
+        self._session = Session(options)
+        self._user_ddp_kwargs = dict(self._ddp_kwargs)
+
+    @property
+    def communication_report(self) -> CommunicationReport | None:
+        """What gradient communication cost so far; None before fit. Collective: read it on every rank."""
+        return self._session.report() if self._session.synchronizers else self._last_report
+
+    _last_report: CommunicationReport | None = None
+
+    def setup_environment(self) -> None:
+        """Start the process group, after a look at what the launcher started."""
+        environment = self.cluster_environment
+        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
+        super().setup_environment()
+        self._session.set_timeout()
+
+    def configure_ddp(self) -> None:
+        """Choose the communication and wrap the model."""
+        if self._ddp_comm_hook is None:
+            assert self.model is not None
+            self._ddp_kwargs = self._session.prepare(self.model, self.root_device, self._user_ddp_kwargs, self._timeout)
+        elif self._session.options.bucket_cap_mb is not None:
+            self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
+        super().configure_ddp()
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
+        return mean_by_sum(super().reduce, tensor, group, reduce_op)
+
+    def on_train_start(self) -> None:
+        """Say what runs."""
+        super().on_train_start()
+        if self._session.options.verbose and self.is_global_zero and self._session.communicator is not None:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
+            print_table("smddp: data parallelism", rows)
+
+    def on_train_end(self) -> None:
+        """Say what it cost."""
+        super().on_train_end()
+        if self._session.synchronizers:
+            self._last_report = self._session.report()
+            if self._session.options.verbose and self.is_global_zero and self.world_size > 1:
+                print(self._last_report, flush=True)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save, with what compression remembers."""
+        assert self.lightning_module is not None
+        interrupted = self.lightning_module.trainer.interrupted  # then peers may be gone, and nothing is gathered
+        if self._session.options.compression is not None and "optimizer_states" in checkpoint and not interrupted:
+            state = self._session.state_dict()
+            if state:
+                checkpoint[_CHECKPOINT_KEY] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Restore the optimizers, and what compression remembers."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._session.load_state_dict(checkpoint.get(_CHECKPOINT_KEY, {}))
+
+    def teardown(self) -> None:
+        """Free shared memory, threads and sockets."""
+        self._session.close()
+        super().teardown()
+
+    def _get_process_group_backend(self) -> str:
+        return self._session.default_backend(self.root_device) or super()._get_process_group_backend()
+
+    def _register_ddp_hooks(self) -> None:
+        from torch.nn.parallel import DistributedDataParallel
+
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._ddp_comm_hook is not None:  # on CPU too, where DDPStrategy ignores it
+            register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        else:
+            self._session.attach(self.model)
+
+
+def _batch_size(trainer: Trainer) -> int | None:
+    """Samples that one rank gets at a time, where the loader tells."""
+    loader = trainer.train_dataloader
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(source, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+class MonitorCommunication:
+    """Log what gradient communication costs, every ``log_every_n_steps``, as a callback.
+
+    Logs ``smddp/exposed_ms`` (backward stood still, last step), ``smddp/intra_node_mib`` and
+    ``smddp/inter_node_mib`` (this rank, a step on average) and ``smddp/waited_ms`` (for others, a step on average) to
+    all loggers. Does nothing with other strategies.
+    """
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Log after a batch."""
+        session = getattr(trainer.strategy, "_session", None)
+        if session is None or not session.synchronizers or trainer.global_step % trainer.log_every_n_steps:
+            return
+        totals = session.recorder.read()
+        steps = max(totals.steps, 1)
+        metrics = {
+            "smddp/exposed_ms": 1e3 * session.recorder.last_exposed_s,
+            "smddp/waited_ms": 1e3 * totals.waited_s / steps,
+            "smddp/intra_node_mib": totals.intra_node_bytes / 2**20 / steps,
+            "smddp/inter_node_mib": totals.inter_node_bytes / 2**20 / steps,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
