@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from datetime import timedelta
 from typing import Any, cast
 
@@ -47,11 +46,11 @@ def set_group_timeout(timeout: timedelta) -> None:
     _set_pg_timeout(timeout)
 
 
-def ddp_default_kwargs() -> dict[str, Any]:
-    """DDP arguments that we turn on unless the user sets them, as far as this torch knows them."""
-    wanted = {"gradient_as_bucket_view": True, "batched_grad_copy": True}  # the latter is new in torch 2.13
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {name: value for name, value in wanted.items() if name in known}
+def default_store() -> dist.Store:
+    """The default group's key-value store. Remove when ``torch.distributed`` has a public getter."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def register_ddp_comm_hook(model: DistributedDataParallel, state: object, hook: Any, wrapper: Any) -> None:

@@ -80,11 +80,11 @@ class _RegisteringLoader(Loader):
         return created
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader  # nothing of us stays on the module
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         register(module)
-
-    def __getattr__(self, name: str) -> Any:  # resource readers, get_source and the like stay the loader's own
-        return getattr(self._loader, name)
 
 
 class _RegistryFinder(MetaPathFinder):

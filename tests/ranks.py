@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.rank_processes import GRACE_S, Rank, Setup, kill_session, start, watch
@@ -69,7 +70,7 @@ def run_in_threads(body: Callable[..., Any], world_size: int, *args: Any, timeou
 
     def rank_main(rank: int) -> None:
         try:
-            group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout))
+            group = _complete_group(store, rank, world_size, timedelta(seconds=timeout))
             outcomes.put((rank, body(group, *args), None))
         except BaseException as error:
             # Report first, so that no failure that this one causes comes before it. Then let go of the group,
@@ -183,6 +184,15 @@ def trainer_environment(port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
+
+
+def _complete_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group that has all collectives: the bare backend lacks those that torch's dispatcher composes."""
+    gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    group = dist.ProcessGroup(store, rank, world_size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
 
 
 def _rank_variables(rank: int, world_size: int, node_ids: Sequence[str] | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ name                inside a node                               between nodes
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol, get_args
 
@@ -77,7 +78,12 @@ class Native:
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         future: Future[Any] = work.get_future()
-        return future.then(lambda _: tensor if early else tensor.div_(self.world_size))
+
+        def mean(done: Future[Any]) -> Tensor:
+            done.value()  # raises what the collective raised
+            return tensor if early else tensor.div_(self.world_size)
+
+        return future.then(mean)
 
     def close(self) -> None:
         """Nothing to free: the group belongs to the caller."""
@@ -104,13 +110,15 @@ class SharedMemoryAllReduce:
 class TwoLevel:
     """Reduce-scatter inside the node, exchange of each shard between nodes, all-gather inside the node.
 
-    On CPU the first step runs in the caller, the exchange in the backend's threads and the last step in a thread of
-    this object, in the order of the calls, so that buckets overlap with each other and with backward. On CUDA all
-    steps are queued on a stream of this object.
+    On CPU the first step runs in the caller, the exchange in the backend's threads and the last step in ``thread``,
+    in the order of the calls, so that buckets overlap with each other and with backward. On CUDA all steps are
+    queued on a stream of this object.
 
     Args:
         name: for tables.
         world_size: what the sum is divided by.
+        thread: an executor of one thread, common to all algorithms that share meshes or groups: what goes over one of
+            these has to have the same order on every rank.
         scatter: the reduce-scatter of this node; None when this rank is alone on it.
         gather: the all-gather, another object, as it works in another thread.
         exchange: between nodes; None when this rank owns no shard.
@@ -122,6 +130,7 @@ class TwoLevel:
         self,
         name: str,
         world_size: int,
+        thread: ThreadPoolExecutor,
         scatter: SharedMemory | Collective | None,
         gather: SharedMemory | Collective | None,
         exchange: Exchange | None,
@@ -131,7 +140,8 @@ class TwoLevel:
         self.name, self.world_size, self.by_rows = name, world_size, by_rows
         self.scatter, self.gather, self.exchange = scatter, gather, exchange
         self.shard_index = shard_index
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread, self._closed = thread, False
+        self._submitted: set[futures.Future[None]] = set()
         self._stream: torch.cuda.Stream | None = None
         self._bounds: dict[Layout, list[int]] = {}
 
@@ -140,25 +150,26 @@ class TwoLevel:
         if tensor.is_cuda:
             return self._on_stream(tensor, layout)
         complete = self._begin(tensor, layout)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp")
         future: Future[Any] = Future()
 
         def run() -> None:
             try:
+                if self._closed:
+                    raise RuntimeError("closed before the gradients were exchanged")
                 complete()
             except Exception as error:
                 future.set_exception(error)
             else:
                 future.set_result(tensor)
 
-        self._thread.submit(run)
+        submitted = self._thread.submit(run)
+        self._submitted.add(submitted)
+        submitted.add_done_callback(self._submitted.discard)
         return future
 
     def drain(self) -> None:
-        """Wait until nothing is in flight in this object's thread."""
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result()
+        """Wait until nothing is in flight."""
+        futures.wait(list(self._submitted))
 
     def shard_layout(self, tensor: Tensor, layout: Layout) -> Layout:
         """What this rank's shard of ``tensor`` consists of."""
@@ -167,9 +178,8 @@ class TwoLevel:
 
     def close(self) -> None:
         """See :meth:`Algorithm.close`."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True, cancel_futures=True)
-            self._thread = None
+        self._closed = True
+        self.drain()
         for part in (self.scatter, self.gather):
             if part is not None:
                 part.close()

@@ -12,14 +12,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.communication.algorithms import TwoLevel
+from lightning_smddp.communication.algorithms import NAMES, TwoLevel
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.cost import Cluster, Link, crossing_flows, predict_s, synchronisation_s
@@ -30,6 +30,7 @@ _BUCKET_CHOICES_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 _TIMED_SIZES = (64 * 2**10, 1 * 2**20, 8 * 2**20)
 _TIMED_ALGORITHMS = 3
 _SECONDS_EACH = 0.15  # for one algorithm at one size
+_TIMING_ERROR = 1.05
 _LIMITLESS = 2**62
 _TIMING_SLOT = 2**30  # no bucket has so high a number
 
@@ -94,9 +95,9 @@ def choose_plan(
         return given_plan("native", bucket_cap_mb)
     key = plan_key(communicator, module, compression, bucket_cap_mb)
     found = _read(cache).get(key) if communicator.rank == 0 else None
-    found = broadcast_json(found, communicator.group, communicator.device)
-    if found is not None:
-        return Plan(**{**found, "table": [(limit, name) for limit, name in found["table"]], "source": "cached"})
+    cached = _plan_of(broadcast_json(found, communicator.group, communicator.device))
+    if cached is not None:
+        return cached
     plan = _measure(communicator, module, compression, bucket_cap_mb)
     if communicator.rank == 0 and cache is not None:
         _write(cache, key, plan)
@@ -237,12 +238,13 @@ def _bucket_size(
     link = Link.fit(sizes, seconds)
     overlapped = name != "shared_memory"
 
-    def cost(megabytes: float) -> tuple[float, float]:
-        bucket_bytes = int(megabytes * 2**20)
-        seconds = synchronisation_s(gradient_bytes, bucket_bytes, link, overlapped)
-        return round(seconds, 6), abs(megabytes - DEFAULT_BUCKET_MB)  # equal within 1 us: nearest to DDP's own
+    def cost(megabytes: float) -> float:
+        return synchronisation_s(gradient_bytes, int(megabytes * 2**20), link, overlapped)
 
-    return min(_BUCKET_CHOICES_MB, key=cost)
+    # Of those within the timing's own error the one nearest to DDP's: large buckets keep gradients longer in memory.
+    bound = _TIMING_ERROR * min(map(cost, _BUCKET_CHOICES_MB))
+    close = [megabytes for megabytes in _BUCKET_CHOICES_MB if cost(megabytes) <= bound]
+    return min(close, key=lambda megabytes: abs(megabytes - DEFAULT_BUCKET_MB))
 
 
 def _mib(size: int) -> str:
@@ -259,13 +261,24 @@ def _read(cache: Path | None) -> dict[str, Any]:
     return plans if isinstance(plans, dict) else {}
 
 
+def _plan_of(entry: Any) -> Plan | None:
+    """A plan from its JSON; None if it is none."""
+    try:
+        plan = Plan(**{**entry, "table": [(int(limit), str(name)) for limit, name in entry["table"]]})
+    except (KeyError, TypeError, ValueError):
+        return None
+    known = plan.table and all(name in NAMES for _, name in plan.table)
+    return replace(plan, source="cached") if known else None
+
+
 def _write(cache: Path, key: str, plan: Plan) -> None:
     """Add ``plan`` to the file, replacing it whole; a cache that cannot be written costs time only."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=cache.parent, suffix=".tmp", delete=False) as file:
-            json.dump({**_read(cache), key: asdict(plan)}, file)
-        os.replace(file.name, cache)
+        with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
+            file = Path(folder, "plans.json")
+            file.write_text(json.dumps({**_read(cache), key: asdict(plan)}))
+            os.replace(file, cache)
     except OSError as error:
         import warnings
 

@@ -21,7 +21,7 @@ class Collective:
 
     def __init__(self, group: dist.ProcessGroup, num_shards: int) -> None:
         self.group, self.num_shards = group, num_shards
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = group.rank(), dist.get_world_size(group)
 
     def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
         """Bounds of all local ranks' shards; ranks from ``num_shards`` on own an empty one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from lightning_smddp.communication.algorithms import NAMES, Algorithm, Native, S
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.collective import Collective
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
+from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.exchange import BalancedExchange, Exchange, RingExchange
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.node_mesh import NodeMesh
@@ -50,6 +52,7 @@ class Communicator:
         self.notes: list[str] = []
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._meshes: list[NodeMesh] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp")
         self.zero_copy = True
         self.shared_memory_refusal: str | None = self._connect(gradient_bytes)
 
@@ -72,21 +75,29 @@ class Communicator:
         failure = self._self_test()
         if failure is not None:
             self.notes.append(f"no shared memory: {failure}")
+            self._close_meshes()
         return failure
+
+    def _close_meshes(self) -> None:
+        for mesh in self._meshes:
+            mesh.close()
+        self._meshes = []
 
     def _self_test(self) -> str | None:
         """Compare one bucket in shared memory with the backend's all-reduce; returns what went wrong on any rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.rank)
             mine = torch.randn(_SELF_TEST_NUMEL)
-        failure = None
+        failure, is_cause = None, True
+        memory = SharedMemory(self._meshes[0], zero_copy=self.zero_copy)
         try:
-            memory = SharedMemory(self._meshes[0], zero_copy=self.zero_copy)
             theirs = mine.clone()
             memory.all_reduce(theirs, slot=0)
-            memory.close()
         except (OSError, RuntimeError, ValueError) as error:
             failure, theirs = f"self-test failed with {error}", torch.zeros_like(mine)
+            is_cause = not isinstance(error, RankFailedError)
+            self._close_meshes()  # peers that wait for this rank go on
+        memory.close()
         # the node's sum by the backend: every rank contributes at its node's place
         expected = torch.zeros(self.topology.num_nodes, _SELF_TEST_NUMEL)
         expected[self.topology.node_rank] = mine
@@ -94,7 +105,8 @@ class Communicator:
         close = torch.allclose(theirs, expected[self.topology.node_rank], rtol=1e-5, atol=1e-5)
         if failure is None and not close:
             failure = f"self-test on rank {self.rank} differs from {dist.get_backend(self.group)}'s all-reduce"
-        return next((text for text in gather_json(failure, self.group, self.device) if text), None)
+        failures = gather_json([failure, is_cause], self.group, self.device)
+        return next((text for text, _ in sorted(failures, key=lambda pair: not pair[1]) if text), None)
 
     def available(self) -> list[str]:
         """Algorithms that make sense here, ``native`` first."""
@@ -115,7 +127,7 @@ class Communicator:
             raise ValueError(f"algorithm={name!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
         if self.flattens(name, compression):
             ranks = tuple(range(self.world_size))
-            return TwoLevel(name, self.world_size, None, None, self._exchange(name, ranks, compression))
+            return TwoLevel(name, self.world_size, self._thread, None, None, self._exchange(name, ranks, compression))
         if name == "native" or self.world_size == 1:
             return Native(self.group)
         if name == "shared_memory":
@@ -154,7 +166,7 @@ class Communicator:
         if topology.num_nodes == 1:  # the node's ranks are the servers
             ranks = tuple(range(self.world_size))
             if name == "balanced":
-                return TwoLevel(name, self.world_size, None, None, self._exchange(name, ranks, None))
+                return TwoLevel(name, self.world_size, self._thread, None, None, self._exchange(name, ranks, None))
         scatter, gather = self._inside_node()
         exchange = None
         for shard in range(topology.num_shards):
@@ -163,7 +175,7 @@ class Communicator:
                 built = self._exchange(name, owners, compression)
                 exchange = built if self.rank in owners else exchange
         by_rows = compression is not None and compression.method == "powersgd"
-        return TwoLevel(name, self.world_size, scatter, gather, exchange, topology.local_rank, by_rows)
+        return TwoLevel(name, self.world_size, self._thread, scatter, gather, exchange, topology.local_rank, by_rows)
 
     def _inside_node(self) -> tuple[SharedMemory | Collective | None, SharedMemory | Collective | None]:
         topology = self.topology
@@ -211,10 +223,9 @@ class Communicator:
         return [float(value) for value in tensor]
 
     def close(self) -> None:
-        """Close sockets and groups. Not collective."""
-        for mesh in self._meshes:
-            mesh.close()
-        self._meshes = []
+        """Close sockets and groups, after the algorithms. Not collective."""
+        self._thread.shutdown()
+        self._close_meshes()
         for group in self._groups.values():
             if group is not None:
                 with suppress(ValueError):  # destroyed with the default group already

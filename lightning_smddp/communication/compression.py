@@ -137,7 +137,7 @@ class Int8Codec:
         check_compressible(tensor.dtype, "a gradient")
         blocks = tensor.float().view(-1, self.block_size)
         scale = blocks.abs().amax(1, keepdim=True) / 127
-        steps = torch.where(scale > 0, blocks / scale, 0).round_().nan_to_num_(0, 0, 0)
+        steps = torch.where(scale > 0, blocks / scale, 0).round_().clamp_(-127, 127).nan_to_num_(0, 0, 0)
         wire = torch.empty(len(blocks), 4 + self.block_size, dtype=torch.uint8, device=tensor.device)
         wire[:, :4] = scale.view(torch.uint8)
         wire[:, 4:] = steps.to(torch.int8).view(torch.uint8)

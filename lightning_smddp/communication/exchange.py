@@ -104,11 +104,12 @@ class BalancedExchange:
         """See :meth:`Exchange.start`."""
         codec = _saving(self.codec, shard.dtype)
         feedback = self.feedback if codec is not None else None
-        size, rank = dist.get_world_size(self.scatter_group), dist.get_rank(self.scatter_group)
+        size, rank = dist.get_world_size(self.scatter_group), self.scatter_group.rank()
         part = _part(shard.numel(), size, codec)
         if feedback is not None:
             feedback.add_to(shard, layout)
-        sent = _encode(codec, torch.nn.functional.pad(shard, (0, part * size - shard.numel())))
+        padding = part * size - shard.numel()
+        sent = _encode(codec, torch.nn.functional.pad(shard, (0, padding)) if padding else shard)
         if feedback is not None:
             feedback.remember(shard, _decode(codec, sent, shard.numel(), shard.dtype), layout)
         received = torch.empty_like(sent)

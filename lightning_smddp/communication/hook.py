@@ -77,7 +77,7 @@ class GradientSynchronizer:
         intra, inter = self._traffic(algorithm, tensor, size, bucket)
         self.recorder.hook_left(entered, size, intra, inter)
         if future.done():
-            self.recorder.bucket_done()
+            self._done(future)  # raises what the exchange raised
             return future
         return future.then(self._done)
 
@@ -178,7 +178,7 @@ class GradientSynchronizer:
         for algorithm in self._two_level():
             feedback = getattr(algorithm.exchange, "feedback", None)
             if feedback is not None:
-                flat = algorithm.scatter is None
+                flat = self.communicator.flattens(algorithm.name, self.compression)
                 found.append((feedback, self.communicator.world_size if flat else self.communicator.topology.num_nodes))
         return found
 

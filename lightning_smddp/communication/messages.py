@@ -38,7 +38,7 @@ def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device) -
     data = _encode(value, device)
     length = torch.tensor([data.numel()], device=device)
     dist.broadcast(length, group=group, group_src=0)
-    if dist.get_rank(group) != 0:
+    if group.rank() != 0:
         data = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(data, group=group, group_src=0)
     return _decode(data)

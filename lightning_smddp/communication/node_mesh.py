@@ -225,7 +225,10 @@ def _connect_all(
         listener.settimeout(max(deadline - time.perf_counter(), 1e-3))
         connection, _ = listener.accept()
         connection.settimeout(_LIVENESS_PERIOD_S)
-        greeting = connection.recv(_MESSAGE_BYTES)
+        try:
+            greeting = connection.recv(_MESSAGE_BYTES)
+        except OSError:  # silent, or gone again
+            greeting = b""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         genuine = secrets.compare_digest(greeting[:-2], secret) and _CREDENTIALS.unpack(credentials)[1] == os.getuid()
         if not genuine:  # some other program on this host

@@ -63,7 +63,7 @@ class PowerSGDExchange:
             result = torch.zeros_like(shard)
             parts = answer.split([q.numel() for q in right])
             for piece, base, q, flat in zip(matrices, bases, right, parts, strict=False):
-                self.factors[_key(piece)] = flat.view(q.shape).clone()
+                self.factors[_key(piece)] = flat.view(q.shape).nan_to_num(0, 0, 0)  # else nan would stay for good
                 _matrix(result, piece).copy_(base @ flat.view(q.shape).T)
             for piece, flat in zip(exact, summed[len(left) :], strict=True):
                 _flat(result, piece).copy_(flat)

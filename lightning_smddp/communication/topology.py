@@ -101,7 +101,7 @@ class Topology:
 
 def discover(group: dist.ProcessGroup, device: torch.device) -> Topology:
     """Ask all ranks of ``group`` where they run. Collective."""
-    return Topology.from_identities(gather_json(node_identity(), group, device), dist.get_rank(group))
+    return Topology.from_identities(gather_json(node_identity(), group, device), group.rank())
 
 
 def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -> list[int]:

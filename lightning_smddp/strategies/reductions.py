@@ -15,7 +15,8 @@ def mean_by_sum(reduce: Callable[[Any, Any, Any], Tensor], tensor: Tensor, group
     Lightning asks every backend but gloo for ``ReduceOp.AVG``, which AWS's ``smddp`` (and not only it) refuses:
     Lightning issue #20409. As there, integer tensors stay integer.
     """
-    average = reduce_op in ("mean", "avg") or reduce_op == dist.ReduceOp.AVG
+    name = reduce_op.lower() if isinstance(reduce_op, str) else None
+    average = name in ("mean", "avg") or reduce_op == dist.ReduceOp.AVG
     if not average or not isinstance(tensor, Tensor) or not dist.is_initialized():
         return reduce(tensor, group, reduce_op)
     total = reduce(tensor, group, "sum")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_smddp._compat import ddp_default_kwargs, set_group_timeout
+from lightning_smddp._compat import set_group_timeout
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.compression import METHODS, Compression
 from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.models import check_compression, check_same_model, check_trainable
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
@@ -54,19 +55,30 @@ class Options:
         """Check what the user wrote. Raises ``ValueError`` with the valid values."""
         if algorithm not in NAMES:
             raise ValueError(f"algorithm={algorithm!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
-        if bucket_cap_mb is not None and bucket_cap_mb <= 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} has to be positive (MiB), or None to have it tuned.")
-        if isinstance(collective_timeout, (int, float)):
-            collective_timeout = timedelta(seconds=collective_timeout)
-        if collective_timeout is not None and collective_timeout <= timedelta():
-            raise ValueError(f"collective_timeout={collective_timeout} has to be positive (seconds or timedelta).")
+        if bucket_cap_mb is not None and not _positive(bucket_cap_mb):
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} has to be positive (MiB), or None to have it tuned.")
+        if isinstance(collective_timeout, timedelta):
+            collective_timeout = collective_timeout.total_seconds()
+        if collective_timeout is not None and not _positive(collective_timeout):
+            raise ValueError(
+                f"collective_timeout={collective_timeout!r} has to be positive (seconds or a timedelta), or None for "
+                "DDP's `timeout`."
+            )
+        try:
+            parsed = Compression.parse(compression)
+        except TypeError as error:
+            raise ValueError(
+                f"compression={compression!r} does not describe a compression ({error}). Valid: None, "
+                f"{', '.join(map(repr, METHODS))}, or the arguments of `Compression` "
+                f"({', '.join(field.name for field in fields(Compression))}), of which `method` is required."
+            ) from error
         cache = Path(tuning_cache) if isinstance(tuning_cache, (str, Path)) else None
         return cls(
             algorithm=algorithm,
-            compression=Compression.parse(compression),
+            compression=parsed,
             bucket_cap_mb=bucket_cap_mb,
             process_group_backend=None if process_group_backend == "auto" else process_group_backend,
-            collective_timeout=collective_timeout,
+            collective_timeout=None if collective_timeout is None else timedelta(seconds=collective_timeout),
             tuning_cache=default_cache() if tuning_cache is True else cache,
             verbose=verbose,
         )
@@ -105,7 +117,6 @@ class Session:
         Raises:
             ValueError: on every rank, when the model or the options do not fit.
         """
-        check_trainable(module)
         if ddp_kwargs.get("process_group") is not None or ddp_kwargs.get("device_mesh") is not None:
             raise ValueError(
                 "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
@@ -118,14 +129,16 @@ class Session:
             size = sum(p.numel() * p.dtype.itemsize for p in module.parameters() if p.requires_grad)
             limit = self.options.collective_timeout or timeout or _DEFAULT_TIMEOUT
             self.communicator = Communicator(group, device, limit, self.recorder.on_wait, size)
+        self._check_same_options(self.communicator)
         check_same_model(module, group, device, self.communicator.topology)
+        check_trainable(module)
         compression = self.options.compression
         check_compression(module, compression)
         self.plan = self._choose(self.communicator, module, compression)
         self.synchronizers.append(
             GradientSynchronizer(self.communicator, module, self.plan.table, compression, self.recorder)
         )
-        arguments = {**ddp_default_kwargs(), **ddp_kwargs}
+        arguments = {"gradient_as_bucket_view": True, **ddp_kwargs}
         if self.plan.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
             arguments["bucket_cap_mb"] = self.plan.bucket_cap_mb
         return arguments
@@ -190,6 +203,19 @@ class Session:
         rows += [("note", note) for note in self.communicator.notes]
         return rows
 
+    def _check_same_options(self, communicator: Communicator) -> None:
+        """Raise ``ValueError`` on every rank if one was asked for other communication than the first. Collective."""
+        options = self.options
+        mine = f"algorithm={options.algorithm!r}, {options.compression}, bucket_cap_mb={options.bucket_cap_mb}"
+        everyones = gather_json(mine, communicator.group, communicator.device)
+        other = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
+        if other is not None:
+            describe = communicator.topology.describe
+            raise ValueError(
+                f"The ranks' options differ: {describe(0)} has {everyones[0]}; {describe(other)} has "
+                f"{everyones[other]}. Give every rank the same ones."
+            )
+
     def _choose(self, communicator: Communicator, module: nn.Module, compression: Compression | None) -> Plan:
         options = self.options
         if options.algorithm != "auto":
@@ -206,6 +232,10 @@ class Session:
         where = "everywhere" if compression.scope == "all" else "between nodes"
         feedback = "with" if compression.error_feedback else "without"
         return f"{compression.method} {where}, {feedback} error feedback"
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < float("inf")
 
 
 def check_devices(num_processes: int, creates_processes_externally: bool) -> None:

@@ -6,13 +6,15 @@ top of their ``DDPStrategy``.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp._compat import register_ddp_comm_hook
+from lightning_smddp._compat import default_store, register_ddp_comm_hook
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
@@ -27,6 +29,8 @@ else:
     _Base = object
 
 _CHECKPOINT_KEY = "smddp"
+_INTERRUPTED_KEY = "smddp/rank 0 came to a barrier after an exception"
+_PATIENCE = timedelta(seconds=20)
 
 
 class TrainerDataParallel(_Base):
@@ -47,8 +51,8 @@ class TrainerDataParallel(_Base):
         tuning_cache: file for what ``"auto"`` measured; True is ``~/.cache/lightning_smddp/plans.json``, False
             measures at each start.
         verbose: print a table at the start of fit and a report at its end.
-        **kwargs: all arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` and,
-            where torch has it, ``batched_grad_copy`` are on unless given.
+        **kwargs: all arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
+            on unless given.
 
     Raises:
         ValueError: an argument is not one of the valid values; the message lists them.
@@ -127,11 +131,23 @@ class TrainerDataParallel(_Base):
             if self._session.options.verbose and self.is_global_zero and self.world_size > 1:
                 print(self._last_report, flush=True)
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks; after an exception for the first only, which may be writing a checkpoint, and not long.
+
+        The others may be waiting for this rank's gradients meanwhile.
+        """
+        if not self._interrupted() or not dist.is_initialized():
+            super().barrier(*args, **kwargs)
+        elif self.is_global_zero:
+            default_store().set(_INTERRUPTED_KEY, "")
+        else:
+            with suppress(RuntimeError):  # the first rank did not fail, or is gone
+                default_store().wait([_INTERRUPTED_KEY], _PATIENCE)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, with what compression remembers."""
-        assert self.lightning_module is not None
-        interrupted = self.lightning_module.trainer.interrupted  # then peers may be gone, and nothing is gathered
-        if self._session.options.compression is not None and "optimizer_states" in checkpoint and not interrupted:
+        compression = self._session.options.compression
+        if compression is not None and "optimizer_states" in checkpoint and not self._interrupted():
             state = self._session.state_dict()
             if state:
                 checkpoint[_CHECKPOINT_KEY] = state
@@ -146,6 +162,11 @@ class TrainerDataParallel(_Base):
         """Free shared memory, threads and sockets."""
         self._session.close()
         super().teardown()
+
+    def _interrupted(self) -> bool:
+        """Whether an exception ended training: peers may be gone."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
 
     def _get_process_group_backend(self) -> str:
         return self._session.default_backend(self.root_device) or super()._get_process_group_backend()
@@ -178,11 +199,17 @@ class MonitorCommunication:
     all loggers. Does nothing with other strategies.
     """
 
+    _logged_step = 0
+
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Log after a batch."""
+        """Log after a batch that ended in an optimizer step."""
         session = getattr(trainer.strategy, "_session", None)
-        if session is None or not session.synchronizers or trainer.global_step % trainer.log_every_n_steps:
+        step = trainer.global_step
+        if session is None or not session.synchronizers or not trainer.log_every_n_steps:
             return
+        if step == self._logged_step or step % trainer.log_every_n_steps:
+            return
+        self._logged_step = step
         totals = session.recorder.read()
         steps = max(totals.steps, 1)
         metrics = {
@@ -192,4 +219,4 @@ class MonitorCommunication:
             "smddp/inter_node_mib": totals.inter_node_bytes / 2**20 / steps,
         }
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+            logger.log_metrics(metrics, step=step)

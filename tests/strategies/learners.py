@@ -1,0 +1,117 @@
+"""Small models, and one way to train them under any strategy, for the tests of this directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+INPUTS, CLASSES = 8, 3
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+def samples(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, INPUTS, generator=generator)
+    return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+
+
+class Learning:
+    """What a model does, for the ``LightningModule`` of either package."""
+
+    def build(self, batch_size: int = 4, count: int = 48) -> None:
+        self.batch_size, self.count = batch_size, count
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Linear(INPUTS, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+        self.losses: list[float] = []
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        # Lightning's own sampler shuffles: this one cuts batches of one process into batches of ranks.
+        data = samples(self.count)
+        sampler: Any = DistributedSampler(data, shuffle=False) if dist.is_initialized() else None
+        return DataLoader(data, batch_size=self.batch_size, sampler=sampler)
+
+
+class Learner(Learning, LightningModule):
+    def __init__(self, batch_size: int = 4, count: int = 48) -> None:
+        super().__init__()
+        self.build(batch_size, count)
+
+
+@dataclass
+class Outcome:
+    """What training left on one rank."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def local_devices() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def num_nodes() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1")) // local_devices()
+
+
+def make_trainer(strategy: Any, trainer_class: type = Trainer, **options: Any) -> Any:
+    """A quiet ``Trainer`` for the ranks that there are; one process without any."""
+    ranks = {"devices": local_devices(), "num_nodes": num_nodes()}
+    return trainer_class(strategy=strategy, **{**QUIET, "max_epochs": 2, **ranks, **options})
+
+
+def outcome(model: Any, trainer: Any) -> Outcome:
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Outcome(model.losses, {name: p.detach().clone() for name, p in model.named_parameters()}, metrics)
+
+
+def fit(strategy: Any, model: Any, **options: Any) -> Outcome:
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(model)
+    return outcome(model, trainer)
+
+
+def fit_with_each(strategies: list[str], make_model: Callable[[], Any], options: dict[str, Any]) -> list[Outcome]:
+    """Body of a rank: train a new model under each strategy."""
+    return [fit(strategy, make_model(), **options) for strategy in strategies]
+
+
+def silent(**options: Any) -> Any:
+    """An ``SMDDPStrategy`` that prints nothing."""
+    from lightning_smddp import SMDDPStrategy
+
+    return SMDDPStrategy(**{"verbose": False, **options})
+
+
+def assert_equal(actual: Outcome, expected: Outcome, tolerance: float = 1e-6) -> None:
+    """Same loss curve, weights and logged values."""
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.metrics, expected.metrics, rtol=tolerance, atol=tolerance)

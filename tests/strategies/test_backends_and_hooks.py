@@ -1,0 +1,207 @@
+"""The process group's backend, means without ReduceOp.AVG, and communication hooks of the user's own."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import time
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from lightning_smddp import SMDDPFabricStrategy, SMDDPStrategy
+from lightning_smddp.strategies.session import Options, Session
+from tests.ranks import run_ranks, run_trainer_ranks
+from tests.strategies.learners import Learner, Outcome, assert_equal, fit, make_trainer, silent
+
+# ---- backend ----
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def session(backend: str | None) -> Session:
+    return Session(Options.parse("auto", None, None, backend, None, False, False))
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A stand-in for AWS's package, which this machine has not."""
+    for name in ("smdistributed", "smdistributed.dataparallel", "smdistributed.dataparallel.torch"):
+        module = types.ModuleType(name)
+        module.__path__ = []  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    name = "smdistributed.dataparallel.torch.torch_smddp"
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def test_without_aws_lightning_chooses_the_backend() -> None:
+    for backend in ("auto", None):
+        assert session(backend).default_backend(CUDA) is None
+        assert session(backend).default_backend(CPU) is None
+
+
+def test_aws_backend_is_used_if_it_registered_itself(aws: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert session("auto").default_backend(CUDA) is None  # it loads, but registers nothing
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "smddp"])
+    assert session("auto").default_backend(CUDA) == "smddp"
+    assert session("auto").default_backend(CPU) is None
+    assert session("nccl").default_backend(CUDA) == "nccl"
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError], ids=lambda error: error.__name__)
+def test_a_broken_aws_package_is_passed_over(
+    error: type[Exception], aws: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def find_spec(self, fullname: str, *_: Any) -> None:
+            if fullname == aws.__name__:
+                raise error("built for another machine")
+
+    monkeypatch.delitem(sys.modules, aws.__name__)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    assert session("auto").default_backend(CUDA) is None
+
+
+def backends(options: dict[str, Any]) -> tuple[str, str | None]:
+    strategy = silent(**options)
+    make_trainer(strategy, max_steps=1).fit(Learner())
+    return dist.get_backend(), strategy.process_group_backend
+
+
+@pytest.mark.parametrize("backend", ["auto", None, "gloo"])
+def test_gloo_on_cpu(backend: str | None) -> None:
+    assert run_trainer_ranks(backends, 2, {"process_group_backend": backend}) == [("gloo", "gloo")] * 2
+
+
+# ---- means ----
+
+
+def reduce_values(backend_name: str) -> dict[str, Any]:
+    """Reduce through both strategies, while the group says it has another backend; which operations arrive?"""
+    operations = []
+    all_reduce, get_backend = dist.all_reduce, dist.get_backend
+
+    def recorded(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        operations.append(str(op))
+        return all_reduce(tensor, op, *args, **kwargs)
+
+    rank = dist.get_rank()
+    trainer, fabric = silent(), SMDDPFabricStrategy(verbose=False)
+    trainer.parallel_devices = [CPU] * 2
+    trainer.cluster_environment = LightningEnvironment()
+    trainer.set_world_ranks()
+    results: dict[str, Any] = {}
+    dist.all_reduce, dist.get_backend = recorded, lambda group=None: backend_name
+    try:
+        for name, reduce in (("trainer", trainer.reduce), ("fabric", fabric.all_reduce)):
+            results[f"{name} mean"] = reduce(torch.tensor([1.0, 2.0]) + rank).tolist()
+            results[f"{name} avg"] = reduce(torch.tensor(1.0 + rank), reduce_op="avg").item()
+            results[f"{name} AVG"] = reduce(torch.tensor(1.0 + rank), reduce_op=dist.ReduceOp.AVG).item()
+            results[f"{name} upper"] = reduce(torch.tensor(1.0 + rank), reduce_op="AVG").item()
+            results[f"{name} half"] = reduce(torch.tensor(1.0 + rank, dtype=torch.bfloat16)).item()
+            mean = reduce(torch.tensor([3, 5]) + 2 * rank)
+            results[f"{name} integers"] = (mean.tolist(), str(mean.dtype))
+            results[f"{name} sum"] = reduce(torch.tensor(1 + rank), reduce_op="sum").item()
+            results[f"{name} max"] = reduce(torch.tensor(1 + rank), reduce_op="max").item()
+            results[f"{name} group"] = reduce(torch.tensor(1.0 + rank), group=dist.group.WORLD).item()
+            results[f"{name} other"] = reduce("no tensor")
+        results["all"] = trainer.reduce_boolean_decision(rank == 0)
+        results["any"] = trainer.reduce_boolean_decision(rank == 0, all=False)
+        results["both"] = trainer.reduce_boolean_decision(True)
+    finally:
+        dist.all_reduce, dist.get_backend = all_reduce, get_backend
+    results["operations"] = sorted(set(operations))
+    return results
+
+
+@pytest.mark.parametrize("backend", ["gloo", "smddp"])
+def test_means_do_not_need_avg(backend: str) -> None:
+    for results in run_ranks(reduce_values, 2, backend):
+        assert not any("AVG" in operation for operation in results["operations"])
+        for name in ("trainer", "fabric"):
+            assert results[f"{name} mean"] == [1.5, 2.5]
+            for kind in ("avg", "AVG", "upper", "half", "group"):
+                assert results[f"{name} {kind}"] == 1.5
+            assert results[f"{name} integers"] == ([4, 6], "torch.int64")
+            assert results[f"{name} sum"] == 3
+            assert results[f"{name} max"] == 2
+            assert results[f"{name} other"] == "no tensor"
+        assert (results["all"], results["any"], results["both"]) == (False, True, True)
+
+
+# ---- hooks ----
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.buckets = 0
+        self.wrapped = 0
+
+
+def counting_hook(state, bucket):  # DDP refuses annotations that are strings, as they are in this file
+    state.buckets += 1
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def fit_with_hooks() -> tuple[list[Outcome], int, int, Any]:
+    counting = Counting()
+
+    def wrapper(hook: Any) -> Any:
+        counting.wrapped += 1
+        return hook
+
+    strategies: list[Any] = [
+        "ddp",
+        silent(ddp_comm_hook=allreduce_hook),
+        silent(ddp_comm_hook=counting_hook, ddp_comm_state=counting, ddp_comm_wrapper=wrapper, bucket_cap_mb=0.0001),
+    ]
+    outcomes = [fit(strategy, Learner()) for strategy in strategies]
+    return outcomes, counting.buckets, counting.wrapped, strategies[-1].communication_report
+
+
+def test_a_hook_of_the_user_is_honoured_on_cpu() -> None:
+    for (stock, plain, counted), buckets, wrapped, report in run_trainer_ranks(fit_with_hooks, 2):
+        assert_equal(plain, stock)
+        assert_equal(counted, stock)
+        assert buckets > 12  # 12 steps; after the first, several buckets
+        assert wrapped == 1
+        assert report is None  # nothing of ours ran
+
+
+def test_strategy_objects_know_their_backend() -> None:
+    assert SMDDPStrategy(process_group_backend="gloo").process_group_backend == "gloo"
+    assert SMDDPStrategy().process_group_backend is None
+
+
+# ---- timeouts ----
+
+
+def wait_for_a_peer(options: dict[str, Any]) -> float:
+    model = Learner()
+    strategy = silent(**options)
+
+    def late(*_: Any) -> None:
+        if strategy.global_rank == 1:
+            time.sleep(3)
+
+    model.on_train_batch_start = late  # type: ignore[method-assign]
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        make_trainer(strategy, max_steps=2).fit(model)
+    return time.monotonic() - start
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["native", "shared_memory"])
+def test_collective_timeout_is_that_of_the_default_group_and_of_shared_memory(algorithm: str) -> None:
+    options = {"collective_timeout": 1.0, "algorithm": algorithm}
+    first, _ = run_trainer_ranks(wait_for_a_peer, 2, options, timeout=30)
+    assert first < 2.9

@@ -1,0 +1,208 @@
+"""Compressed gradients between two (simulated) nodes: real data are learned, and the memory survives a restart."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lightning_smddp import Compression
+from lightning_smddp.strategies import trainer as trainer_module
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.learners import Learner, make_trainer, silent
+
+NODES = ["a", "b"]
+# Lightning takes every checkpoint callback for a ModelCheckpoint here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=:UserWarning")
+METHODS = ["bf16", "fp16", "int8", "powersgd"]
+
+
+def digits() -> tuple[TensorDataset, tuple[Tensor, Tensor]]:
+    """For training, and for the test: every fifth image."""
+    data, target = load_digits(return_X_y=True)
+    inputs, targets = torch.tensor(data / 16, dtype=torch.float32), torch.tensor(target)
+    test = torch.arange(len(inputs)) % 5 == 0
+    return TensorDataset(inputs[~test], targets[~test]), (inputs[test], targets[test])
+
+
+class Digits(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        data, _ = digits()
+        return DataLoader(data, batch_size=16, sampler=DistributedSampler(data, shuffle=False))
+
+    def accuracy(self) -> float:
+        _, (inputs, targets) = digits()
+        return float((self.net(inputs).argmax(1) == targets).float().mean())
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def learn_digits(compressions: list[Any]) -> list[tuple[float, Tensor, int]]:
+    results = []
+    for compression in compressions:
+        model = Digits()
+        trainer = make_trainer(silent(compression=compression), max_epochs=3)
+        trainer.fit(model)
+        report = trainer.strategy.communication_report
+        results.append((model.accuracy(), weights(model), report.inter_node_bytes))
+    return results
+
+
+def test_digits_are_learned_as_well_as_without_compression() -> None:
+    first, second = run_trainer_ranks(learn_digits, 2, [None, *METHODS], node_ids=NODES)
+    exact, exact_weights, exact_bytes = first[0]
+    assert exact > 0.9
+    for method, ours, theirs in zip(METHODS, first[1:], second[1:], strict=True):
+        assert ours[0] > exact - 0.02, method
+        assert torch.equal(ours[1], theirs[1]), method  # the ranks stay together
+        assert not torch.equal(ours[1], exact_weights), method  # it did compress
+        assert ours[2] < 0.8 * exact_bytes, method
+
+
+# ---- memory ----
+
+
+def fit_save_and_resume(compression: Any, path: str) -> dict[str, Any]:
+    unbroken = Digits()
+    make_trainer(silent(compression=compression), max_epochs=2).fit(unbroken)
+
+    first = Digits()
+    trainer = make_trainer(silent(compression=compression, algorithm="hierarchical"), max_epochs=1)
+    saved: dict[str, Any] = {}
+
+    def on_train_end() -> None:  # before the strategy frees what it remembers
+        trainer.save_checkpoint(path)
+        saved.update(trainer.strategy._session.state_dict())
+
+    first.on_train_end = on_train_end  # type: ignore[method-assign]
+    trainer.fit(first)
+
+    resumed = Digits()
+    again = make_trainer(silent(compression=compression, algorithm="hierarchical"), max_epochs=2)
+    loaded: dict[str, Any] = {}
+    resumed.on_train_start = lambda: loaded.update(again.strategy._session.state_dict())  # type: ignore[method-assign]
+    again.fit(resumed, ckpt_path=path)
+    return {
+        "start": weights(Digits()),
+        "half": weights(first),
+        "unbroken": weights(unbroken),
+        "resumed": weights(resumed),
+        "saved": saved,
+        "loaded": loaded,
+    }
+
+
+@pytest.mark.parametrize("compression", ["int8", Compression("powersgd", rank=2)], ids=["int8", "powersgd"])
+def test_memory_is_saved_and_restored(compression: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "last.ckpt")
+    results = run_trainer_ranks(fit_save_and_resume, 2, compression, path, node_ids=NODES)
+    in_file = torch.load(path, weights_only=True)["smddp"]
+    for result in results:
+        torch.testing.assert_close(result["saved"], in_file)
+        torch.testing.assert_close(result["loaded"], in_file)
+        assert float(torch.cat(list(in_file["error_feedback"].values())).norm()) > 0
+        moved = (result["unbroken"] - result["half"]).norm()
+        assert (result["resumed"] - result["unbroken"]).norm() < 0.05 * moved
+    assert set(in_file["error_feedback"]) == {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
+    assert ("powersgd" in in_file) == (compression != "int8")
+
+
+def load_in_plain_ddp(path: str) -> bool:
+    model = Digits()
+    make_trainer("ddp", max_epochs=2).fit(model, ckpt_path=path)
+    exact = Digits()
+    make_trainer(silent(), max_epochs=2).fit(exact, ckpt_path=path)
+    return torch.equal(weights(model), weights(exact))
+
+
+def save_after_an_epoch(compression: Any, path: str) -> None:
+    trainer = make_trainer(silent(compression=compression), max_epochs=1)
+    model = Digits()
+    model.on_train_end = lambda: trainer.save_checkpoint(path)  # type: ignore[method-assign]
+    trainer.fit(model)
+
+
+def resume_with(compression: Any, path: str) -> int:
+    model = Digits()
+    trainer = make_trainer(silent(compression=compression), max_epochs=2)
+    trainer.fit(model, ckpt_path=path)
+    return int(trainer.global_step)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_memory_loads_anywhere(tmp_path: Path) -> None:
+    path = str(tmp_path / "last.ckpt")
+    run_trainer_ranks(save_after_an_epoch, 2, "powersgd", path, node_ids=NODES)
+    assert "smddp" in torch.load(path, weights_only=True)
+    assert weights(Digits.load_from_checkpoint(path)).isfinite().all()
+    # in plain `ddp`, in `smddp` without compression, and with another one on another number of ranks and nodes
+    assert run_trainer_ranks(load_in_plain_ddp, 2, path) == [True, True]
+    nodes = ["a", "a", "b", "b"]
+    steps = run_trainer_ranks(resume_with, 4, Compression("powersgd", scope="all"), path, node_ids=nodes)
+    assert steps == [45 + 23] * 4
+
+
+def fail_on_rank_one(directory: str) -> None:
+    class Failing(Learner):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if self.global_rank == 1 and self.global_step == 2:
+                raise RuntimeError("no more training on rank 1")
+            return super().training_step(batch, batch_idx)
+
+    trainer_module._PATIENCE = timedelta(seconds=1)
+    callback = OnExceptionCheckpoint(directory)
+    make_trainer(silent(compression="int8"), callbacks=[callback], enable_checkpointing=True).fit(Failing())
+
+
+def test_a_checkpoint_after_an_exception_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_trainer_ranks(fail_on_rank_one, 2, str(tmp_path), node_ids=NODES, timeout=20)
+    assert next(iter(caught.value.tracebacks)) == 1
+    assert "no more training on rank 1" in caught.value.tracebacks[1]
+    assert not caught.value.hung
+
+
+def fail_on_all_ranks(directory: str) -> None:
+    class Failing(Learner):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            if self.global_step == 2:
+                raise RuntimeError("no more training")
+            return super().training_step(batch, batch_idx)
+
+    class Keeping(OnExceptionCheckpoint):
+        def teardown(self, *_: Any, **__: Any) -> None:
+            pass
+
+    with pytest.raises(RuntimeError, match="no more training"):
+        make_trainer(silent(compression="int8"), callbacks=[Keeping(directory)], enable_checkpointing=True).fit(
+            Failing()
+        )
+
+
+def test_a_checkpoint_after_an_exception_has_no_memory(tmp_path: Path) -> None:
+    run_trainer_ranks(fail_on_all_ranks, 2, str(tmp_path), node_ids=NODES, timeout=20)
+    checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 2
+    assert "smddp" not in checkpoint

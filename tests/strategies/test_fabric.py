@@ -1,0 +1,131 @@
+"""``Fabric(strategy="smddp")``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_smddp import Compression, SMDDPFabricStrategy
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import CLASSES, INPUTS, local_devices, num_nodes, samples
+
+
+def make_fabric(strategy: Any, package: str = "lightning.fabric") -> Any:
+    fabric_class = importlib.import_module(package).Fabric
+    return fabric_class(accelerator="cpu", devices=local_devices(), num_nodes=num_nodes(), strategy=strategy)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(INPUTS, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+
+
+def train(fabric: Any, module: nn.Module, epochs: int = 2, accumulate: int = 2) -> Tensor:
+    """Returns the weights."""
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    loader = fabric.setup_dataloaders(DataLoader(samples(48), batch_size=4))
+    for _ in range(epochs):
+        for index, (inputs, targets) in enumerate(loader):
+            stepping = index % accumulate == accumulate - 1
+            with fabric.no_backward_sync(model, enabled=not stepping):
+                fabric.backward(F.cross_entropy(model(inputs), targets))
+            if stepping:
+                fabric.clip_gradients(model, optimizer, max_norm=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    return weights(module)
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def train_with(strategy: str, package: str) -> tuple[Tensor, float, str]:
+    fabric = make_fabric(strategy, package)
+    fabric.launch()
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        trained = train(fabric, network())
+    mean = fabric.all_reduce(torch.tensor(float(fabric.global_rank))).item()
+    return trained, mean, text.getvalue()
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_equals_ddp(package: str) -> None:
+    stock = run_trainer_ranks(train_with, 2, "ddp", package)
+    ours = run_trainer_ranks(train_with, 2, "smddp", package)
+    for (expected, *_), (actual, mean, _) in zip(stock, ours, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        assert mean == 0.5
+    assert "cluster size" in ours[0][2]
+    assert ours[1][2] == ""
+
+
+def new_strategy(compression: Any) -> Any:
+    return SMDDPFabricStrategy(compression=compression, algorithm="hierarchical", verbose=False)
+
+
+def save_and_continue(compression: Any) -> dict[str, Any]:
+    strategy = new_strategy(compression)
+    assert strategy.communication_report is None
+    fabric = make_fabric(strategy)
+    fabric.launch()
+    module = network()
+    train(fabric, module, epochs=1, accumulate=1)
+    state = {name: dict(values) for name, values in strategy.communication_state().items()}
+    report = strategy.communication_report
+    half = weights(module)
+    strategy.teardown()
+
+    other = new_strategy(compression)
+    fabric = make_fabric(other)
+    fabric.launch()
+    fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    other.load_communication_state(state)
+    loaded = other.communication_state()
+    other.teardown()
+    return {"state": state, "loaded": loaded, "steps": report.steps, "half": half}
+
+
+@pytest.mark.parametrize("compression", ["int8", Compression("powersgd", rank=1)], ids=["int8", "powersgd"])
+def test_communication_state(compression: Any) -> None:
+    results = run_trainer_ranks(save_and_continue, 2, compression, node_ids=["a", "b"])
+    for result in results:
+        assert set(result["state"]) >= {"error_feedback"}
+        errors = torch.cat(list(result["state"]["error_feedback"].values()))
+        assert float(errors.norm()) > 0
+        torch.testing.assert_close(result["loaded"], result["state"])
+        torch.testing.assert_close(result["state"], results[0]["state"])
+        torch.testing.assert_close(result["half"], results[0]["half"])
+        assert result["steps"] == 6
+
+
+def train_two_modules() -> tuple[Tensor, Tensor]:
+    """Two modules, set up one after the other, whose backward passes interleave."""
+    results = []
+    for strategy in ("ddp", new_strategy(None)):
+        fabric = make_fabric(strategy)
+        fabric.launch()
+        torch.manual_seed(6)
+        modules = [network(), nn.Linear(CLASSES, CLASSES, bias=False)]
+        wrapped = [fabric.setup(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in modules]
+        for inputs, targets in fabric.setup_dataloaders(DataLoader(samples(48), batch_size=4)):
+            hidden = wrapped[0][0](inputs)
+            fabric.backward(F.cross_entropy(wrapped[1][0](hidden), targets))
+            for _, optimizer in wrapped:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(torch.cat([weights(m) for m in modules]))
+    return results[0], results[1]
+
+
+def test_two_modules() -> None:
+    for expected, actual in run_trainer_ranks(train_two_modules, 2):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,114 @@
+"""What users see: the table at the start of fit, the report at its end, the monitor's values."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_smddp import CommunicationMonitor
+from lightning_smddp.strategies import tables
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import Learner, make_trainer, silent
+
+
+def fit_and_read(strategy_options: dict[str, Any], rich: bool) -> tuple[list[str], Any]:
+    """What fit prints, as lines without borders and runs of blanks, and the report."""
+    find_spec = tables.find_spec
+    tables.find_spec = lambda name: find_spec(name) if rich or name != "rich" else None
+    trainer = make_trainer(silent(**strategy_options), accumulate_grad_batches=3)
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        trainer.fit(Learner())
+    lines = [" ".join(line.replace("│", " ").split()) for line in text.getvalue().splitlines()]
+    return lines, trainer.strategy.communication_report
+
+
+ROWS = [
+    "nodes 2 (a, b)",
+    "ranks per node 1",
+    "cluster size 2 ranks on cpu",
+    "replicas 2",
+    "per-replica batch 4",
+    "accumulation 3",
+    "global batch 24 for each optimizer step",
+    "backend gloo",
+    "algorithm hierarchical (all sizes); given",
+    "bucket size 2 MiB",
+    "wire dtype bf16 between nodes, with error feedback",
+]
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+def test_table_and_report(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    options = {"verbose": True, "algorithm": "hierarchical", "compression": "bf16", "bucket_cap_mb": 2}
+    (lines, report), (others, same) = run_trainer_ranks(fit_and_read, 2, options, rich, node_ids=["a", "b"])
+    assert others == []  # on the first rank only
+    table = [line for line in lines if line in ROWS]
+    assert table == ROWS
+    end = lines.index("gradient communication over 4 steps")
+    assert end > lines.index(ROWS[-1])
+    assert any(line.startswith("sent between nodes") for line in lines[end:])
+    assert any("┌" in line for line in lines) is rich
+    assert report == same
+    assert (report.steps, len(report.exposed_s), report.intra_node_bytes) == (4, 2, 0)
+    gradients = 4 * (8 * 16 + 16 + 16 * 3 + 3)
+    assert report.gradient_bytes == 4 * gradients
+    assert report.inter_node_bytes == 4 * gradients  # half the bytes, by two ranks
+    assert str(report).splitlines()[0] == "gradient communication over 4 steps"
+
+
+def test_auto_names_an_algorithm_for_each_bucket_size_and_notes() -> None:
+    (lines, _), _ = run_trainer_ranks(fit_and_read, 2, {"verbose": True, "compression": "int8"}, False)
+    (algorithm,) = [line for line in lines if line.startswith("algorithm ")]
+    assert "(all sizes)" in algorithm or "up to" in algorithm
+    assert algorithm.endswith(("measured", "cached"))
+    (wire,) = [line for line in lines if line.startswith("wire dtype")]
+    assert "int8 applies between nodes, and there is one node" in wire
+
+
+def test_silence() -> None:
+    for lines, report in run_trainer_ranks(fit_and_read, 2, {"verbose": False}, True):
+        assert lines == []
+        assert report.steps == 4
+
+
+def test_no_report_before_fit() -> None:
+    assert silent().communication_report is None
+
+
+# ---- the monitor ----
+
+
+def fit_with_monitor(directory: str, strategy: Any) -> None:
+    trainer = make_trainer(
+        silent(algorithm="hierarchical") if strategy is None else strategy,
+        callbacks=[CommunicationMonitor()],
+        logger=CSVLogger(directory, name="", version="logs"),
+        log_every_n_steps=2,
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(Learner())
+
+
+def test_monitor(tmp_path: Path) -> None:
+    run_trainer_ranks(fit_with_monitor, 2, str(tmp_path), None, node_ids=["a", "b"])
+    with (tmp_path / "logs" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["2", "4", "6"]
+    for row in rows:
+        # a ring of two ranks sends the whole gradient once, and nothing stays inside a node
+        assert float(row["smddp/inter_node_mib"]) == pytest.approx(4 * 195 / 2**20)
+        assert float(row["smddp/intra_node_mib"]) == 0
+        assert float(row["smddp/exposed_ms"]) > 0
+        assert float(row["smddp/waited_ms"]) >= 0
+
+
+def test_monitor_with_another_strategy(tmp_path: Path) -> None:
+    run_trainer_ranks(fit_with_monitor, 2, str(tmp_path), "ddp")
+    assert not (tmp_path / "logs" / "metrics.csv").exists()

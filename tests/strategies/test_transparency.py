@@ -1,0 +1,338 @@
+"""Training with ``smddp`` gives what it gives with ``ddp``, and in one process on the ranks' batches joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import (
+    CLASSES,
+    Learner,
+    Learning,
+    Outcome,
+    assert_equal,
+    fit,
+    fit_with_each,
+    make_trainer,
+    outcome,
+    samples,
+    silent,
+)
+
+# Lightning's advice on integers is no reason not to reduce them.
+pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning")
+
+
+class WithSchedule(Learner):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class Manual(Learner):
+    """Two optimizers, stepped by hand; the second every other batch, after two backward passes."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        first, second = self.net[0].parameters(), self.net[2].parameters()
+        return torch.optim.SGD(first, lr=0.1), torch.optim.Adam(second, lr=0.01)
+
+
+class ChangingUse(Learner):
+    """Which of two heads is used depends on the batch; a third one is never used."""
+
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.heads = nn.ModuleList(nn.Linear(CLASSES, CLASSES) for _ in range(3))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.heads[batch_idx % 2](self.net(batch[0])), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+class LightningsSampler(Learner):
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(self.count), batch_size=self.batch_size, shuffle=True)
+
+
+class Logging(Learner):
+    def __init__(self, *args: int) -> None:
+        super().__init__(*args)
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        self.log("rank", float(self.global_rank), sync_dist=True)
+        self.log("int", torch.tensor(2 * self.global_rank), sync_dist=True, on_step=False, on_epoch=True)
+        self.log("largest", float(self.global_rank), sync_dist=True, reduce_fx="max")
+        self.log("total", float(self.global_rank + 1), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+
+@dataclass(frozen=True)
+class Case:
+    model: type[Learner] = Learner
+    options: dict[str, Any] = field(default_factory=dict)
+    ddp: str = "ddp"
+    smddp: str = "smddp"
+    batch_size: int = 4
+    count: int = 48
+    single: float | None = 1e-6  # how close to one process, whose sums have another order; None: not comparable
+
+    def make(self, ranks: int = 1) -> Learner:
+        return self.model(self.batch_size * ranks, self.count)
+
+
+CASES = {
+    "plain": Case(),
+    "accumulation": Case(options={"accumulate_grad_batches": 3}, count=56),  # the last window has one batch
+    "clip-norm": Case(options={"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"}),
+    "clip-value": Case(options={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "bf16-mixed": Case(options={"precision": "bf16-mixed"}, single=0.02),
+    "bf16-true": Case(options={"precision": "bf16-true"}, single=0.05),
+    "64-true": Case(options={"precision": "64-true"}),
+    "schedule": Case(model=WithSchedule, single=1e-5),
+    "manual": Case(model=Manual, single=1e-5),
+    "unused": Case(model=ChangingUse, ddp="ddp_find_unused_parameters_true", smddp="smddp_find_unused_parameters_true"),
+    "uneven-last-batch": Case(batch_size=5, count=46),
+    "uneven-ranks": Case(count=47, single=None),  # the sampler repeats a sample
+    "lightnings-sampler": Case(model=LightningsSampler, single=None),
+    "logging": Case(model=Logging, single=None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_ddp_and_one_process(name: str) -> None:
+    case = CASES[name]
+    results = run_trainer_ranks(fit_with_each, 2, [case.ddp, case.smddp], case.make, case.options)
+    for stock, ours in results:
+        assert_equal(ours, stock)
+    assert_equal(results[0][1], Outcome(results[0][1].losses, results[1][1].weights, results[1][1].metrics), 0.0)
+    assert len(set(results[0][1].losses)) > 4
+    if case.single is not None:
+        alone = fit("auto", case.make(ranks=2), **case.options)
+        joined = [sum(losses) / 2 for losses in zip(*(ours.losses for _, ours in results), strict=True)]
+        assert_equal(Outcome(joined, results[0][1].weights), Outcome(alone.losses, alone.weights), case.single)
+
+
+def test_logged_values_are_those_of_all_ranks() -> None:
+    (first,), (second,) = run_trainer_ranks(fit_with_each, 2, ["smddp"], Logging, {"max_epochs": 1})
+    last = (first.losses[-1] + second.losses[-1]) / 2
+    mean = sum(first.losses + second.losses) / (2 * len(first.losses))
+    assert first.metrics["loss_step"] == pytest.approx(last)
+    assert first.metrics["loss_epoch"] == pytest.approx(mean)
+    assert first.metrics["rank"] == 0.5
+    assert first.metrics["int"] == 1
+    assert first.metrics["largest"] == 1
+    assert first.metrics["total"] == 3 * len(first.losses)
+
+
+# ---- uneven batches of the user's own ----
+
+
+class OwnSampler(Learner):
+    """Ranks have batches of different sizes."""
+
+    def train_dataloader(self) -> Any:
+        data = samples(self.count)
+        sampler: Any = DistributedSampler(data, shuffle=False) if torch.distributed.is_initialized() else None
+        return DataLoader(data, batch_size=2 + 3 * self.global_rank, sampler=sampler)
+
+
+def test_ranks_with_batches_of_different_size() -> None:
+    options = {"use_distributed_sampler": False, "limit_train_batches": 4}
+    for stock, ours in run_trainer_ranks(fit_with_each, 2, ["ddp", "smddp"], OwnSampler, options):
+        assert_equal(ours, stock)
+
+
+# ---- callbacks, evaluation, several runs ----
+
+
+class Evaluated(Logging):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        # Gets worse from the second epoch on, on rank 1 only.
+        worse = float(self.current_epoch * self.global_rank)
+        self.log("val_loss", self.loss(batch).detach() * 0 + 1 + worse, sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).argmax(1)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def stop_early(strategy: str) -> int:
+    trainer = make_trainer(strategy, max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
+    trainer.fit(Evaluated())
+    return trainer.current_epoch
+
+
+def test_early_stopping_stops_all_ranks_at_once() -> None:
+    assert run_trainer_ranks(stop_early, 2, "smddp") == [3, 3]
+
+
+def fit_and_resume(strategy: str, directory: str) -> tuple[Outcome, Outcome, str]:
+    def options(name: str) -> dict[str, Any]:
+        checkpoint = ModelCheckpoint(directory, name, save_top_k=-1)
+        return {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [checkpoint]}
+
+    unbroken = fit(strategy, WithSchedule(), **options("{epoch}"))
+    model = WithSchedule()
+    trainer = make_trainer(strategy, **options("resumed-{epoch}"))
+    trainer.fit(model, ckpt_path=f"{directory}/epoch=0.ckpt")
+    return unbroken, outcome(model, trainer), trainer.checkpoint_callback.best_model_path
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
+def test_checkpoint_and_resume(tmp_path: Path) -> None:
+    for unbroken, resumed, best in run_trainer_ranks(fit_and_resume, 2, "smddp", str(tmp_path)):
+        unbroken.losses = unbroken.losses[6:]
+        assert_equal(resumed, unbroken)
+        assert Path(best).parent == tmp_path
+    assert "smddp" not in torch.load(tmp_path / "epoch=2.ckpt")  # nothing of ours without compression
+
+
+def evaluate(strategy: str) -> tuple[float, float, list[int], Outcome]:
+    model = Evaluated()
+    trainer = make_trainer(strategy)
+    (validated,) = trainer.validate(model, verbose=False)
+    trainer.fit(model)
+    (tested,) = trainer.test(model, verbose=False)
+    predicted = torch.cat(trainer.predict(model)).tolist()
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model)  # again, with the same Trainer
+    return validated["val_loss"], tested["test_loss"], predicted, outcome(model, trainer)
+
+
+def test_validate_fit_test_predict_and_fit_again() -> None:
+    stock, ours = run_trainer_ranks(evaluate, 2, "ddp"), run_trainer_ranks(evaluate, 2, "smddp")
+    for (*expected, trained), (*actual, ours_trained) in zip(stock, ours, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        assert_equal(ours_trained, trained)
+        assert len(trained.losses) == 24
+        assert len(expected[2]) == 24
+
+
+def fit_twice_with_one_strategy() -> tuple[Outcome, Outcome]:
+    strategy = silent()
+    first, second = Learner(), Learner()
+    fit(strategy, first)
+    strategy.accelerator = strategy.parallel_devices = None  # Lightning sets these once, and refuses to set them again
+    other = make_trainer(strategy, max_epochs=3)
+    other.fit(second)
+    assert strategy.communication_report.steps == 18
+    return outcome(second, other), fit("ddp", Learner(), max_epochs=3)
+
+
+def test_one_strategy_object_in_two_trainers() -> None:
+    for ours, stock in run_trainer_ranks(fit_twice_with_one_strategy, 2):
+        assert_equal(ours, stock)
+
+
+# ---- options of DDP ----
+
+
+def fit_with_options(options: dict[str, Any]) -> tuple[Outcome, dict[str, Any]]:
+    strategy, model = silent(**options), Learner()
+    seen: dict[str, Any] = {}
+
+    def remember(*_: Any) -> None:
+        wrapped = trainer.strategy.model
+        seen["views"] = wrapped.gradient_as_bucket_view
+        seen["cap"] = wrapped.bucket_bytes_cap
+        seen["static"] = wrapped.static_graph
+
+    model.on_train_start = remember  # type: ignore[method-assign]
+    trainer = make_trainer(strategy)
+    trainer.fit(model)
+    return outcome(model, trainer), seen
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"views": True, "static": False}),
+        ({"gradient_as_bucket_view": False}, {"views": False}),
+        ({"bucket_cap_mb": 3, "static_graph": True}, {"cap": 3 * 2**20, "static": True}),
+        ({"bucket_cap_mb": 0.001, "algorithm": "native"}, {"cap": 1048, "views": True}),
+        ({"find_unused_parameters": True, "algorithm": "shared_memory"}, {"views": True}),
+        ({"algorithm": "hierarchical"}, {"views": True}),
+        ({"algorithm": "balanced"}, {"views": True}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) or "defaults",
+)
+def test_ddp_options(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    (ours, seen), _ = run_trainer_ranks(fit_with_options, 2, options)
+    (stock,), _ = run_trainer_ranks(fit_with_each, 2, ["ddp"], Learner, {})
+    assert_equal(ours, stock)
+    assert {name: seen[name] for name in expected} == expected
+
+
+# ---- the other package ----
+
+
+def fit_with_pytorch_lightning(make_strategy: Callable[[], Any] | str) -> Outcome:
+    import pytorch_lightning
+
+    class Other(Learning, pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.build()
+
+    strategy = make_strategy if isinstance(make_strategy, str) else make_strategy()
+    trainer = make_trainer(strategy, pytorch_lightning.Trainer)
+    assert type(trainer.strategy).__module__ == "lightning_smddp.strategies.pytorch_lightning"
+    assert not isinstance(trainer, Trainer)
+    assert not issubclass(Other, LightningModule)
+    model = Other()
+    trainer.fit(model)
+    return outcome(model, trainer)
+
+
+def test_pytorch_lightning() -> None:
+    ours, _ = run_trainer_ranks(fit_with_pytorch_lightning, 2, "smddp")
+    (stock,), _ = run_trainer_ranks(fit_with_each, 2, ["ddp"], Learner, {})
+    assert_equal(ours, stock)
+
+
+def test_one_rank() -> None:
+    """``devices=1``: DDP of one rank, as with ``ddp``."""
+    ((ours,),) = run_trainer_ranks(fit_with_each, 1, ["smddp"], Learner, {})
+    assert_equal(ours, fit("auto", Learner()))

@@ -1,0 +1,233 @@
+"""``strategy="smddp"`` is known without an import of ours, whatever is imported first, and costs nothing."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.resources
+import inspect
+import os
+import pickle
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+
+import lightning_smddp
+import lightning_smddp.strategies.lightning
+import lightning_smddp.strategies.lightning_fabric
+import lightning_smddp.strategies.pytorch_lightning  # here, as torch sets environment variables
+from lightning_smddp import _registration
+
+NAMES = [
+    f"{name}{flag}"
+    for name in ("smddp", "smddp_spawn", "smddp_fork", "smddp_notebook")
+    for flag in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
+]
+
+
+def python(script: str, **environment: str) -> str:
+    """Run ``script`` in a new interpreter; its output."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    env = {**os.environ, "NAMES": ",".join(NAMES), **environment}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# ---- in new interpreters ----
+
+NO_IMPORT = """
+    import os, sys
+    from {pytorch} import Trainer
+    from {pytorch}.strategies import StrategyRegistry
+    from {fabric} import Fabric
+    from {fabric}.strategies import STRATEGY_REGISTRY
+    assert "lightning_smddp.strategies" not in sys.modules, "too much is imported"
+    names = os.environ["NAMES"].split(",")
+    for registry in (StrategyRegistry, STRATEGY_REGISTRY):
+        assert set(names) <= set(registry.available_strategies())
+    trainer = Trainer(strategy="smddp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    assert type(trainer.strategy).__name__ == "SMDDPStrategy"
+    assert isinstance(trainer.strategy, __import__("{pytorch}.strategies", fromlist=["DDPStrategy"]).DDPStrategy)
+    fabric = Fabric(strategy="smddp", accelerator="cpu", devices=1)
+    assert type(fabric.strategy).__name__ == "SMDDPFabricStrategy"
+    assert isinstance(fabric.strategy, __import__("{fabric}.strategies", fromlist=["DDPStrategy"]).DDPStrategy)
+    print(type(trainer.strategy).__module__, type(fabric.strategy).__module__)
+"""
+
+
+@pytest.mark.slow
+def test_lightning_without_an_import_of_ours() -> None:
+    output = python(NO_IMPORT.format(pytorch="lightning.pytorch", fabric="lightning.fabric"))
+    assert output.split()[-2:] == ["lightning_smddp.strategies.lightning"] * 2
+
+
+def test_pytorch_lightning_without_an_import_of_ours() -> None:
+    output = python(NO_IMPORT.format(pytorch="pytorch_lightning", fabric="lightning_fabric"))
+    modules = ["lightning_smddp.strategies.pytorch_lightning", "lightning_smddp.strategies.lightning_fabric"]
+    assert output.split()[-2:] == modules
+
+
+@pytest.mark.slow
+def test_without_autoload_an_import_registers_before_and_after_lightning_and_reload() -> None:
+    output = python(
+        """
+        import os
+        from lightning.fabric.strategies import STRATEGY_REGISTRY
+        from lightning.pytorch.strategies import StrategyRegistry
+        names = set(os.environ["NAMES"].split(","))
+        assert not names & set(StrategyRegistry.available_strategies()), "not off"
+        import lightning_smddp
+        assert names <= set(StrategyRegistry.available_strategies())  # Lightning came first
+        assert names <= set(STRATEGY_REGISTRY.available_strategies())
+        from pytorch_lightning.strategies import StrategyRegistry as Other  # we came first
+        assert names <= set(Other.available_strategies())
+        import importlib
+        import lightning_fabric.strategies as strategies
+        before = strategies.STRATEGY_REGISTRY
+        importlib.reload(strategies)
+        assert strategies.STRATEGY_REGISTRY is not before
+        assert names <= set(strategies.STRATEGY_REGISTRY.available_strategies())
+        from lightning.pytorch import Trainer
+        print(type(Trainer(strategy="smddp", accelerator="cpu", devices=1, logger=False).strategy).__name__)
+        """,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert output.split()[-1] == "SMDDPStrategy"
+
+
+def test_an_error_of_ours_does_not_break_torch() -> None:
+    output = python(
+        """
+        import warnings
+        from lightning_smddp import _registration
+
+        def fail():
+            raise RuntimeError("no registration today")
+
+        _registration.install = fail
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            import torch
+        assert torch.ones(2).sum() == 2
+        print(*(str(warning.message) for warning in caught))
+        """
+    )
+    assert "lightning_smddp could not register its strategies: RuntimeError('no registration today')" in output
+
+
+def test_the_import_is_light() -> None:
+    output = python(
+        """
+        import sys, time
+        import importlib.abc, importlib.util, typing, warnings  # what torch has imported by then
+        start = time.process_time()
+        import lightning_smddp
+        lightning_smddp._registration.autoload()
+        spent = time.process_time() - start
+        heavy = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy"} & set(sys.modules)
+        assert not heavy, heavy
+        assert "SMDDPStrategy" in dir(lightning_smddp)
+        start = time.process_time()
+        for _ in range(100):
+            lightning_smddp._registration.autoload()
+        print(round(1e6 * spent), round(1e4 * (time.process_time() - start)))
+        """
+    )
+    first, again = map(int, output.split())
+    print(f"import and autoload take {first} us of CPU time, autoload again {again} us")
+    assert first < 5000
+    assert again < 500
+
+
+# ---- in this one, where torch's autoload registered the names ----
+
+
+@pytest.mark.parametrize("module", list(_registration._REGISTRIES))
+def test_all_names(module: str) -> None:
+    registry = getattr(importlib.import_module(module), _registration._REGISTRIES[module][0])
+    assert [name for name in registry.available_strategies() if name.startswith("smddp")] == NAMES
+    for name in NAMES:
+        strategy = registry.get(name)
+        flag = {"true": True, "false": False}.get(name.rpartition("_")[2])
+        stock = name.replace("smddp", "ddp")
+        if stock in registry:  # Fabric has not all of them
+            assert registry.get(stock)._start_method == strategy._start_method
+        assert strategy._start_method == {"spawn": "spawn", "fork": "fork", "notebook": "fork"}.get(
+            name.removeprefix("smddp").strip("_").split("_")[0], "popen"
+        )
+        assert strategy._ddp_kwargs.get("find_unused_parameters") is flag
+
+
+def test_a_second_registration_changes_nothing() -> None:
+    module = importlib.import_module("lightning.pytorch.strategies")
+    before = dict(module.StrategyRegistry)
+    finders = list(sys.meta_path)
+    _registration.install()
+    _registration.autoload()
+    lightning_smddp._registration.register(module)
+    assert dict(module.StrategyRegistry) == before
+    assert sys.meta_path == finders
+
+
+def test_a_module_without_its_registry_is_left_alone() -> None:
+    module = type(sys)("lightning.pytorch.strategies")
+    _registration.register(module)
+    assert vars(module).keys() <= {"__name__", "__doc__", "__package__", "__loader__", "__spec__"}
+
+
+@pytest.mark.parametrize("name", ["lightning.pytorch.strategies", "lightning.fabric.strategies"])
+def test_the_module_looks_as_without_us(name: str) -> None:
+    module = importlib.import_module(name)
+    assert "StrategyRegistry" in inspect.getsource(module)
+    assert importlib.resources.files(module).joinpath("ddp.py").is_file()
+    assert pkgutil.get_data(name, "ddp.py")
+    assert "ddp" in {info.name for info in pkgutil.iter_modules(module.__path__)}
+    assert module.__spec__ is not None
+    assert module.__loader__ is module.__spec__.loader
+    assert type(module.__loader__).__module__ == "_frozen_importlib_external"
+    assert copy.copy(module.__loader__).path == module.__file__
+    assert pickle.loads(pickle.dumps(module.DDPStrategy)) is module.DDPStrategy
+    spec = importlib.util.find_spec(name)
+    assert spec is module.__spec__
+
+
+def test_other_imports_pass_untouched() -> None:
+    finder = next(finder for finder in sys.meta_path if isinstance(finder, _registration._RegistryFinder))
+    for name in ("json", "lightning", "lightning.pytorch", "lightning.pytorch.strategies.ddp", "torch", "no_such"):
+        assert finder.find_spec(name, None) is None
+
+
+def test_lightning_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The finder answers as if it were not there."""
+    finder = _registration._RegistryFinder()
+    monkeypatch.setattr(sys, "meta_path", [finder])
+    assert finder.find_spec("pytorch_lightning.strategies", []) is None
+
+
+# ---- public names ----
+
+
+def test_public_names() -> None:
+    namespace: dict[str, Any] = {}
+    exec("from lightning_smddp import *", namespace)
+    assert set(lightning_smddp.__all__) <= set(namespace)
+    assert set(lightning_smddp.__all__) <= set(dir(lightning_smddp))
+    assert sorted(lightning_smddp.__all__) == lightning_smddp.__all__
+    for name in lightning_smddp.__all__:
+        assert inspect.isclass(namespace[name])
+        assert namespace[name].__doc__
+    with pytest.raises(AttributeError, match="no attribute 'SMDDPStrateggy'"):
+        _ = lightning_smddp.SMDDPStrateggy
+    with pytest.raises(ImportError):
+        from lightning_smddp import nothing_of_this_name  # noqa: F401
+
+
+def test_strategies_pickle() -> None:
+    strategy = lightning_smddp.SMDDPStrategy(algorithm="native", compression="int8", collective_timeout=5)
+    copied = pickle.loads(pickle.dumps(strategy))
+    assert copied._session.options == strategy._session.options
