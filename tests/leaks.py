@@ -81,10 +81,7 @@ def _mapped_elsewhere(name: str) -> bool:
         ours |= {p.pid for p in processes if p.parent in ours}
     for process in processes:
         try:
-            if (
-                process.pid not in ours
-                and f"/dev/shm/{name}" in Path(f"/proc/{process.pid}/maps").read_text()
-            ):
+            if process.pid not in ours and f"/dev/shm/{name}" in Path(f"/proc/{process.pid}/maps").read_text():
                 return True
         except OSError:
             continue

@@ -68,9 +68,7 @@ def upstream_aliases(tree: ast.AST) -> dict[str, str]:
 
 def private_upstream_names(tree: ast.AST) -> list[tuple[int, str]]:
     """Private names of torch or Lightning that a file imports or reaches as ``module._name``."""
-    found = [
-        (line, name) for line, name in imported_names(tree) if root(name) in UPSTREAM and is_private(name)
-    ]
+    found = [(line, name) for line, name in imported_names(tree) if root(name) in UPSTREAM and is_private(name)]
     aliases = upstream_aliases(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):

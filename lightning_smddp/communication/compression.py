@@ -171,12 +171,16 @@ class ErrorFeedback:
         """Add what is remembered for ``layout`` to ``shard``, in place."""
         shard.add_(self._residual(shard, layout))
 
-    def remember(self, shard: Tensor, sent: Tensor, layout: Layout) -> None:
-        """``sent`` went out for ``shard``: remember the difference. What is not finite is forgotten."""
-        torch.sub(shard, sent, out=self._residual(shard, layout)).nan_to_num_(0, 0, 0)
+    def remember(self, values: Tensor, sent: Tensor, layout: Layout, low: int = 0) -> None:
+        """``sent`` went out for ``values``, the shard's elements from ``low`` on: remember the difference.
+
+        What is not finite is forgotten.
+        """
+        residual = self._residuals[layout.slot][1][low : low + values.numel()]
+        torch.sub(values, sent, out=residual).nan_to_num_(0, 0, 0)
 
     def remember_more(self, total: Tensor, sent: Tensor, layout: Layout, low: int) -> None:
-        """As :meth:`remember`, in addition, for the elements of the shard from ``low`` on."""
+        """As :meth:`remember`, in addition to what is remembered already."""
         _, residual = self._residuals[layout.slot]
         residual[low : low + total.numel()].add_((total - sent).nan_to_num_(0, 0, 0))
 

@@ -20,6 +20,8 @@ from lightning_smddp.communication.compression import Codec, ErrorFeedback
 
 Finish = Callable[[], object]
 
+_PIECE = 2**20  # elements that are encoded at a time, while the ones before are on the wire
+
 
 class Exchange(Protocol):
     """Sums a tensor over a group, in place."""
@@ -42,7 +44,10 @@ def _saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
 
 
 class RingExchange:
-    """The backend's own all-reduce (a ring on gloo), on the values as the codec puts them on the wire."""
+    """The backend's own all-reduce (a ring on gloo), of the values as they are or as ``codec`` (a cast) rounds them.
+
+    The ring also rounds the sums on its way, which error feedback does not see.
+    """
 
     def __init__(self, group: dist.ProcessGroup, codec: Codec | None = None, feedback: ErrorFeedback | None = None):
         self.group, self.codec, self.feedback = group, codec, feedback
@@ -56,15 +61,18 @@ class RingExchange:
             return lambda: work.wait()
         if feedback is not None:
             feedback.add_to(shard, layout)
-        wire = codec.encode(shard)
-        if feedback is not None:
-            feedback.remember(shard, codec.decode(wire, shard.numel(), shard.dtype), layout)
-        work = dist.all_reduce(wire, group=self.group, async_op=True)
-        assert work is not None
+        sent = []
+        for number, piece in enumerate(shard.split(_PIECE)):
+            wire = codec.encode(piece)
+            if feedback is not None:
+                feedback.remember(piece, wire, layout, number * _PIECE)
+            sent.append((piece, wire, dist.all_reduce(wire, group=self.group, async_op=True)))
 
         def finish() -> None:
-            work.wait()
-            shard.copy_(codec.decode(wire, shard.numel(), shard.dtype))
+            for piece, wire, work in sent:
+                assert work is not None
+                work.wait()
+                piece.copy_(wire)
 
         return finish
 

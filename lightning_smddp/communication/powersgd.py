@@ -21,7 +21,7 @@ _LEAST_GAIN = 2  # matrices that would shrink by less than this factor travel as
 
 
 class PowerSGDExchange:
-    """Sums a shard's matrices over the group, each as its best approximation of low rank; all else exactly.
+    """Sums a shard's matrices over the group, each as an approximation of low rank; all else is summed in fp32.
 
     Args:
         factor_group: carries the left factors P.

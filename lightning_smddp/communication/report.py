@@ -81,9 +81,9 @@ class CommunicationReport:
 
 
 def _straggler(waited: list[float], waited_for: list[dict[str, int]], steps: int) -> int | None:
-    """The rank that waited least while the others waited for it, if they waited 0.1 ms a step at least."""
+    """The rank that waited least while the others waited for it, if they waited 1 ms a step at least."""
     most, least = max(waited), min(waited)
-    if len(waited) < 2 or most < 1e-4 * max(steps, 1) or least > 0.5 * most:
+    if len(waited) < 2 or most < 1e-3 * max(steps, 1) or least > 0.5 * most:
         return None
     named: Counter[int] = Counter()
     for rank, counts in enumerate(waited_for):

@@ -134,12 +134,6 @@ class SharedMemory:
             self._exchange()
             self._take_out(tensor, window, bounds)
 
-    def release(self, slot: int) -> None:
-        """Forget ``slot``: its memory is freed with its tensor."""
-        self._own.pop(slot, None)
-        for peer in range(self.mesh.size):
-            self._peers.pop((peer, slot), None)
-
     def close(self) -> None:
         """Drop all mappings. The mesh belongs to the caller."""
         self._own.clear()

@@ -7,7 +7,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_smddp.strategies.fabric import FabricDataParallel
-from lightning_smddp.strategies.trainer import MonitorCommunication, TrainerDataParallel
+from lightning_smddp.strategies.monitor import MonitorCommunication
+from lightning_smddp.strategies.trainer import TrainerDataParallel
 
 
 class SMDDPStrategy(TrainerDataParallel, DDPStrategy):  # noqa: D101

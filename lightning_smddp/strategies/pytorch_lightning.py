@@ -5,7 +5,8 @@ from __future__ import annotations
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_smddp.strategies.trainer import MonitorCommunication, TrainerDataParallel
+from lightning_smddp.strategies.monitor import MonitorCommunication
+from lightning_smddp.strategies.trainer import TrainerDataParallel
 
 
 class SMDDPStrategy(TrainerDataParallel, DDPStrategy):  # noqa: D101

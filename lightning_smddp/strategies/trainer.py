@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat import default_store, register_ddp_comm_hook
 from lightning_smddp.communication.algorithms import AlgorithmName
@@ -172,8 +173,6 @@ class TrainerDataParallel(_Base):
         return self._session.default_backend(self.root_device) or super()._get_process_group_backend()
 
     def _register_ddp_hooks(self) -> None:
-        from torch.nn.parallel import DistributedDataParallel
-
         assert isinstance(self.model, DistributedDataParallel)
         if self._ddp_comm_hook is not None:  # on CPU too, where DDPStrategy ignores it
             register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
@@ -189,34 +188,3 @@ def _batch_size(trainer: Trainer) -> int | None:
         if isinstance(size, int):
             return size
     return None
-
-
-class MonitorCommunication:
-    """Log what gradient communication costs, every ``log_every_n_steps``, as a callback.
-
-    Logs ``smddp/exposed_ms`` (backward stood still, last step), ``smddp/intra_node_mib`` and
-    ``smddp/inter_node_mib`` (this rank, a step on average) and ``smddp/waited_ms`` (for others, a step on average) to
-    all loggers. Does nothing with other strategies.
-    """
-
-    _logged_step = 0
-
-    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Log after a batch that ended in an optimizer step."""
-        session = getattr(trainer.strategy, "_session", None)
-        step = trainer.global_step
-        if session is None or not session.synchronizers or not trainer.log_every_n_steps:
-            return
-        if step == self._logged_step or step % trainer.log_every_n_steps:
-            return
-        self._logged_step = step
-        totals = session.recorder.read()
-        steps = max(totals.steps, 1)
-        metrics = {
-            "smddp/exposed_ms": 1e3 * session.recorder.last_exposed_s,
-            "smddp/waited_ms": 1e3 * totals.waited_s / steps,
-            "smddp/intra_node_mib": totals.intra_node_bytes / 2**20 / steps,
-            "smddp/inter_node_mib": totals.inter_node_bytes / 2**20 / steps,
-        }
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)

@@ -1,0 +1,343 @@
+# python examples/demo.py
+"""One model, three ways: a single device, Lightning's ``ddp`` and ``smddp`` on two ranks, on the CPU of this machine.
+
+Every arm sees the same global batches from the same initial weights, so the three loss curves have to coincide; the
+step times need not. Each arm is a process of its own that trains through the ordinary Trainer (``--arm``). They
+work in turns, so that a busy moment of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+OUTPUT = Path("demo_output")
+TASKS = {"digits": "CNN on scikit-learn's digits", "gpt": "byte-level GPT on Python's standard library"}
+ARMS = {"single": "single device", "ddp": "ddp", "smddp": "smddp"}
+HEADER = ["", "ranks", "train loss", "accuracy", "step, ms", "sync adds, ms", "loss vs single", "weights vs ddp"]
+TURN_STEPS = 3  # arms alternate after so many steps
+TIMED_PAIRS = 25  # of steps with and without synchronisation
+TURN_TIMEOUT_S = 60
+
+
+# ---- one arm, in a process of its own (with two ranks: in two) ----
+
+
+def train(task: str, arm: str, out: Path, turns: list[int], quick: bool) -> None:
+    """Train ``task`` and write losses, times and weights to ``out``.json and ``out``.npy.
+
+    ``turns``: a pipe to read a turn from, and one to write to at a turn's end.
+    """
+    quiet()
+    import lightning as L
+    import torch
+    import torch.nn.functional as F
+    from digits import Digits, DigitsData
+    from models import GPT, standard_library
+    from torch.utils.data import DataLoader, Subset
+
+    class Stopwatch(L.Callback):
+        """Times whole steps; after the last one, what synchronisation adds to forward and backward."""
+
+        def __init__(self) -> None:
+            self.losses: list[torch.Tensor] = []
+            self.step_ms: list[float] = []
+            self.sync_ms: float | None = None
+            self.report = None
+
+        def take_turn(self, trainer) -> None:
+            """End this arm's turn and wait for the next one."""
+            if trainer.is_global_zero:
+                os.write(turns[1], b".")
+                os.read(turns[0], 1)
+            trainer.strategy.barrier()
+
+        def setup(self, trainer, module, stage) -> None:
+            self.take_turn(trainer)
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
+            if len(self.step_ms) % TURN_STEPS == 0:
+                self.take_turn(trainer)
+            self.started = time.perf_counter()
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+            self.step_ms.append(1e3 * (time.perf_counter() - self.started))
+            self.losses.append(outputs["loss"].detach())
+            self.batch = batch
+
+        def on_train_end(self, trainer, module) -> None:
+            self.report = getattr(trainer.strategy, "communication_report", None)
+            self.take_turn(trainer)
+            if trainer.world_size > 1:
+                self.sync_ms = self.time_sync(trainer.strategy)
+
+        def time_sync(self, strategy) -> float:
+            """Median, over pairs, of a step with synchronisation less one without (DDP's ``no_sync``)."""
+
+            def step_ms() -> float:
+                ddp.zero_grad()
+                strategy.barrier()
+                started = time.perf_counter()
+                if task == "gpt":
+                    tokens = self.batch[0].long()
+                    F.cross_entropy(ddp(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+                else:
+                    F.cross_entropy(ddp(self.batch[0]), self.batch[1]).backward()
+                return 1e3 * (time.perf_counter() - started)
+
+            ddp, differences = strategy.model, []
+            for _ in range(TIMED_PAIRS):
+                synced = step_ms()
+                with ddp.no_sync():
+                    differences.append(synced - step_ms())
+            return statistics.median(differences)
+
+    torch.set_num_threads(1)
+    L.seed_everything(0, verbose=False)
+    ranks = 1 if arm == "single" else 2
+    steps = (11 if quick else 132) if task == "digits" else (10 if quick else 120)
+    if task == "digits":
+        data = DigitsData(batch_size=360)
+        model, train_data, val = Digits(), data.train, data.val_dataloader()
+    else:
+        model, train_data, val = GPT(), standard_library(samples=16 * steps), None
+    stopwatch = Stopwatch()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=ranks, strategy="auto" if arm == "single" else arm, max_steps=steps, max_epochs=-1,
+        callbacks=[stopwatch], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, check_val_every_n_epoch=None, val_check_interval=steps,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    # Lightning's sampler would shuffle by rank; here rank r of 2 takes samples r, r + 2, ..., in order, so that the
+    # two ranks' batches together are the single device's.
+    global_batch = 64 if task == "digits" else 16
+    whole_batches = len(train_data) // global_batch * global_batch
+    train_data = Subset(train_data, range(trainer.global_rank, whole_batches, ranks))
+    trainer.fit(model, DataLoader(train_data, global_batch // ranks), val)
+    losses = trainer.strategy.reduce(torch.stack(stopwatch.losses), reduce_op="mean")
+    if not trainer.is_global_zero:
+        return
+    report, accuracy = stopwatch.report, trainer.callback_metrics.get("val_accuracy")
+    result = {
+        "ranks": ranks,
+        "losses": losses.tolist(),
+        "accuracy": None if accuracy is None else float(accuracy),
+        "step_ms": statistics.median(stopwatch.step_ms),
+        "best_ms": min(stopwatch.step_ms),
+        "sync_ms": stopwatch.sync_ms,
+        "report": None if report is None else str(report),
+    }
+    out.with_suffix(".json").write_text(json.dumps(result))
+    np.save(out.with_suffix(".npy"), torch.cat([p.detach().flatten() for p in model.parameters()]).numpy())
+
+
+def quiet() -> None:
+    """No advice, no progress, no warnings: the demonstration has one table of its own."""
+    import logging
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import lightning.pytorch  # noqa: F401  # sets its log levels when it is imported
+
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+# ---- all arms, and what came out ----
+
+
+class Arm:
+    """An arm's process, which works when it is given a turn."""
+
+    def __init__(self, task: str, arm: str, quick: bool) -> None:
+        self.out = OUTPUT / f"{task}-{arm}"
+        their_turn, self.give = os.pipe()
+        self.ended, their_end = os.pipe()
+        self.command = [sys.executable, __file__, "--task", task, "--arm", arm, "--out", str(self.out)]
+        self.command += ["--turns", str(their_turn), str(their_end), *["--quick"] * quick]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "XDG_CACHE_HOME": str((OUTPUT / "cache").resolve()),  # so that the algorithms are measured here and now
+        }
+        with self.out.with_suffix(".out").open("w") as stdout, self.out.with_suffix(".err").open("w") as stderr:
+            self.process = subprocess.Popen(
+                self.command,
+                env=environment,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[their_turn, their_end],
+                start_new_session=True,
+            )
+        os.close(their_turn)
+        os.close(their_end)
+
+    def turn(self) -> bool:
+        """Let it work for a turn; False once it has finished."""
+        with contextlib.suppress(BrokenPipeError):  # it failed: seen below
+            os.write(self.give, b".")
+        return self.wait_for_end()
+
+    def wait_for_end(self) -> bool:
+        """Wait until it wants another turn (True) or has finished (False)."""
+        if not select.select([self.ended], [], [], TURN_TIMEOUT_S)[0]:
+            self.fail("hangs")
+        if os.read(self.ended, 1):
+            return True
+        if self.process.wait(TURN_TIMEOUT_S):
+            self.fail("failed")
+        os.close(self.give)
+        os.close(self.ended)
+        return False
+
+    def fail(self, how: str) -> None:
+        raise SystemExit(f"{' '.join(self.command)} {how}:\n{self.out.with_suffix('.err').read_text()}")
+
+    def kill(self) -> None:
+        """Kill all its ranks."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def result(self) -> dict:
+        """What it wrote; the strategy's own table is there as ``table``."""
+        numbers = json.loads(self.out.with_suffix(".json").read_text())
+        table = self.out.with_suffix(".out").read_text().partition("gradient communication over")[0]
+        return {**numbers, "weights": np.load(self.out.with_suffix(".npy")), "table": table.strip()}
+
+
+def run_in_turns(task: str, quick: bool) -> dict[str, dict]:
+    """Run a task's arms, one at a time and in short turns, so that a busy moment of the machine hits all alike."""
+    arms = {arm: Arm(task, arm, quick) for arm in ARMS}
+    try:
+        waiting = [arm for arm in arms.values() if arm.wait_for_end()]
+        while waiting:
+            waiting = [arm for arm in waiting if arm.turn()]
+    finally:
+        for arm in arms.values():
+            arm.kill()
+    return {name: arm.result() for name, arm in arms.items()}
+
+
+def row(arm: str, results: dict[str, dict]) -> list[str]:
+    """An arm's line of the table."""
+    result, single, ddp = results[arm], results["single"], results["ddp"]
+    ours, theirs = np.array(result["losses"]), np.array(single["losses"])
+    cells = [ARMS[arm], str(result["ranks"]), f"{ours[0]:.2f} -> {ours[-1]:.4f}"]
+    cells.append("" if result["accuracy"] is None else f"{result['accuracy']:.3f}")
+    cells.append(f"{result['step_ms']:.1f} ({result['best_ms']:.1f})")
+    cells.append("" if result["sync_ms"] is None else f"{result['sync_ms']:.1f}")
+    if arm == "single":
+        return [*cells, "", ""]
+    cells.append(f"{np.max(np.abs(ours - theirs) / np.abs(theirs)):.1e}")
+    difference = np.max(np.abs(result["weights"] - ddp["weights"]))
+    cells.append("" if arm == "ddp" else "bit-equal" if difference == 0 else f"{difference:.1e}")
+    return cells
+
+
+def print_results(everything: dict[str, dict[str, dict]]) -> None:
+    """The one table."""
+    notes = [
+        "1 thread each. step: median (best) time of forward, backward and optimizer on rank 0.",
+        f"sync adds: forward and backward with synchronisation less without (no_sync), median of {TIMED_PAIRS} pairs.",
+        "loss vs single: largest relative difference of the training loss over all steps.",
+    ]
+    if importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*HEADER, title="same seed, same global batches", title_justify="left")
+        for task, results in everything.items():
+            table.add_section()
+            table.add_row(f"[bold]{task}", end_section=False)
+            for arm in results:
+                table.add_row(*row(arm, results))
+        Console(width=max(120, Console().width)).print(table)
+    else:
+        for task, results in everything.items():
+            for cells in ([task, *HEADER[1:]], *(row(arm, results) for arm in results)):
+                print("  ".join(f"{cell:<16}" for cell in cells))
+    print("\n".join(notes))
+
+
+def draw(everything: dict[str, dict[str, dict]], path: Path) -> None:
+    """Loss curves that coincide, and bars of step times with the part that synchronisation adds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    styles = {"single": ("0.7", "-", 5), "ddp": ("tab:blue", "-", 1.8), "smddp": ("tab:orange", ":", 2.2)}
+    for task, results in everything.items():
+        for arm, (color, line, width) in styles.items():
+            label = ARMS[arm] if task == "gpt" else None
+            left.plot(results[arm]["losses"], color=color, linestyle=line, linewidth=width, label=label)
+        left.annotate(task, (len(results["single"]["losses"]), results["single"]["losses"][-1]), fontsize=9)
+    left.set(title="Training loss: the curves coincide", xlabel="step", ylabel="cross-entropy")
+    left.set_yscale("log")
+    left.legend()
+    names, middle = list(everything), np.arange(len(everything))
+    for offset, (arm, (color, _, _)) in zip((-0.27, 0, 0.27), styles.items(), strict=True):
+        steps = [everything[task][arm]["step_ms"] for task in names]
+        syncs = [max(0.0, everything[task][arm]["sync_ms"] or 0.0) for task in names]
+        bars = right.bar(middle + offset, steps, 0.25, color=color, label=ARMS[arm])
+        right.bar_label(bars, [f"{step:.1f}" for step in steps], fontsize=8)
+        bottoms = [step - sync for step, sync in zip(steps, syncs, strict=True)]
+        right.bar(middle + offset, syncs, 0.25, bottoms, color="none", edgecolor="black", hatch="////", linewidth=0.8)
+        right.plot(middle + offset, [everything[task][arm]["best_ms"] for task in names], "k.")
+    right.plot([], [], "k.", label="fastest step")
+    right.bar([0], [0], color="none", edgecolor="black", hatch="////", label="added by synchronisation")
+    right.set(title="Step time, median, ms (two ranks share the batch)", xticks=middle, xticklabels=names)
+    right.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="some ten steps each: does it work at all?")
+    parser.add_argument("--task", choices=TASKS, help="one arm only: which model (used by the demonstration itself)")
+    parser.add_argument("--arm", choices=ARMS, help="one arm only: which strategy")
+    parser.add_argument("--out", type=Path, help="one arm only: where its results go")
+    parser.add_argument("--turns", type=int, nargs=2, help="one arm only: pipes to take turns with the other arms")
+    options = parser.parse_args()
+    if options.arm:
+        train(options.task, options.arm, options.out, options.turns, options.quick)
+        return
+    started = time.perf_counter()
+    OUTPUT.mkdir(exist_ok=True)
+    shutil.rmtree(OUTPUT / "cache", ignore_errors=True)
+    cores, load = os.cpu_count() or 1, os.getloadavg()[0]
+    if cores < 2 or load > 0.5:
+        print(f"note: {cores} core(s), load {load:.1f}: two ranks want two idle cores, or the times say little")
+    everything: dict[str, dict[str, dict]] = {}
+    for task, title in TASKS.items():
+        print(f"training the {title}: {', '.join(ARMS.values())}, in turns ...", flush=True)
+        everything[task] = run_in_turns(task, options.quick)
+    ours = everything["gpt"]["smddp"]
+    print(f'\nWhat strategy="smddp" says at the start and at the end of fit:\n\n{ours["table"]}\n{ours["report"]}\n')
+    print_results(everything)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no picture: matplotlib is not installed")
+    else:
+        draw(everything, OUTPUT / "demo.png")
+        print(f"picture: {OUTPUT / 'demo.png'}")
+    print(f"{time.perf_counter() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

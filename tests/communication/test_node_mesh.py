@@ -1,0 +1,252 @@
+"""Sockets between the ranks of a node: messages, descriptors, and what happens when a peer fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication import node_mesh
+from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
+from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.topology import Topology
+from tests.communication.errors import message_of
+from tests.ranks import RanksFailedError, run_in_threads, run_ranks
+
+CPU = torch.device("cpu")
+PATIENCE = timedelta(seconds=20)
+
+
+def connect(group: dist.ProcessGroup, timeout: timedelta = PATIENCE, count: int = 1) -> list[NodeMesh]:
+    topology = Topology.from_identities(["host"] * group.size(), group.rank())
+    meshes, reason = NodeMesh.connect(topology, group, CPU, timeout, count)
+    assert reason is None, reason
+    return meshes
+
+
+# ---- messages ----
+
+
+def exchange_messages(group: dist.ProcessGroup) -> list[dict[int, bytes]]:
+    meshes = connect(group, count=2)
+    try:
+        return [mesh.exchange(f"{index}:{group.rank()}".encode()).messages for index, mesh in enumerate(meshes)]
+    finally:
+        for mesh in meshes:
+            mesh.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_rank_receives_every_others_message_on_each_mesh(size: int) -> None:
+    for rank, received in enumerate(run_in_threads(exchange_messages, size)):
+        others = [peer for peer in range(size) if peer != rank]
+        assert received == [{peer: f"{index}:{peer}".encode() for peer in others} for index in range(2)]
+
+
+def meet_on_two_nodes(group: dist.ProcessGroup) -> dict[int, bytes]:
+    topology = Topology.from_identities(["a", "b", "a", "b"], group.rank())
+    (mesh,), _ = NodeMesh.connect(topology, group, CPU, PATIENCE)
+    received = mesh.exchange(str(group.rank()).encode()).messages
+    mesh.close()
+    return received
+
+
+def test_only_ranks_of_one_node_meet() -> None:
+    assert run_in_threads(meet_on_two_nodes, 4) == [{1: b"2"}, {1: b"3"}, {0: b"0"}, {0: b"1"}]
+
+
+def pass_descriptor(group: dist.ProcessGroup) -> bytes:
+    (mesh,) = connect(group)
+    reader, writer = os.pipe()
+    try:
+        arrival = mesh.exchange(b"here", writer if group.rank() == 0 else None)
+        if group.rank() == 0:
+            assert arrival.descriptors == {}
+            mesh.exchange()
+            return os.read(reader, 10)
+        (descriptor,) = arrival.descriptors.values()
+        os.write(descriptor, b"hello")
+        os.close(descriptor)
+        mesh.exchange()
+        return b""
+    finally:
+        os.close(reader)
+        os.close(writer)
+        mesh.close()
+
+
+def test_a_descriptor_travels_with_the_message() -> None:
+    assert run_in_threads(pass_descriptor, 2) == [b"hello", b""]
+
+
+def wait_for_the_late_one() -> tuple[float, list[int | None]]:
+    (mesh,) = connect(dist.group.WORLD)
+    waited, last = 0.0, []
+    for _ in range(9):
+        if dist.get_rank() == 1:
+            time.sleep(0.03)
+        arrival = mesh.exchange()
+        waited += arrival.waited_s
+        last.append(arrival.last)
+    mesh.close()
+    return waited, last
+
+
+def test_an_exchange_is_a_barrier_and_says_who_came_last() -> None:
+    first, late, third = run_ranks(wait_for_the_late_one, 3)
+    for waited, last in (first, third):
+        assert waited > 0.2
+        assert last.count(1) >= 5  # a rank that is interrupted while it reads takes that for a wait
+    assert late[0] < 0.1
+
+
+# ---- failures ----
+
+
+def die(child: bool) -> None:
+    (mesh,) = connect(dist.group.WORLD)
+    mesh.exchange()
+    if dist.get_rank() == 1:
+        if child and os.fork() == 0:
+            time.sleep(30)  # a DataLoader worker that holds the dead rank's sockets open
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        mesh.exchange()
+    assert not isinstance(caught.value, RankTimeoutError)
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < 3
+    raise caught.value
+
+
+@pytest.mark.parametrize("child", [False, True], ids=["alone", "its child holds the sockets"])
+def test_a_killed_peer_is_named_within_seconds(child: bool) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(die, 2, child)
+    assert "SIGKILL" in caught.value.tracebacks[1]
+    assert "rank 1 (host host, local rank 1) is gone" in caught.value.tracebacks[0]
+
+
+def leave(group: dist.ProcessGroup) -> str:
+    (mesh,) = connect(group)
+    mesh.exchange()
+    if group.rank() == 1:
+        mesh.close()
+        return ""
+    message = message_of(RankFailedError, lambda: [mesh.exchange() for _ in range(2)])
+    mesh.close()
+    return message
+
+
+def test_a_peer_that_closed_its_mesh_is_named() -> None:
+    message = run_in_threads(leave, 2)[0]
+    assert message.startswith("rank 1 (host host, local rank 1) is gone")
+    assert message.endswith("while rank 0 (host host, local rank 0) waited.")
+
+
+def stay_away(group: dist.ProcessGroup, done: threading.Event) -> tuple[float, str]:
+    (mesh,) = connect(group, timedelta(seconds=0.3))
+    start = time.monotonic()
+    message = ""
+    if group.rank() == 0:
+        message = message_of(RankTimeoutError, mesh.exchange)
+        done.set()
+    done.wait(20)
+    mesh.close()
+    return time.monotonic() - start, message
+
+
+def test_a_peer_that_does_not_come_is_named_after_the_timeout() -> None:
+    (waited, message), _ = run_in_threads(stay_away, 2, threading.Event())
+    assert 0.25 < waited < 2
+    assert message.startswith("rank 1 (host host, local rank 1) did not come to the gradient exchange within 0.3 s.")
+    assert "collective_timeout" in message
+
+
+# ---- strangers ----
+
+
+def connect_beside(group: dist.ProcessGroup, stranger: str) -> dict[int, bytes]:
+    visitors: list[socket.socket] = []
+
+    class Visited(socket.socket):
+        """A listener that a stranger reaches before any rank does."""
+
+        def listen(self, *arguments: int) -> None:
+            super().listen(*arguments)
+            visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            visitor.connect(self.getsockname())
+            visitors.append(visitor)
+            if stranger == "garbage":
+                visitor.send(b"GET / HTTP/1.1")
+            elif stranger == "secret too short":
+                visitor.send(b"x")
+            elif stranger == "hangs up":
+                visitor.close()
+
+    if group.rank() == 0:
+        original, node_mesh.socket.socket = socket.socket, Visited  # type: ignore[misc]
+        try:
+            (mesh,) = connect(group)
+        finally:
+            node_mesh.socket.socket = original  # type: ignore[misc]
+    else:
+        (mesh,) = connect(group)
+    received = mesh.exchange(str(group.rank()).encode()).messages
+    mesh.close()
+    for visitor in visitors:
+        visitor.close()
+    assert len(visitors) == (group.rank() == 0)
+    return received
+
+
+def connect_process_beside(stranger: str) -> dict[int, bytes]:
+    return connect_beside(dist.group.WORLD, stranger)
+
+
+@pytest.mark.parametrize("stranger", ["garbage", "secret too short", "hangs up", "stays silent"])
+def test_a_stranger_on_the_listener_is_turned_away(stranger: str) -> None:
+    assert run_ranks(connect_process_beside, 2, stranger) == [{1: b"1"}, {0: b"0"}]
+
+
+# ---- refusal, and what is left ----
+
+
+def refused_on_one_rank() -> tuple[int, str | None]:
+    if dist.get_rank() == 1:
+        node_mesh.supported = lambda: "this is Plan 9"
+    topology = Topology.from_identities(["host"] * 3, dist.get_rank())
+    meshes, reason = NodeMesh.connect(topology, dist.group.WORLD, CPU, PATIENCE)
+    return len(meshes), reason
+
+
+def test_where_one_rank_cannot_none_does() -> None:
+    assert run_ranks(refused_on_one_rank, 3) == [(0, "this is Plan 9")] * 3
+
+
+def count_descriptors() -> list[int]:
+    counts = []
+    for _ in range(3):
+        (mesh,) = connect(dist.group.WORLD)
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        for _ in range(200):
+            mesh.exchange()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+        mesh.close()
+        counts.append(len(list(Path("/proc/self/fd").iterdir())))
+    return counts
+
+
+def test_exchanges_and_closed_meshes_hold_no_descriptors() -> None:
+    for opened, used, closed, *later in run_ranks(count_descriptors, 2):
+        assert opened == used == closed + 2  # a socket and a process to watch
+        assert later == [opened, used, closed] * 2

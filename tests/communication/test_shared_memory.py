@@ -1,0 +1,342 @@
+"""Reduction through shared memory: without a copy, window by window, and in mixtures of the two."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.communication import shared_memory
+from lightning_smddp.communication.algorithms import reference_all_reduce
+from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.shared_memory import SharedMemory
+from lightning_smddp.communication.topology import Topology
+from tests.communication.errors import message_of
+from tests.ranks import run_in_threads, run_ranks
+
+CPU = torch.device("cpu")
+PATIENCE = timedelta(seconds=20)
+WINDOW = 4096
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "WINDOW_BYTES", WINDOW)
+
+
+def open_mesh(group: dist.ProcessGroup) -> NodeMesh:
+    topology = Topology.from_identities(["host"] * group.size(), group.rank())
+    (mesh,), _ = NodeMesh.connect(topology, group, CPU, PATIENCE)
+    return mesh
+
+
+@contextmanager
+def memory_of(group: dist.ProcessGroup, **options: Any) -> Iterator[SharedMemory]:
+    mesh = open_mesh(group)
+    memory = SharedMemory(mesh, **options)
+    try:
+        yield memory
+    finally:
+        memory.close()
+        mesh.close()
+
+
+def tensors(numel: int, size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype) for _ in range(size)]
+
+
+def is_shared(address: int) -> bool:
+    """Whether a shared mapping of this process lies there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(text, 16) for text in line.split()[0].split("-"))
+        if low <= address < high:
+            return line.split()[1].endswith("s")
+    return False
+
+
+# ---- sums ----
+
+
+def reduce_all(group: dist.ProcessGroup, numel: int, staged: set[int], dtype: torch.dtype, slots: bool) -> list[Tensor]:
+    results = []
+    with memory_of(group, zero_copy=group.rank() not in staged) as memory:
+        kept = torch.empty(numel, dtype=dtype)
+        for step in range(3):
+            kept.copy_(tensors(numel, group.size(), dtype, step)[group.rank()])
+            memory.all_reduce(kept, 0 if slots else None, 1 / group.size())
+            results.append(kept.clone())
+    return results
+
+
+def check_means(results: list[list[Tensor]], numel: int, dtype: torch.dtype = torch.float32) -> None:
+    for step, of_ranks in enumerate(zip(*results, strict=True)):
+        expected = reference_all_reduce(tensors(numel, len(results), dtype, step))
+        torch.testing.assert_close(of_ranks[0], expected)
+        assert all(torch.equal(of_ranks[0], other) for other in of_ranks[1:])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 1023, 10007, 200003])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_means_without_a_copy(numel: int, size: int) -> None:
+    check_means(run_in_threads(reduce_all, size, numel, set(), torch.float32, True), numel)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("staged", [{0}, {1}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("numel", [1, 7, 1024, 3 * 1024 + 1, 10007])
+@pytest.mark.usefixtures("small_windows")
+def test_means_in_several_windows(numel: int, staged: set[int], slots: bool) -> None:
+    check_means(run_in_threads(reduce_all, 3, numel, staged, torch.float32, slots), numel)
+
+
+@pytest.mark.parametrize("staged", [set(), {0}], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128],
+    ids=str,
+)
+@pytest.mark.usefixtures("small_windows")
+def test_means_of_every_dtype(dtype: torch.dtype, staged: set[int]) -> None:
+    check_means(run_in_threads(reduce_all, 2, 3001, staged, dtype, True), 3001, dtype)
+
+
+def reduce_in_two_steps(group: dist.ProcessGroup, numel: int, num_shards: int, staged: set[int]) -> list[Tensor]:
+    results = []
+    tensor = torch.empty(numel)
+    with memory_of(group, zero_copy=group.rank() not in staged, num_shards=num_shards) as memory:
+        bounds = memory.bounds(numel)
+        assert bounds == [0, *(numel * i // num_shards for i in range(1, num_shards + 1))] + [numel] * (
+            group.size() - num_shards
+        )
+        for step in range(3):
+            tensor.copy_(tensors(numel, group.size(), seed=step)[group.rank()])
+            shard = memory.reduce_scatter(tensor, 0, 0.5, bounds)
+            assert shard.numel() == bounds[group.rank() + 1] - bounds[group.rank()]
+            shard.add_(1)  # what the exchange between nodes would do
+            memory.all_gather(tensor, 0, bounds)
+            results.append(tensor.clone())
+            dist.all_reduce(torch.zeros(1), group=group)
+    return results
+
+
+@pytest.mark.parametrize("staged", [set(), {1}, {0, 2}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("num_shards", [1, 2, 3])
+@pytest.mark.parametrize("numel", [2, 10007])
+@pytest.mark.usefixtures("small_windows")
+def test_scatter_and_gather_in_shards_that_cross_windows(numel: int, num_shards: int, staged: set[int]) -> None:
+    results = run_in_threads(reduce_in_two_steps, 3, numel, num_shards, staged)
+    for step, of_ranks in enumerate(zip(*results, strict=True)):
+        torch.testing.assert_close(of_ranks[0], sum(tensors(numel, 3, seed=step)) * 0.5 + 1)
+        assert all(torch.equal(of_ranks[0], other) for other in of_ranks)
+
+
+def overflow(group: dist.ProcessGroup) -> Tensor:
+    with memory_of(group) as memory:
+        tensor = torch.full((1000,), 60000.0, dtype=torch.float16)
+        memory.all_reduce(tensor, 0, 1 / group.size())
+    return tensor
+
+
+def test_fp16_sums_may_overflow_where_the_mean_does_not() -> None:
+    for result in run_in_threads(overflow, 3):
+        assert torch.equal(result, torch.full((1000,), 60000.0, dtype=torch.float16))
+
+
+# ---- without a copy ----
+
+
+def share_views(group: dist.ProcessGroup) -> tuple[bool, bool, list[float], list[float]]:
+    whole = torch.arange(40000.0) + group.rank()
+    bucket, beside, gradient = whole[1000:31000], whole[:1000], whole[1000:1003]
+    with memory_of(group) as memory:
+        before = is_shared(bucket.data_ptr())
+        memory.all_reduce(bucket, 3)
+        after = is_shared(bucket.data_ptr()) and is_shared(whole.data_ptr())
+        assert gradient.data_ptr() == bucket.data_ptr()  # other views moved along
+        return before, after, gradient.tolist(), beside[:3].tolist()
+
+
+def test_the_bucket_itself_moves_into_shared_memory_with_all_its_views() -> None:
+    for rank, result in enumerate(run_in_threads(share_views, 2)):
+        assert result == (False, True, [2001.0, 2003.0, 2005.0], [0.0 + rank, 1.0 + rank, 2.0 + rank])
+
+
+def write_into_peer(group: dist.ProcessGroup) -> float:
+    tensor = torch.full((5000,), float(group.rank()))
+    with memory_of(group) as memory:
+        memory.all_reduce(tensor, 0)
+        if group.rank() == 1:
+            memory._peers[0, 0].view(torch.float32)[7] = 42.0  # rank 0's bucket as rank 1 sees it
+        dist.all_reduce(torch.zeros(1), group=group)
+        return tensor[7].item()
+
+
+def test_a_peers_region_is_the_peers_bucket() -> None:
+    assert run_in_threads(write_into_peer, 2) == [42.0, 1.0]
+
+
+def change_tensor_on_rank_one(group: dist.ProcessGroup) -> list[tuple[float, float]]:
+    bucket = torch.empty(5000)
+    seen = []
+    with memory_of(group) as memory:
+        for step in range(6):
+            # what a joined rank does: new zeros each step, while the other one keeps its bucket
+            other = group.rank() == 1 and step in (1, 2, 4)
+            tensor = torch.zeros(5000) if other else bucket.fill_(10.0**step)
+            memory.all_reduce(tensor, 0)
+            seen.append((tensor[0].item(), tensor[-1].item()))
+            del tensor
+    return seen
+
+
+def test_a_slots_tensor_may_change_on_one_rank_only() -> None:
+    sums = [2.0, 10.0, 100.0, 2000.0, 10000.0, 200000.0]
+    assert run_in_threads(change_tensor_on_rank_one, 2) == [[(value, value) for value in sums]] * 2
+
+
+def drop_tensor(group: dist.ProcessGroup) -> bool:
+    tensor = torch.ones(5000)
+    with memory_of(group) as memory:
+        memory.all_reduce(tensor, 0)
+        address = tensor.data_ptr()
+        del tensor
+        return is_shared(address)
+
+
+def test_the_address_of_a_slots_last_tensor_goes_to_no_other() -> None:
+    assert run_in_threads(drop_tensor, 2) == [True, True]
+
+
+def change_size(group: dist.ProcessGroup) -> list[float]:
+    seen = []
+    with memory_of(group) as memory:
+        for numel, slot in [(10, 0), (5000, 0), (20, 0), (5000, None), (200000, None), (3, None)]:
+            tensor = torch.ones(numel)
+            memory.all_reduce(tensor, slot)
+            seen.append(tensor.sum().item() / numel)
+    return seen
+
+
+def test_a_slots_size_may_change_on_all_ranks() -> None:
+    assert run_in_threads(change_size, 2) == [[2.0] * 6] * 2
+
+
+# ---- when sharing fails ----
+
+
+def full_mount(tensor: Tensor) -> int:
+    raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+
+def reduce_with_full_mount_on_rank_one(after: int) -> tuple[list[float], list[str]]:
+    calls = iter(range(100))
+    share = shared_memory.share_storage
+    if dist.get_rank() == 1:
+        shared_memory.share_storage = lambda tensor: share(tensor) if next(calls) < after else full_mount(tensor)
+    buckets = [torch.empty(5000) for _ in range(3)]
+    sums = []
+    with memory_of(dist.group.WORLD) as memory, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            for slot, bucket in enumerate(buckets):
+                bucket.fill_(10.0**step)
+                memory.all_reduce(bucket, slot)
+                sums.append(bucket.unique().item())
+    return sums, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_full_mount_on_one_rank_costs_a_copy_and_one_warning(after: int) -> None:
+    (first_sums, first_warnings), (sums, (warning,)) = run_ranks(reduce_with_full_mount_on_rank_one, 2, after)
+    assert first_sums == sums == [2.0] * 3 + [20.0] * 3 + [200.0] * 3
+    assert first_warnings == []
+    assert "No space left on device" in warning
+    assert "--shm-size" in warning
+
+
+# ---- different tensors ----
+
+
+def reduce_different(group: dist.ProcessGroup, make: Callable[[int], tuple[Tensor, int | None]]) -> str:
+    with memory_of(group) as memory:
+        tensor, slot = make(group.rank())
+        return message_of(ValueError, lambda: memory.all_reduce(tensor, slot))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda rank: (torch.zeros(10 + rank // 2), 4), ("10 elements of torch.float32", "11 of torch.float32")),
+        (
+            lambda rank: (torch.zeros(10, dtype=torch.float64 if rank == 2 else torch.float32), 4),
+            ("10 elements of torch.float32", "10 of torch.float64"),
+        ),
+        (lambda rank: (torch.zeros(10), 4 + rank // 2), ("bucket 4 with", "bucket 5 with")),
+    ],
+    ids=["size", "dtype", "slot"],
+)
+def test_different_tensors_are_an_error_on_every_rank(make: Callable[[int], Any], said: tuple[str, str]) -> None:
+    for rank, message in enumerate(run_in_threads(reduce_different, 3, make)):
+        assert f"{rank} (host host, local rank {rank})" in message
+        assert "rank 2 (host host, local rank 2)" in message
+        if rank == 0:
+            assert all(part in message for part in said)
+
+
+# ---- waiting, and what is left ----
+
+
+def record_waits(group: dist.ProcessGroup) -> list[tuple[float, int | None]]:
+    waits: list[tuple[float, int | None]] = []
+    with memory_of(group, on_wait=lambda seconds, last: waits.append((seconds, last))) as memory:
+        memory.all_reduce(torch.ones(10), None)
+    return waits
+
+
+def test_every_barrier_reports_its_wait() -> None:
+    for waits in run_in_threads(record_waits, 2):
+        assert len(waits) == 2  # two barriers for an all-reduce
+        assert all(seconds >= 0 for seconds, _ in waits)
+
+
+def count_descriptors() -> list[int]:
+    counts = []
+
+    def count() -> None:
+        counts.append(len(os.listdir("/proc/self/fd")))
+
+    mesh = open_mesh(dist.group.WORLD)
+    count()
+    memory, staging = SharedMemory(mesh), SharedMemory(mesh, zero_copy=False)
+    buckets = [torch.ones(3000) for _ in range(3)]
+    for step in range(200):
+        for slot, bucket in enumerate(buckets):
+            memory.all_reduce(bucket, slot, 0.5)
+        memory.all_reduce(torch.ones(3000), 3, 0.5)  # a new tensor in every step
+        staging.all_reduce(torch.ones(3000), 0, 0.5)
+        if step in (4, 199):
+            count()
+    memory.close()
+    staging.close()
+    del buckets, bucket
+    count()
+    mesh.close()
+    return counts
+
+
+def test_descriptors_do_not_grow_and_all_are_closed_in_the_end() -> None:
+    before_shared = set(os.listdir("/dev/shm"))
+    for opened, early, late, closed in run_ranks(count_descriptors, 2):
+        assert early == late
+        assert closed == opened
+    assert set(os.listdir("/dev/shm")) <= before_shared

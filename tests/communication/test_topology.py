@@ -1,0 +1,121 @@
+"""Which ranks share a node, and how a tensor is cut between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication.buckets import Layout
+from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.communication.topology import Topology, discover, node_identity, shard_bounds
+from tests.ranks import run_in_threads, run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("identities", "nodes"),
+    [
+        (["a"], ((0,),)),
+        (["a", "a", "b", "b"], ((0, 1), (2, 3))),
+        (["a", "b", "a", "b"], ((0, 2), (1, 3))),
+        (["b", "a", "a", "a"], ((0,), (1, 2, 3))),
+        (["c", "b", "a"], ((0,), (1,), (2,))),
+    ],
+)
+def test_equal_identities_share_a_node(identities: list[str], nodes: tuple[tuple[int, ...], ...]) -> None:
+    assert Topology.from_identities(identities, 0).nodes == nodes
+
+
+def test_places_of_a_rank_on_interleaved_nodes() -> None:
+    topology = Topology.from_identities(["x/1", "y/1", "x/1", "y/1", "x/1"], rank=3)
+    assert (topology.world_size, topology.num_nodes) == (5, 2)
+    assert (topology.node_rank, topology.local_rank, topology.local_ranks) == (1, 1, (1, 3))
+    assert topology.num_shards == 2
+    assert [topology.shard_owners(shard) for shard in range(2)] == [(0, 1), (2, 3)]
+    assert topology.hosts == ("x", "y")
+
+
+def test_hosts_of_one_name_are_told_apart_by_what_follows_it() -> None:
+    assert Topology.from_identities(["x/boot1", "x/boot2"], 0).nodes == ((0,), (1,))
+
+
+def test_a_single_rank_node_leaves_one_shard() -> None:
+    assert Topology.from_identities(["a", "a", "a", "b"], 0).num_shards == 1
+
+
+def test_describe_names_host_and_local_rank() -> None:
+    topology = Topology.from_identities(["x/1", "y/1", "y/1"], 0)
+    assert topology.describe(2) == "rank 2 (host y, local rank 1)"
+    assert Topology(((0, 1),), 0).describe(1) == "rank 1 (host node 0, local rank 1)"
+    with pytest.raises(ValueError, match="rank 3 is not one of the 3 ranks"):
+        topology.describe(3)
+
+
+def discovered() -> tuple[tuple[tuple[int, ...], ...], int]:
+    topology = discover(dist.group.WORLD, CPU)
+    return topology.nodes, topology.rank
+
+
+def test_discover_asks_every_rank() -> None:
+    results = run_ranks(discovered, 4, node_ids=["b", "a", "b", "a"])
+    assert results == [(((0, 2), (1, 3)), rank) for rank in range(4)]
+
+
+def test_processes_of_this_machine_share_a_node() -> None:
+    assert [nodes for nodes, _ in run_ranks(discovered, 2)] == [((0, 1),), ((0, 1),)]
+    assert node_identity().count("/") >= 2
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 7, 1000, 1000003])
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])
+def test_shards_cover_everything_in_nearly_equal_parts(numel: int, shards: int) -> None:
+    bounds = shard_bounds(numel, shards)
+    sizes = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+    assert (len(bounds), bounds[0], bounds[-1]) == (shards + 1, 0, numel)
+    assert min(sizes) >= 0
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_shards_are_cut_at_the_nearest_allowed_position() -> None:
+    assert shard_bounds(100, 4, [0, 30, 60, 80]) == [0, 30, 60, 80, 100]
+    assert shard_bounds(100, 3, [0, 99]) == [0, 0, 99, 100]  # a part may be empty
+    assert shard_bounds(10, 2, [4, 7]) == [0, 4, 10]
+    assert shard_bounds(10, 2, [3, 6]) == [0, 6, 10]
+    assert shard_bounds(100, 3, [48, 52]) == [0, 48, 52, 100]
+
+
+def test_a_layout_knows_pieces_rows_and_cuts() -> None:
+    layout = Layout.of_parameters(5, [("w", torch.zeros(3, 4)), ("b", torch.zeros(3)), ("e", torch.zeros(0, 2))])
+    assert layout.rows == [0, 4, 8, 12]
+    cut = layout.cut(6, 14)
+    assert cut.slot == 5
+    assert [(p.name, p.offset, p.begin, p.numel, p.row_length) for p in cut.pieces] == [
+        ("w", 0, 6, 6, 4),
+        ("b", 6, 0, 2, 0),
+    ]
+
+
+def speak(group: dist.ProcessGroup) -> tuple[list[object], object]:
+    value = {"rank": group.rank(), "text": "é" * group.rank()}
+    return gather_json(value, group, CPU), broadcast_json(["first", group.rank()], group, CPU)
+
+
+def test_messages_of_different_lengths_reach_every_rank() -> None:
+    expected = [{"rank": rank, "text": "é" * rank} for rank in range(3)]
+    assert [gathered for gathered, _ in run_ranks(speak_in_default_group, 3)] == [expected] * 3
+
+
+def speak_in_default_group() -> tuple[list[object], object]:
+    gathered, first = speak(dist.group.WORLD)
+    assert first == ["first", 0]
+    return gathered, first
+
+
+def gather_nothing(group: dist.ProcessGroup) -> list[object]:
+    return gather_json(None, group, CPU)
+
+
+def test_messages_carry_none() -> None:
+    assert run_in_threads(gather_nothing, 2) == [[None, None]] * 2

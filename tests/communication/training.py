@@ -1,0 +1,76 @@
+"""Training with DDP, stock or with our hook: the bodies' common part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.stats import Recorder
+
+
+class Hooked:
+    """A communicator, and the synchronizers of the modules wrapped with it."""
+
+    def __init__(self, table: list[tuple[int, str]] | str | None, compression: Compression | None = None) -> None:
+        self.table = [(2**62, table)] if isinstance(table, str) else table
+        self.compression = compression
+        self.recorder = Recorder()
+        self.synchronizers: list[GradientSynchronizer] = []
+        self.communicator: Communicator | None = None
+        if table is not None:
+            group = dist.group.WORLD
+            self.communicator = Communicator(group, torch.device("cpu"), timedelta(seconds=20), self.recorder.on_wait)
+
+    def wrap(self, module: nn.Module, **ddp_options: object) -> DistributedDataParallel:
+        """``module`` in DDP, stock if there is no table."""
+        if self.communicator is None:
+            return DistributedDataParallel(module, **ddp_options)
+        synchronizer = GradientSynchronizer(self.communicator, module, self.table, self.compression, self.recorder)
+        self.synchronizers.append(synchronizer)
+        ddp = DistributedDataParallel(module, **ddp_options)
+
+        def hook(state, bucket):  # DDP refuses annotations that are strings
+            return synchronizer.average(bucket)
+
+        ddp.register_comm_hook(None, hook)
+        return ddp
+
+    def close(self) -> None:
+        for synchronizer in self.synchronizers:
+            synchronizer.close()
+        if self.communicator is not None:
+            self.communicator.close()
+
+
+@contextmanager
+def hooked(table: list[tuple[int, str]] | str | None, compression: Compression | None = None) -> Iterator[Hooked]:
+    """Wraps modules, and closes everything unless the block fails."""
+    wrapper = Hooked(table, compression)
+    yield wrapper
+    wrapper.close()
+
+
+class Given(nn.Module):
+    """Its gradients are what ``forward`` is called with: a fraction of them all for each parameter."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.parameters_list = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        self.numel = sum(parameter.numel() for parameter in self.parameters_list)
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        parts = gradient.split([parameter.numel() for parameter in self.parameters_list])
+        return sum((p.flatten() * part).sum() for p, part in zip(self.parameters_list, parts, strict=True))
+
+    def gradient(self) -> torch.Tensor:
+        """All gradients in one vector."""
+        return torch.cat([parameter.grad.flatten() for parameter in self.parameters_list])

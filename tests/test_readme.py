@@ -1,0 +1,166 @@
+"""What README and docs say is true: snippets run, named options exist, links and quoted messages resolve."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_smddp import Compression, SMDDPFabricStrategy, SMDDPStrategy
+from lightning_smddp.communication.algorithms import NAMES
+from lightning_smddp.communication.compression import METHODS
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "data_parallel.md"
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Quoted in the guide, but not ours: Lightning's and gloo's.
+OTHERS_MESSAGES = (
+    "You selected an invalid",
+    "You set strategy",
+    "It looks like your",
+    "connectFull",
+    "Connection closed",
+)
+
+
+def snippets(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def first_cells(page: Path, heading: str) -> list[list[str]]:
+    """The rows, without their header, of the first table below ``heading``."""
+    section = page.read_text().split(f"\n{heading}\n", 1)[1]
+    rows = re.search(r"^\|.*?(?:\n\n|\Z)", section, re.DOTALL | re.MULTILINE)
+    assert rows, heading
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.group().split("\n")[2:] if row]
+
+
+# ---- snippets ----
+
+
+def test_the_first_program_is_short() -> None:
+    assert len(snippets(README, "python")[0].splitlines()) <= 6
+
+
+@pytest.mark.slow
+def test_the_first_program_trains_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(snippets(README, "python")[0])
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    result = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 ranks on cpu" in result.stdout
+    assert "gradient communication over 32 steps" in result.stdout
+
+
+FRAGMENTS = [text for page in (README, GUIDE) for text in snippets(page, "python") if ".fit(" not in text]
+
+
+@pytest.mark.parametrize("text", FRAGMENTS, ids=lambda text: text.strip().splitlines()[-1][:40])
+def test_other_snippets_run(text: str) -> None:
+    exec(compile(text, "snippet", "exec"), {})
+
+
+def test_yaml_names_arguments_that_exist() -> None:
+    strategy = yaml.safe_load(snippets(README, "yaml")[0])["trainer"]["strategy"]
+    assert strategy["class_path"] == "lightning_smddp.SMDDPStrategy"
+    SMDDPStrategy(**strategy["init_args"])
+
+
+# ---- options ----
+
+
+def test_options_table_is_the_signature() -> None:
+    documented = {row[0].strip("`"): row[1].strip("`") for row in first_cells(README, "## Options")}
+    for strategy in (SMDDPStrategy, SMDDPFabricStrategy):
+        signature = inspect.signature(strategy.__init__).parameters.values()
+        own = [parameter for parameter in signature if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        expected = {p.name: repr(p.default).replace("'", '"') for p in own if p.name != "self"}
+        assert documented == expected
+
+
+def test_algorithms_and_methods_are_all_there() -> None:
+    text, guide = README.read_text(), GUIDE.read_text()
+    for name in NAMES:
+        assert f"`{name}`" in guide
+        assert f"`{name}`" in text or f'`"{name}"`' in text
+    for name in METHODS:
+        assert f"`{name}`" in guide
+        assert f'`"{name}"`' in text
+    documented = set(re.findall(r"`(\w+)`", guide.split("## Compression")[1].split("\n## ")[0]))
+    assert {"block_size", "error_feedback"} <= documented & set(inspect.signature(Compression).parameters)
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = {target for page in PAGES for target in re.findall(r"^make (\w+)|`make (\w+)`", page.read_text())}
+    for target in {name for pair in targets for name in pair if name}:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+# ---- links ----
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), f"{page.name}: {link}"
+
+
+# ---- messages ----
+
+
+def package_strings() -> str:
+    """Every string literal of the package, implicit concatenations joined, values in f-strings as dots."""
+    found = []
+    for path in sorted((ROOT / "lightning_smddp").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def quoted_messages() -> list[str]:
+    rows = first_cells(GUIDE, "### At the start") + first_cells(GUIDE, "### While training")
+    quoted = [message for row in rows for message in re.findall(r"``(.+?)``|`([^`]+)`", row[0])]
+    return [double or single for double, single in quoted]
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_quoted_messages_exist(message: str) -> None:
+    if any(part in message for part in OTHERS_MESSAGES) or message == "note":
+        return
+    message = re.sub(r"^Rank(Failed|Timeout)Error: rank ", "", message)
+    strings = package_strings()
+    parts = [part.strip(" ():=,.;") for part in re.split(r"\.\.\.|='\w+'", message)]
+    for part in filter(None, parts):
+        assert part in strings, part
