@@ -20,7 +20,7 @@ from lightning_smddp.communication.compression import Codec, ErrorFeedback
 
 Finish = Callable[[], object]
 
-_PIECE = 2**20  # elements that are encoded at a time, while the ones before are on the wire
+_PIECE = 2**18  # elements that are encoded at a time, while the ones before are on the wire
 
 
 class Exchange(Protocol):
