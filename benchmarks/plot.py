@@ -13,7 +13,11 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BARS = {"stock DDP": "#b8bec7", "tuned DDP": "#8a929e", "smddp": "#2563eb", "no communication": "#e3e6ea"}
-TITLES = {"mlp": "MLP, 16.8 M parameters", "gpt": "GPT, 10.9 M parameters"}
+TITLES = {
+    "mlp": "MLP, 16.8 M parameters",
+    "gpt": "GPT, 10.9 M parameters",
+    "gpt_short": "the same GPT, 64 bytes a rank",
+}
 
 
 def main() -> None:

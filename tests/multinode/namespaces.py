@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,19 +25,6 @@ class Node:
     def environment(self) -> dict[str, str]:
         """Environment for a process of this node: gloo has to be told the interface."""
         return {**os.environ, "GLOO_SOCKET_IFNAME": self.interface}
-
-
-def why_not() -> str | None:
-    """None where namespaces may be made, else the reason."""
-    for tool in ("ip", "tc"):
-        if shutil.which(tool) is None:
-            return f"`{tool}` is not installed"
-    name = f"probe{secrets.token_hex(3)}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"network namespaces are not permitted: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", name], check=True)
-    return None
 
 
 @contextmanager

@@ -12,11 +12,9 @@ from tests.multinode import namespaces
 from tests.multinode.train import GLOBAL_BATCH, train
 
 pytestmark = [pytest.mark.multinode, pytest.mark.slow, pytest.mark.timeout(180)]
-REASON = namespaces.why_not()
 
 
-@pytest.mark.skipif(REASON is not None, reason=str(REASON))
-def test_two_nodes_of_two_ranks_train_as_one_process(tmp_path, monkeypatch):
+def test_two_nodes_of_two_ranks_train_as_one_process(tmp_path):
     output = tmp_path / "result"
     with namespaces.two_nodes() as nodes:
         started = []

@@ -6,6 +6,7 @@ import importlib.machinery
 import sys
 import time
 import types
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_smddp import SMDDPFabricStrategy, SMDDPStrategy
+from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.strategies.session import Options, Session
 from tests.ranks import run_ranks, run_trainer_ranks
 from tests.strategies.learners import Learner, Outcome, assert_equal, fit, make_trainer, silent
@@ -205,3 +207,14 @@ def test_collective_timeout_is_that_of_the_default_group_and_of_shared_memory(al
     options = {"collective_timeout": 1.0, "algorithm": algorithm}
     first, _ = run_trainer_ranks(wait_for_a_peer, 2, options, timeout=30)
     assert first < 2.9
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("smddp", ["native"]), ("nccl", ["native", "hierarchical", "balanced"])]
+)
+def test_on_aws_backend_only_native_is_tried(
+    backend: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    job = SimpleNamespace(world_size=4, group=None, topology=SimpleNamespace(num_nodes=2), shared_memory_refusal="CUDA")
+    assert Communicator.available(job) == expected
