@@ -71,7 +71,7 @@ class FabricDataParallel(_Base):
         environment = self.cluster_environment
         check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
         super().setup_environment()
-        self._session.set_timeout()
+        self._session.process_group_started()
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -100,10 +103,13 @@ class Session:
             return self.options.process_group_backend
         return "smddp" if device.type == "cuda" and _import_aws_backend() else None
 
-    def set_timeout(self) -> None:
-        """Give the default group the collective timeout, now that everyone has started."""
-        if self.options.collective_timeout is not None and dist.is_initialized():
+    def process_group_started(self) -> None:
+        """Give the default group the collective timeout, now that everyone has started, and see to its end."""
+        if not dist.is_initialized():
+            return
+        if self.options.collective_timeout is not None:
             set_group_timeout(self.options.collective_timeout)
+        atexit.register(_leave, weakref.ref(self))
 
     def prepare(
         self,
@@ -232,6 +238,20 @@ class Session:
         where = "everywhere" if compression.scope == "all" else "between nodes"
         feedback = "with" if compression.error_feedback else "without"
         return f"{compression.method} {where}, {feedback} error feedback"
+
+
+def _leave(reference: weakref.ref[Session]) -> None:
+    """End the process group before the interpreter ends.
+
+    Else a thread of gloo's that lets go of its last tensor meanwhile ends the process with SIGABRT, now and then.
+    Lightning does the same for NCCL.
+    """
+    session = reference()
+    if session is not None:
+        session.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
 
 
 def _positive(value: object) -> bool:

@@ -100,7 +100,7 @@ class TrainerDataParallel(_Base):
         environment = self.cluster_environment
         check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
         super().setup_environment()
-        self._session.set_timeout()
+        self._session.process_group_started()
 
     def configure_ddp(self) -> None:
         """Choose the communication and wrap the model."""
