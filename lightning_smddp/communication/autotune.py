@@ -11,6 +11,7 @@ import json
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -147,7 +148,7 @@ def _measure(
         times[name] = _time(name, communicator, compression, sizes)
     table = _table(sizes, times)
     if bucket_cap_mb is None:
-        bucket_cap_mb = _bucket_size(communicator, gradient_bytes, sizes, times[table[-1][1]], table[-1][1])
+        bucket_cap_mb = _bucket_size(gradient_bytes, sizes, times[table[-1][1]], table[-1][1])
     return Plan(table, bucket_cap_mb, times, sizes, "measured")
 
 
@@ -229,9 +230,7 @@ def _table(sizes: list[int], times: dict[str, list[float]]) -> list[tuple[int, s
     return table
 
 
-def _bucket_size(
-    communicator: Communicator, gradient_bytes: int, sizes: list[int], seconds: list[float], name: str
-) -> float:
+def _bucket_size(gradient_bytes: int, sizes: list[int], seconds: list[float], name: str) -> float:
     """MiB of DDP's buckets that the cost model likes best, given the measured line of the chosen algorithm."""
     if len(sizes) < 2:
         return DEFAULT_BUCKET_MB
@@ -280,6 +279,4 @@ def _write(cache: Path, key: str, plan: Plan) -> None:
             file.write_text(json.dumps({**_read(cache), key: asdict(plan)}))
             os.replace(file, cache)
     except OSError as error:
-        import warnings
-
         warnings.warn(f"The plan could not be cached in {cache}: {error}", stacklevel=2)

@@ -50,7 +50,7 @@ class Communicator:
         self.topology = discover(group, device)
         self.world_size, self.rank = self.topology.world_size, self.topology.rank
         self.notes: list[str] = []
-        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
         self._meshes: list[NodeMesh] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp")
         self.zero_copy = True
@@ -163,10 +163,9 @@ class Communicator:
 
     def _two_level(self, name: str, compression: Compression | None) -> TwoLevel:
         topology = self.topology
-        if topology.num_nodes == 1:  # the node's ranks are the servers
-            ranks = tuple(range(self.world_size))
-            if name == "balanced":
-                return TwoLevel(name, self.world_size, self._thread, None, None, self._exchange(name, ranks, None))
+        if topology.num_nodes == 1 and name == "balanced":  # the node's ranks are the servers
+            exchange = self._exchange(name, tuple(range(self.world_size)), None)
+            return TwoLevel(name, self.world_size, self._thread, None, None, exchange)
         scatter, gather = self._inside_node()
         exchange = None
         for shard in range(topology.num_shards):
@@ -210,10 +209,7 @@ class Communicator:
         if key not in self._groups:
             global_ranks = [dist.get_global_rank(self.group, rank) for rank in ranks]
             created = dist.new_group(global_ranks, timeout=self.timeout)
-            if self.rank in ranks:
-                self._groups[key] = created
-            else:
-                self._groups[key] = None  # type: ignore[assignment]
+            self._groups[key] = created if self.rank in ranks else None
         return self._groups[key]
 
     def maximum(self, values: list[float]) -> list[float]:

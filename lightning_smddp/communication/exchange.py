@@ -1,6 +1,6 @@
 """Sums between nodes: how one shard, already summed inside each node, is summed over the nodes.
 
-``start(shard, key)`` begins the exchange and returns the function that completes it; between the two the caller may
+``start(shard, layout)`` begins the exchange and returns the function that completes it; between the two the caller may
 start others. ``start`` and completion may run in different threads, each in the same order on every rank, so the
 two phases use a process group each.
 """

@@ -76,11 +76,11 @@ def test_a_plan_describes_itself() -> None:
 def test_the_bucket_size_follows_the_cost_model(latency: float, name: str, best: float) -> None:
     sizes = [65536, 8 * MIB]
     seconds = [latency + size / 1e9 for size in sizes]
-    assert autotune._bucket_size(None, 400_000_000, sizes, seconds, name) == best  # type: ignore[arg-type]
+    assert autotune._bucket_size(400_000_000, sizes, seconds, name) == best
 
 
 def test_one_timed_size_says_nothing_about_buckets() -> None:
-    assert autotune._bucket_size(None, 1000, [65536], [0.1], "native") == 25.0  # type: ignore[arg-type]
+    assert autotune._bucket_size(1000, [65536], [0.1], "native") == 25.0
 
 
 # ---- choosing together ----

@@ -218,3 +218,20 @@ def test_on_aws_backend_only_native_is_tried(
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
     job = SimpleNamespace(world_size=4, group=None, topology=SimpleNamespace(num_nodes=2), shared_memory_refusal="CUDA")
     assert Communicator.available(job) == expected
+
+
+def _leave_in_order() -> tuple[bool, bool]:
+    strategy = session("auto")
+    strategy.process_group_started()
+    registered = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("atexit.register", lambda *call: registered.append(call))
+        strategy.process_group_started()
+    leave, reference = registered[0]
+    before = dist.is_initialized()
+    leave(reference)
+    return before, dist.is_initialized()
+
+
+def test_the_process_group_ends_before_the_interpreter() -> None:
+    assert run_ranks(_leave_in_order, 2) == [(True, False)] * 2
