@@ -1,4 +1,4 @@
-"""Faster data parallelism for PyTorch Lightning by changing one word: ``Trainer(strategy="smddp")``.
+"""Data and pipeline parallelism for PyTorch Lightning by changing one word: ``Trainer(strategy="smddp")``.
 
 Importing this package registers the strategy names and nothing else; torch and Lightning are imported when a name
 is used.
@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from lightning_smddp.communication.compression import Compression
     from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
     from lightning_smddp.communication.report import CommunicationReport
-    from lightning_smddp.strategies.lightning import CommunicationMonitor, SMDDPFabricStrategy, SMDDPStrategy
+    from lightning_smddp.strategies.lightning import (
+        CommunicationMonitor,
+        PipelineStrategy,
+        SMDDPFabricStrategy,
+        SMDDPStrategy,
+    )
 
 __version__ = "0.1.0"
 
@@ -23,6 +28,7 @@ __all__ = [
     "CommunicationMonitor",
     "CommunicationReport",
     "Compression",
+    "PipelineStrategy",
     "RankFailedError",
     "RankTimeoutError",
     "SMDDPFabricStrategy",
@@ -33,6 +39,7 @@ _HOMES = {
     "CommunicationMonitor": "strategies.{namespace}",
     "CommunicationReport": "communication.report",
     "Compression": "communication.compression",
+    "PipelineStrategy": "strategies.{namespace}",
     "RankFailedError": "communication.errors",
     "RankTimeoutError": "communication.errors",
     "SMDDPFabricStrategy": "strategies.{fabric}",

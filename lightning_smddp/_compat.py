@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
 
 # torch 2.13 renamed `all_gather_into_tensor` and deprecated the old name.
 # Remove when the oldest supported torch has `all_gather_single`.
@@ -53,9 +65,214 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
+def new_group_among(ranks: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of the global ``ranks`` that they alone have to create; ``name`` is new and the same on all of them.
+
+    The public ``new_group`` has to be called by every rank of the world, or, with ``use_local_synchronization``, makes
+    a name out of the ranks that comes again when such a group was destroyed: the new group then finds the old one's
+    addresses in the store and hangs. Remove when ``new_group`` takes a name.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    rank, backend = dist.get_rank(), dist.get_backend()
+    created, _ = c10d._new_process_group_helper(
+        len(ranks), ranks.index(rank), ranks, dist.Backend(backend), default_store(), cast(Any, name), timeout=timeout
+    )
+    c10d._world.pg_group_ranks[created] = {member: index for index, member in enumerate(ranks)}
+    return cast(dist.ProcessGroup, created)
+
+
+def swap_contents(tensor: Tensor, other: Tensor) -> None:
+    """Exchange memory, device, shape, ``requires_grad`` and ``.grad`` of two tensors; the Python objects stay.
+
+    The public ``torch.utils.swap_tensors`` also exchanges class and attributes, and refuses tensors that a weak
+    reference points to, as the memo of every ``FakeTensorMode`` does. ``tensor.data = other`` refuses a tensor on the
+    meta device. Hooks registered on a tensor go with its contents. Remove when either can.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+
+
+def write_count(tensor: Tensor) -> int:
+    """How often ``tensor`` was written in place. Documented by torch, yet without a public name."""
+    return tensor._version
+
+
+def initialiser(module: nn.Module) -> Callable[[], object] | None:
+    """What sets ``module``'s own parameters to their first values: ``reset_parameters``; None if it has none.
+
+    Some of torch's modules (``MultiheadAttention``) call it ``_reset_parameters``; remove when they do not.
+    """
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
 def register_ddp_comm_hook(model: DistributedDataParallel, state: object, hook: Any, wrapper: Any) -> None:
     """Register a user's hook as Lightning does on CUDA. Private in Lightning; remove when it does so on CPU too."""
     if wrapper is not None and hook is not None:
         hook = wrapper(hook)
     if hook is not None:
         model.register_comm_hook(state=state, hook=hook)
+
+
+@contextmanager
+def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
+    """Run without ``mode`` if it is the innermost one, which saves every operation a call into Python.
+
+    Private because a mode can only be left in the order in which modes were entered. Where another mode was
+    entered since (``torch.device`` as a context, say), ``mode`` stays active.
+    """
+    innermost = torch._C._len_torch_function_stack() > 0 and (
+        torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1) is mode
+    )
+    if not innermost:
+        yield
+        return
+    torch._C._pop_torch_function_stack()
+    try:
+        yield
+    finally:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def storage_key(tensor: Tensor) -> StorageWeakRef | None:
+    """A reference to ``tensor``'s storage, equal for all its views, that neither keeps nor outlives it unnoticed.
+
+    None for tensors without a storage (sparse, or wrapped by ``torch.func``). ``StorageWeakRef`` is undocumented, and
+    ``data_ptr()`` is no substitute: freed memory is used again. Remove when storages can be hashed.
+    """
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` (non-reentrant) is running a function's forward around this code.
+
+    Private because the hooks on saved tensors have no public getter. Remove when checkpointing can be asked.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+_apply_lock = threading.Lock()
+_apply_users = 0
+_plain_apply = torch.autograd.Function.__dict__["apply"]
+
+
+def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch._C._len_torch_function_stack() == 0:
+        return _plain_apply.__get__(None, cls)(*args, **kwargs)
+    if cls is CheckpointFunction:
+        function, preserve_rng_state, *rest = args
+        return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    return handle_torch_function(cls.apply, [a for a in args if isinstance(a, Tensor)], *args, **kwargs)
+
+
+@contextmanager
+def visible_autograd_functions() -> Iterator[None]:
+    """Let function modes see a call of an ``autograd.Function`` as one operation, not as those in its forward.
+
+    Its forward and backward belong together, so a step must not be cut between operations inside. Reentrant
+    checkpoints run as non-reentrant ones, whose operations are ordinary ones. Without a function mode all is as ever.
+    Private because ``Function.apply`` takes no part in ``__torch_function__``; remove when it does.
+    """
+    global _apply_users
+    with _apply_lock:
+        _apply_users += 1
+        setattr(torch.autograd.Function, "apply", classmethod(_visible_apply))  # noqa: B010  mypy knows it as a method
+    try:
+        yield
+    finally:
+        with _apply_lock:
+            _apply_users -= 1
+            if _apply_users == 0:
+                setattr(torch.autograd.Function, "apply", _plain_apply)  # noqa: B010
+
+
+@functools.cache
+def pipeline_schedule_class(name: str) -> Any:
+    """The schedule class ``name`` of ``torch.distributed.pipelining``, without its initialisation of the stages.
+
+    That initialisation freezes the shapes of a stage's messages for good and takes all receive buffers at once; our
+    stages know their shapes at each step. The two names are private: remove when a schedule takes stages of which
+    each micro-batch may have other shapes.
+    """
+    import torch.distributed.pipelining as pipelining
+
+    def leave_to_the_stages(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    skipped = {"_initialize_stage": leave_to_the_stages, "_initialize_stages": leave_to_the_stages}
+    return type(name, (getattr(pipelining, name),), skipped)
+
+
+def run_pipeline_schedule(schedule: Any, num_microbatches: int, losses: list[Tensor] | None) -> None:
+    """Run one step of a schedule, whose stages have their inputs already; fill ``losses`` where it computes losses.
+
+    Private because the public ``step()`` of torch 2.13 splits its arguments itself and cannot be handed
+    micro-batches. Remove when the oldest supported torch has ``step(arg_mbs=...)``.
+    """
+    targets = None if losses is None else [None] * num_microbatches
+    schedule._step_microbatches([()] * num_microbatches, None, targets, losses, return_outputs=False)
+
+
+def pipeline_order(schedule: Any) -> dict[int, list[str]]:
+    """Rank -> its compute actions as text, from a multi-stage schedule. Remove when torch has a public getter."""
+    return {
+        rank: [str(part) for action in actions if action is not None for part in action.sub_actions or (action,)]
+        for rank, actions in schedule.pipeline_order.items()
+    }
+
+
+@contextmanager
+def without_torch_functions() -> Iterator[None]:
+    """In this context no function mode and no dispatch mode sees what is done.
+
+    Private because modes can only be left in the order in which they were entered.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def forward_cache(metric: Metric) -> Any:
+    """What ``metric`` last returned for a batch, which Lightning logs as its value of the step. Public nowhere."""
+    return metric._forward_cache
+
+
+def set_forward_cache(metric: Metric, value: Any) -> None:
+    """See :func:`forward_cache`."""
+    metric._forward_cache = value
+
+
+def set_update_count(metric: Metric, count: int) -> None:
+    """Let ``metric`` know that it was updated, by another rank; torchmetrics has a getter only."""
+    metric._update_count, metric._computed = count, None
+
+
+def computes_batch_value(metric: Metric) -> bool:
+    """Whether ``metric.forward`` is calling ``compute`` for one batch alone. torchmetrics says so nowhere else."""
+    return not metric._should_unsync
+
+
+def keep_compute_groups(collection: MetricCollection) -> None:
+    """Give ``collection`` a copy of its compute groups, as it changes them in place. They have a public getter only."""
+    collection._groups = copy.deepcopy(collection.compute_groups)
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether a LightningModule went through ``torch.compile``: Lightning unwraps it and leaves a private mark."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+@contextmanager
+def keeps_user_samplers(trainer: Any, keep: bool) -> Iterator[None]:
+    """With ``keep``, Lightning leaves samplers as they are. Its own switch is an argument of the Trainer, set before."""
+    connector = trainer._accelerator_connector
+    before = connector.use_distributed_sampler
+    connector.use_distributed_sampler = before and not keep
+    try:
+        yield
+    finally:
+        connector.use_distributed_sampler = before

@@ -17,25 +17,21 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# module that creates a registry -> (name of the registry in it, our module, our class)
+# module that creates a registry -> (name of the registry in it, our module, classes of `smddp` and `smddp_pipeline`)
 _REGISTRIES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning", "SMDDPStrategy"),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", "SMDDPStrategy"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy"),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning", "SMDDPStrategy", "PipelineStrategy"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", "SMDDPStrategy", "PipelineStrategy"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy", None),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy", None),
 }
-_START_METHODS = {
-    "smddp": "popen",
-    "smddp_spawn": "spawn",
-    "smddp_fork": "fork",
-    "smddp_notebook": "fork",
-}
+_START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
 
 def _variants() -> dict[str, dict[str, Any]]:
     """Every name that Lightning has for ``ddp``, with the same meaning."""
     names: dict[str, dict[str, Any]] = {}
-    for name, start_method in _START_METHODS.items():
+    for suffix, start_method in _START_METHODS.items():
+        name = f"smddp{suffix}"
         names[name] = {"start_method": start_method}
         for flag in (False, True):
             key = f"{name}_find_unused_parameters_{str(flag).lower()}"
@@ -55,18 +51,18 @@ def _factory(home: str, class_name: str) -> Callable[..., Any]:
 
 def register(module: ModuleType) -> None:
     """Register all ``smddp`` names in the registry that ``module`` created; a second call changes nothing."""
-    attribute, home, class_name = _REGISTRIES[module.__name__]
+    attribute, home, data_parallel, pipeline = _REGISTRIES[module.__name__]
     registry = getattr(module, attribute, None)
     if registry is None:  # the module is still being executed; its loader calls again when it is done
         return
-    for name, init_params in _variants().items():
+    entries = [(name, data_parallel, "data parallelism", arguments) for name, arguments in _variants().items()]
+    if pipeline is not None:
+        for suffix, start_method in _START_METHODS.items():
+            arguments = {"start_method": start_method}
+            entries.append((f"smddp_pipeline{suffix}", pipeline, "pipeline parallelism", arguments))
+    for name, class_name, what, arguments in entries:
         if name not in registry:
-            registry.register(
-                name,
-                _factory(home, class_name),
-                description=f"DDP with optimized all-reduce, {init_params}",
-                **init_params,
-            )
+            registry.register(name, _factory(home, class_name), description=f"{what}, {arguments}", **arguments)
 
 
 class _RegisteringLoader(Loader):

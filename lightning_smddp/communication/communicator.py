@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp._compat import new_group_among
 from lightning_smddp.communication.algorithms import NAMES, Algorithm, Native, SharedMemoryAllReduce, TwoLevel
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.collective import Collective
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.exchange import BalancedExchange, Exchange, RingExchange
-from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.shared_memory import HOW_TO_RAISE, SharedMemory, free_bytes
@@ -31,7 +33,7 @@ class Communicator:
     """This rank's place in the job and its links to the others. Creation is collective over ``group``.
 
     Args:
-        group: all ranks.
+        group: the ranks that share gradients: all of the job, or one of several groups of them.
         device: where the gradients are.
         timeout: how long a collective waits for a peer.
         on_wait: called with ``(seconds, rank waited for last or None)`` when this rank waited inside its node.
@@ -208,15 +210,29 @@ class Communicator:
         key = (purpose, ranks)
         if key not in self._groups:
             global_ranks = [dist.get_global_rank(self.group, rank) for rank in ranks]
-            created = dist.new_group(global_ranks, timeout=self.timeout)
+            if self.world_size == dist.get_world_size():
+                created = dist.new_group(global_ranks, timeout=self.timeout)
+            else:  # other ranks of the world know nothing of this group
+                created = self._new_group_among(f"{purpose}-{ranks}", global_ranks)
             self._groups[key] = created if self.rank in ranks else None
         return self._groups[key]
+
+    def _new_group_among(self, purpose: str, global_ranks: list[int]) -> dist.ProcessGroup | None:
+        """As ``dist.new_group``, but collective over this communicator's ranks only."""
+        token = broadcast_json(secrets.token_hex(8), self.group, self.device)
+        if dist.get_rank() not in global_ranks:
+            return None
+        return new_group_among(global_ranks, f"lightning_smddp-{purpose}-{token}", self.timeout)
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of each value over all ranks. Collective."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return [float(value) for value in tensor]
+
+    def interrupt(self) -> None:
+        """Make what waits for this node's ranks fail, here and on them: before :meth:`close` in mid-collective."""
+        self._close_meshes()
 
     def close(self) -> None:
         """Close sockets and groups, after the algorithms. Not collective."""

@@ -8,11 +8,16 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.monitor import MonitorCommunication
+from lightning_smddp.strategies.pipeline import PipelineParallel
 from lightning_smddp.strategies.trainer import TrainerDataParallel
 
 
 class SMDDPStrategy(TrainerDataParallel, DDPStrategy):  # noqa: D101
     __doc__ = TrainerDataParallel.__doc__
+
+
+class PipelineStrategy(PipelineParallel, DDPStrategy):  # noqa: D101
+    __doc__ = PipelineParallel.__doc__
 
 
 class SMDDPFabricStrategy(FabricDataParallel, FabricDDPStrategy):  # noqa: D101

@@ -29,7 +29,7 @@ from lightning_smddp.communication.models import check_compression, check_same_m
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Session:
         if self.communicator is None or self.recorder is None:
             self.recorder = Recorder()
             size = sum(p.numel() * p.dtype.itemsize for p in module.parameters() if p.requires_grad)
-            limit = self.options.collective_timeout or timeout or _DEFAULT_TIMEOUT
+            limit = self.options.collective_timeout or timeout or DEFAULT_TIMEOUT
             self.communicator = Communicator(group, device, limit, self.recorder.on_wait, size)
         self._check_same_options(self.communicator)
         check_same_model(module, group, device, self.communicator.topology)

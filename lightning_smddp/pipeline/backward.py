@@ -1,0 +1,174 @@
+"""The backward of one stage for one micro-batch, whole or in two parts: inputs first, parameters later.
+
+Zero-bubble schedules (arXiv:2401.10241) hand the gradients of a stage's inputs to the stage before at once (``I``) and
+compute the gradients of its parameters when the rank would idle (``W``). Together the two do the work of one backward.
+
+torch has functions for this in ``torch.distributed.pipelining._backward``. In 2.13 they leave out what a parameter
+contributes to a stage's output on a way that no input joins (T5's position bias, which a later stage reuses), fail on a
+parameter that is used twice in a stage, and on outputs that are views. Here both parts go through
+``torch.autograd.backward``, so that hooks on parameters fire too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Roots = Sequence[tuple[GradientEdge, Tensor]]
+"""The outputs of a stage, as edges of the autograd graph (they keep no activation alive), and their gradients."""
+
+
+def backward(roots: Roots, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """Accumulate the gradients of all parameters; return those of ``inputs`` (None: it does not matter to any root).
+
+    Args:
+        roots: May be empty, and may name one edge several times.
+        inputs: Leaves that require a gradient and have none yet.
+    """
+    if roots:
+        torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+    gradients = [leaf.grad for leaf in inputs]
+    for leaf in inputs:
+        leaf.grad = None
+    return gradients
+
+
+@dataclass
+class _Part:
+    """Some of the parameters, and where in the graph their gradients start."""
+
+    frontier: list[Node] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)
+    roots: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+
+
+class SplitBackward:
+    """One backward in two parts: :meth:`inputs`, then :meth:`weights`, each once.
+
+    The nodes through which gradients reach an input are executed by the first part. Where such a node also leads to
+    parameters it is on the *frontier*: the gradient that arrived there is kept, and the second part goes on from it.
+    Without any input to serve (a first stage, frozen stages before this one) the second part does everything.
+    """
+
+    def __init__(self, roots: Roots, inputs: Sequence[Tensor]) -> None:
+        self._roots, self._inputs = list(roots), list(inputs)
+        self._parts: list[_Part] | None = None
+        self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+
+    def inputs(self) -> list[Tensor | None]:
+        """The gradients of the inputs, as :func:`backward` returns them."""
+        if not self._inputs or not self._roots:
+            return [None] * len(self._inputs)
+        to_inputs, self._parts = _survey(self._roots, self._inputs)
+        roots = [(edge, gradient) for edge, gradient in self._roots if edge.node in to_inputs]
+        inputs, self._roots, self._inputs = self._inputs, [], []
+        if not roots:
+            return [None] * len(inputs)
+        handles = [
+            node.register_prehook(functools.partial(self._arrived.__setitem__, node))
+            for part in self._parts
+            for node in part.frontier
+        ]
+        try:
+            # The graph is kept for the second part; it goes when this object does.
+            edges, gradients = zip(*roots, strict=True)
+            return list(torch.autograd.grad(edges, inputs, gradients, retain_graph=True, allow_unused=True))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def weights(self) -> None:
+        """Accumulate the gradients of all parameters."""
+        if self._parts is None:
+            backward(self._roots, ())
+        else:
+            for part in self._parts:
+                self._weights_of(part)
+        self._roots, self._parts = [], []
+        self._arrived.clear()
+
+    def _weights_of(self, part: _Part) -> None:
+        roots = list(part.roots)
+        handles = []
+        for node in part.frontier:
+            arrived = self._arrived.get(node, ())
+            roots += [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
+            # Between two nodes of one frontier (a parameter used twice) the gradient would flow again, and hooks on
+            # activations would change it again: what arrived the first time is all that counts.
+            handles.append(node.register_prehook(lambda _, arrived=arrived: arrived))
+        try:
+            if roots:
+                edges, gradients = zip(*roots, strict=True)
+                torch.autograd.backward(edges, gradients, inputs=part.leaves, retain_graph=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], list[_Part]]:
+    """The nodes that lead to ``inputs``, and the parts into which the rest of the graph falls.
+
+    Two parameters are in one part when a node that leads to no input leads to both: their gradients have to flow
+    through it together. Most parts are one layer's weight and bias.
+    """
+    input_nodes = {get_gradient_edge(leaf).node for leaf in inputs}
+    to_inputs: set[Node] = set()
+    to_leaves: set[Node] = set()
+    leaves: dict[Node, Tensor] = {}
+    parent: dict[Node, Node] = {}  # union-find over the nodes of each part
+
+    def find(node: Node) -> Node:
+        while (above := parent.setdefault(node, node)) is not node:
+            parent[node] = above = parent[above]
+            node = above
+        return node
+
+    for node in _children_first([edge.node for edge, _ in roots]):
+        children = [child for child, _ in node.next_functions if child is not None]
+        if node in input_nodes or any(child in to_inputs for child in children):
+            to_inputs.add(node)
+        elif (leaf := _leaf_of(node)) is not None:
+            leaves[find(node)] = leaf
+            to_leaves.add(node)
+        for child in children:
+            if child in to_leaves:
+                to_leaves.add(node)
+                if child not in to_inputs:
+                    parent[find(child)] = find(node)
+    parts: dict[Node, _Part] = {}
+    for node in parent:
+        part = parts.setdefault(find(node), _Part())
+        if node in to_inputs:
+            part.frontier.append(node)
+        elif node in leaves:
+            part.leaves.append(leaves[node])
+    for edge, gradient in roots:
+        if edge.node not in to_inputs and edge.node in to_leaves:
+            parts[find(edge.node)].roots.append((edge, gradient))
+    return to_inputs, list(parts.values())
+
+
+def _leaf_of(node: Node) -> Tensor | None:
+    """The parameter whose gradient ``node`` accumulates; None for a node of any other kind."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
+
+
+def _children_first(starts: Sequence[Node]) -> list[Node]:
+    """Every node reachable from ``starts``, each after all that it leads to."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(node, False) for node in starts]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+    return order

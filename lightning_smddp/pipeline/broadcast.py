@@ -1,0 +1,270 @@
+"""A nested structure of one rank, on all ranks of its group: a header in JSON and one buffer for everything else.
+
+The header says how the structure is built; strings and booleans are in it. Numbers and tensors are in the buffer, so
+that the header of a step's results is the same at every step and need not be sent again: a :class:`HeaderCache`
+makes that one collective. Nothing received is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.pipeline.structure import Path, items, leaves, rebuild
+
+_ALIGNMENT = 16  # bytes, the largest element's size: a part of the buffer can be viewed as any type
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass
+class HeaderCache:
+    """The last header, kept by the caller on every rank of a group, one for each kind of structure it broadcasts."""
+
+    header: str = ""
+    parsed: dict[str, Any] = field(default_factory=dict)  # the header, where it was received
+    nbytes: int = _ALIGNMENT  # of the last buffer
+
+    def forget(self) -> None:
+        """As new."""
+        self.header, self.parsed, self.nbytes = "", {}, _ALIGNMENT
+
+
+def broadcast_structure(
+    value: Any,
+    group: dist.ProcessGroup,
+    src: int,
+    device: torch.device,
+    *,
+    cache: HeaderCache | None = None,
+    like: Any = None,
+) -> Any:
+    """The ``value`` of the group's rank ``src``, on every rank. Collective.
+
+    Takes dicts, lists, tuples, dataclasses (which arrive as dicts), None, booleans, numbers, strings, arrays and dense
+    tensors, in any nesting. Tensors arrive without gradients, on ``device``, or on the CPU if they were there.
+
+    Args:
+        value: on ``src`` what to send, elsewhere anything.
+        group: the ranks.
+        src: rank in ``group``.
+        device: where the group's collectives take their tensors from.
+        cache: this rank's cache for structures of this kind, or None: three collectives every time. With a cache it
+            is one while header and cache agree.
+        like: a structure whose containers the received leaves are put into, if it has the same keys and lengths.
+
+    Returns:
+        On ``src`` the ``value`` itself, elsewhere a copy.
+
+    Raises:
+        ValueError: on every rank: something in ``value`` cannot be sent; the message says where it is.
+    """
+    if group.size() == 1:
+        return value
+    cache = HeaderCache() if cache is None else cache
+    if group.rank() == src:
+        _send(value, group, src, device, cache)
+        return value
+    return in_containers_of(like, _receive(group, src, device, cache))
+
+
+def in_containers_of(like: Any, value: Any) -> Any:
+    """The leaves of ``value`` in containers like those of ``like``; ``value`` itself if keys or lengths differ."""
+    if like is None or [path for path, _ in items(like)] != [path for path, _ in items(value)]:
+        return value
+    return rebuild(like, leaves(value))
+
+
+def _send(value: Any, group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> None:
+    packing = _Packing()
+    try:
+        header = json.dumps({"tree": packing.encode(value, ()), "tensors": packing.specs, "numbers": packing.count})
+    except ValueError as error:
+        _send_header(json.dumps({"error": str(error)}), group, src, device, cache)
+        cache.forget()
+        raise
+    if header != cache.header:
+        _send_header(header, group, src, device, cache)
+    layout = _Layout.of(packing.specs, packing.count)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    buffer[: layout.head] = torch.frombuffer(bytearray(packing.head()), dtype=torch.uint8)
+    for tensor, offset in zip(packing.tensors, layout.offsets, strict=True):
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        buffer[offset : offset + flat.numel()].copy_(flat)
+    dist.broadcast(buffer, group=group, group_src=src)
+    cache.header, cache.nbytes = header, layout.nbytes
+
+
+def _send_header(header: str, group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> None:
+    """Instead of the buffer that the others expect, its length; then the header."""
+    data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(device)
+    notice = torch.zeros(cache.nbytes, dtype=torch.uint8, device=device)
+    notice[:8] = torch.frombuffer(bytearray(struct.pack("<q", data.numel())), dtype=torch.uint8)
+    dist.broadcast(notice, group=group, group_src=src)
+    dist.broadcast(data, group=group, group_src=src)
+
+
+def _receive(group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> Any:
+    buffer = _received(cache.nbytes, group, src, device)
+    head = _bytes(buffer[: 8 + 8 * cache.parsed.get("numbers", 0)])
+    (length,) = struct.unpack_from("<q", head)
+    if length:
+        cache.header = _bytes(_received(length, group, src, device)).decode()
+        cache.parsed = json.loads(cache.header)
+        if "error" in cache.parsed:
+            error = cache.parsed["error"]
+            cache.forget()
+            raise ValueError(error)
+        cache.nbytes = _Layout.of(cache.parsed["tensors"], cache.parsed["numbers"]).nbytes
+        buffer = _received(cache.nbytes, group, src, device)
+        head = _bytes(buffer[: 8 + 8 * cache.parsed["numbers"]])
+    tensors = _tensors(buffer, cache.parsed["tensors"], cache.parsed["numbers"])
+    return _Unpacking(head, tensors).decode(cache.parsed["tree"])
+
+
+def _received(nbytes: int, group: dist.ProcessGroup, src: int, device: torch.device) -> Tensor:
+    data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=src)
+    return data
+
+
+def _bytes(data: Tensor) -> bytes:
+    return bytes(data.cpu().numpy())
+
+
+def _tensors(buffer: Tensor, specs: list[Any], numbers: int) -> list[Tensor]:
+    """The tensors in the buffer; those that would keep alive more than as much again are copied out of it."""
+    found = []
+    for (dtype, shape, on_cpu), offset in zip(specs, _Layout.of(specs, numbers).offsets, strict=True):
+        part = buffer[offset : offset + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
+        part = part.clone() if 2 * part.nbytes < buffer.nbytes else part.data  # `data`: its own version counter
+        found.append(part.cpu() if on_cpu else part)
+    return found
+
+
+def _nbytes(dtype: str, shape: list[int]) -> int:
+    nbytes: int = getattr(torch, dtype).itemsize
+    for size in shape:
+        nbytes *= size
+    return nbytes
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where things are in the buffer, in bytes: a flag of 8, the numbers, and each tensor at its offset."""
+
+    head: int
+    offsets: list[int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, specs: list[Any], numbers: int) -> _Layout:
+        head = 8 + 8 * numbers
+        end, offsets = _aligned(head), []
+        for dtype, shape, _ in specs:
+            offsets.append(end)
+            end = _aligned(end + _nbytes(dtype, shape))
+        return cls(head, offsets, end)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass
+class _Packing:
+    """Takes a structure apart into its header and what goes into the buffer."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    specs: list[Any] = field(default_factory=list)
+    numbers: list[bytes] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.numbers)
+
+    def head(self) -> bytes:
+        return struct.pack("<q", 0) + b"".join(self.numbers)
+
+    def encode(self, value: Any, path: Path) -> Any:
+        """What stands for ``value`` in the header: lists for lists, objects for what JSON does not know."""
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, Tensor):
+            return {"t": self._tensor(value, path)}
+        if isinstance(value, np.generic):
+            return self.encode(value.item(), path)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            return {"a": self._tensor(torch.from_numpy(np.ascontiguousarray(value)), path)}
+        if isinstance(value, int):
+            return {"i": self._number("<q", value)} if value in _INT64 else int(value)
+        if isinstance(value, float):
+            return {"f": self._number("<d", value)}
+        if isinstance(value, Mapping):
+            return {"d": [[self._key(k, path), self.encode(v, (*path, k))] for k, v in value.items()]}
+        if isinstance(value, (list, tuple)):
+            members = [self.encode(member, (*path, index)) for index, member in enumerate(value)]
+            return members if isinstance(value, list) else {"u": members}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+            return {"d": [[name, self.encode(member, (*path, name))] for name, member in fields]}
+        raise ValueError(
+            f"{_where(path)} is a {type(value).__name__}, which cannot be sent to other ranks. "
+            "Make it a tensor, a number, a string, or a dict, list or tuple of these."
+        )
+
+    def _tensor(self, tensor: Tensor, path: Path) -> int:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+            kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
+            raise ValueError(f"{_where(path)} is a {kind} tensor; only dense tensors can be sent to other ranks.")
+        self.tensors.append(tensor)
+        self.specs.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type == "cpu"])
+        return len(self.tensors) - 1
+
+    def _number(self, form: str, value: float) -> int:
+        self.numbers.append(struct.pack(form, value))
+        return len(self.numbers) - 1
+
+    @staticmethod
+    def _key(key: Any, path: Path) -> Any:
+        if key is None or isinstance(key, (bool, int, float, str)):
+            return key
+        raise ValueError(
+            f"{_where(path)} has the key {key!r}, a {type(key).__name__}, which cannot be sent to other ranks. "
+            "Use strings or numbers."
+        )
+
+
+@dataclass
+class _Unpacking:
+    head: bytes
+    tensors: list[Tensor]
+
+    def decode(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.decode(member) for member in tree]
+        if not isinstance(tree, dict):
+            return tree
+        ((kind, content),) = tree.items()
+        if kind == "t":
+            return self.tensors[content]
+        if kind == "a":
+            return self.tensors[content].cpu().numpy()
+        if kind in "if":
+            return struct.unpack_from("<q" if kind == "i" else "<d", self.head, 8 + 8 * content)[0]
+        if kind == "d":
+            return {key: self.decode(member) for key, member in content}
+        assert kind == "u"
+        return tuple(self.decode(member) for member in content)
+
+
+def _where(path: Path) -> str:
+    return "The value" if not path else "".join(f"[{key!r}]" for key in path)

@@ -1,0 +1,94 @@
+"""What has to be known of all stages' gradients before a step: their norm, and whether one of them overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.transfer import CPU
+
+
+def clip_by_norm(
+    parameters: Mapping[str, nn.Parameter],
+    ownership: Ownership,
+    group: dist.ProcessGroup,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    device: torch.device = CPU,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` over all stages of a pipeline. Collective.
+
+    A parameter that several ranks hold counts once; its gradient has to be summed before (``tied.TiedGradients``).
+
+    Args:
+        parameters: of this rank, by first name.
+        ownership: who holds what.
+        group: the ranks of this pipeline.
+        max_norm: above it all gradients are scaled down to it, in place.
+        norm_type: p of the norm, positive or ``inf``.
+        error_if_nonfinite: raise ``RuntimeError`` on every rank if the norm is inf or nan.
+        device: of the gradients.
+
+    Returns:
+        The norm of all gradients before clipping, the same on every rank: a scalar.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} has to be positive, or inf.")
+    rank = group.rank()
+    counted = [
+        parameter.grad
+        for name, parameter in parameters.items()
+        if parameter.grad is not None and ownership.owner(name) == rank
+    ]
+    norm = get_total_norm(counted, norm_type).to(device=device, dtype=torch.float64)
+    if norm_type == inf:
+        # MAX of nan is not the same on every backend: an inf in its place, and the number of nans beside it
+        pair = torch.stack([norm.nan_to_num(inf, posinf=inf), norm.isnan().to(norm)])
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+        norm = pair[0] if pair[1] == 0 else pair[0] * float("nan")
+    else:
+        norm = norm**norm_type  # in fp64: the squares of large norms overflow fp32
+        dist.all_reduce(norm, group=group)
+        norm = norm ** (1.0 / norm_type)
+    total = norm.float()
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of all stages' gradients is {float(total)}, so they cannot be "
+            "clipped. Set error_if_nonfinite=False to scale by it anyway."
+        )
+    clip_grads_with_norm_(parameters.values(), max_norm, total)
+    return total
+
+
+def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter, group: dist.ProcessGroup) -> bool:
+    """If a gradient of any stage is not finite, every rank's ``GradScaler`` will skip the step. Collective.
+
+    A ``GradScaler`` looks at the gradients of its own rank only, so without this one stage would skip a step that the
+    others make, and their scales would part. To be called for each optimizer before ``GradScaler.unscale_``.
+
+    Args:
+        parameters: of this rank in the optimizer.
+        placeholder: see ``OptimizerPartition.add_placeholder``; its gradient becomes 0 or inf.
+        group: the ranks of this pipeline.
+
+    Returns:
+        Whether some gradient overflowed: the same on every rank.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and p is not placeholder]
+    norm = get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients], inf)
+    flag = (~norm.isfinite()).to(placeholder).view(1, 1)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    overflowed = bool(flag > 0)
+    placeholder.grad = torch.full_like(flag, inf if overflowed else 0.0)
+    return overflowed

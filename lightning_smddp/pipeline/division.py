@@ -1,0 +1,216 @@
+"""From a whole model and its first batch to stages: traced on every rank, decided by the first, the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
+from lightning_smddp.pipeline.reference import Reference, run_reference
+from lightning_smddp.pipeline.replay import ReplayError
+from lightning_smddp.pipeline.splitting import (
+    Resources,
+    Splitting,
+    choose_units,
+    homes_of,
+    is_within,
+    partition,
+)
+from lightning_smddp.pipeline.tracing import Trace, trace
+from lightning_smddp.pipeline.untouched import untouched
+
+CHECK_SEED = 20240229
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a model was divided.
+
+    Attributes:
+        program, splitting: the step that it was divided by.
+        ownership: which pipeline ranks hold which parameters.
+        homes: for each parameter the stages that use it.
+        reference: the first rank's run of the whole step, or None if that was not possible.
+        stage_seconds, stage_memory: predicted, forward and backward of a micro-batch; bytes.
+        forward_seconds, backward_seconds: of each item.
+    """
+
+    program: Program
+    splitting: Splitting
+    ownership: Ownership
+    homes: Mapping[str, tuple[int, ...]]
+    reference: Reference | None
+    stage_seconds: tuple[float, ...]
+    stage_memory: tuple[int, ...]
+    item_seconds: tuple[float, ...]
+
+    @property
+    def stage_of_item(self) -> list[int]:
+        """The stage of each item of the program."""
+        plans = self.splitting.plans(len(self.program.items))
+        return [next(p.stage for p in plans if p.begin <= item.index < p.end) for item in self.program.items]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step to run for nothing: on one micro-batch for the trace, on another for the reference.
+
+    They should differ, so that what is left over from one is not right for the other.
+    """
+
+    traced: Callable[[], Any]
+    referred: Callable[[], Any]
+    loss_of: Callable[[Any], Tensor | None]
+
+
+def record(
+    step: Callable[[], Any],
+    root: nn.Module,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    fetch: Callable[[str], Tensor] | None = None,
+) -> Trace:
+    """Trace ``step`` on every rank; see :func:`trace`. Collective: an error on one rank is raised on all."""
+
+    def attempt() -> Trace:
+        with untouched(root, device):
+            return trace(step, root, device, fetch)
+
+    return _together(attempt, group, device)
+
+
+def divide(
+    trial: Trial,
+    root: nn.Module,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    resources: Resources,
+    split: Sequence[str] | None,
+    checkpointing: bool,
+    with_reference: bool,
+) -> Division:
+    """Find out how to divide ``root`` by a step. Collective over all ranks; nothing of the model changes.
+
+    Raises:
+        SplitError: on every rank, when the step cannot be divided so; the message says why and what to do.
+    """
+    traced = record(trial.traced, root, device, group)
+    modules = Modules(traced, root)
+    units = _first_decides(
+        lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device
+    )
+    program = build_program(traced, modules, is_within(units))
+    require_same(program, group, device)
+
+    def decide() -> dict[str, Any]:
+        reference = None
+        if with_reference:
+            with untouched(root, device):
+                reference = run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED)
+        found = partition(program, resources, reference, split, checkpointing)
+        return {
+            "splitting": Splitting.at(program, found.cuts).to_json(),
+            "reference": None if reference is None else asdict(reference),
+            "stage_seconds": found.stage_seconds,
+            "stage_memory": found.stage_memory,
+        }
+
+    decided = _first_decides(decide, group, device)
+    splitting = Splitting.from_json(decided["splitting"])
+    reference = None if decided["reference"] is None else Reference(**decided["reference"])
+    homes = homes_of(program, splitting, [name for name, _ in root.named_parameters()])
+    return Division(
+        program,
+        splitting,
+        ownership_of(program, splitting, homes, resources),
+        homes,
+        reference,
+        tuple(decided["stage_seconds"]),
+        tuple(decided["stage_memory"]),
+        _item_seconds(program, reference),
+    )
+
+
+def ownership_of(
+    program: Program, splitting: Splitting, homes: Mapping[str, Sequence[int]], resources: Resources
+) -> Ownership:
+    """Ranks instead of stages; buffers that the step changes belong to the rank of the item that does."""
+    ranks = resources.rank_of_stage
+    buffers: dict[str, int] = {}
+    for plan in splitting.plans(len(program.items)):
+        for item in program.items[plan.begin : plan.end]:
+            for name in item.buffers:
+                other = buffers.setdefault(name, ranks[plan.stage])
+                if other != ranks[plan.stage]:
+                    raise SplitError(
+                        f"Buffer {name!r} is changed on ranks {other} and {ranks[plan.stage]} of the pipeline: the module "
+                        "that changes it is called in several stages. Choose the stages by `split=` so that it is in one."
+                    )
+    parameters = {name: tuple(dict.fromkeys(ranks[s] for s in stages)) for name, stages in homes.items()}
+    return Ownership(parameters, buffers, max(ranks) + 1)
+
+
+def require_same(program: Program, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise ``SplitError`` on every rank if the step took another course on one of them. Collective."""
+    lines = program.digest()
+    digests = gather_json(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group, device)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is None:
+        return
+    everyones = gather_json(lines, group, device)
+    first, second = everyones[0], everyones[other]
+    place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
+    place = min(len(first), len(second)) if place is None else place
+    here, there = (course[place] if place < len(course) else "the end" for course in (first, second))
+    raise SplitError(
+        f"The step takes another course on rank {other} than on rank 0: its item {place} is {there}, on rank 0 it is "
+        f"{here}. Control flow may depend neither on the rank nor on random numbers."
+    )
+
+
+def _first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What ``decide`` returns on the first rank, or its error, on every rank. Collective."""
+    answer: Any = None
+    if group.rank() == 0:
+        try:
+            answer = {"value": decide()}
+        except (SplitError, ReplayError) as error:
+            answer = {"error": str(error)}
+        except Exception as error:
+            broadcast_json({"error": f"rank 0 failed with {error!r}"}, group, device)
+            raise
+    answer = broadcast_json(answer, group, device)
+    if "error" in answer:
+        raise SplitError(answer["error"])
+    return answer["value"]
+
+
+def _together(attempt: Callable[[], Trace], group: dist.ProcessGroup, device: torch.device) -> Trace:
+    """What ``attempt`` returns, if no rank fails. Collective."""
+    result, failure = None, None
+    try:
+        result = attempt()
+    except Exception as error:
+        failure = error
+    texts = gather_json(None if failure is None else repr(failure), group, device)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise SplitError(f"The step failed on rank {rank} while it was traced: {text}")
+    assert result is not None
+    return result
+
+
+def _item_seconds(program: Program, reference: Reference | None) -> tuple[float, ...]:
+    if reference is None or not reference.forward_seconds:
+        return tuple(item.seconds for item in program.items)
+    return tuple(f + b for f, b in zip(reference.forward_seconds, reference.backward_seconds, strict=True))

@@ -1,0 +1,121 @@
+"""What kinds of torch functions there are between units, seen from a ``TorchFunctionMode``."""
+
+from __future__ import annotations
+
+import functools
+from enum import Enum
+from typing import Any
+
+import torch
+
+# Properties that make a tensor of a tensor; all other properties are metadata.
+_TENSOR_PROPERTIES = {"T", "H", "mT", "mH", "data", "real", "imag", "grad", "_base"}
+
+# Functions that ask for shape, type or place, not for values. (Properties are recognised without this list.)
+_METADATA = {
+    "__dlpack_device__", "__hash__", "__len__", "__repr__", "__format__", "__str__", "can_cast", "dim", "dim_order",
+    "element_size", "get_device", "has_names", "is_complex", "is_conj", "is_contiguous", "is_distributed",
+    "is_floating_point", "is_inference", "is_neg", "is_pinned", "is_same_size", "is_set_to", "is_shared", "is_signed",
+    "is_tensor", "ndimension", "nelement", "numel", "promote_types", "result_type", "size", "storage_offset", "stride",
+    "sym_numel", "sym_size", "sym_stride",
+}  # fmt: skip
+
+# Watch a tensor's gradient; the tensor stays as it is.
+_WATCHERS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+
+# Take a tensor as a pattern for shape and type.
+_LIKE = {
+    "empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "ones_like",
+    "zeros_like",
+}  # fmt: skip
+
+# Backward passes of the user's own: the part of the graph that lies on other ranks would be missing.
+_BACKWARD = {"backward", "grad"}
+
+# Properties of parameters that a step may set: they change no value.
+_HARMLESS_TO_SET = {"requires_grad", "grad"}
+
+
+class Kind(Enum):
+    """What a function means for a step that is cut in stages."""
+
+    OPERATION = "operation"
+    METADATA = "metadata"
+    WATCHER = "watcher"
+    LIKE = "like"
+    BACKWARD = "backward"
+
+
+def name_of(function: Any) -> str:
+    """A readable name, ``shape`` for ``Tensor.shape.__get__``."""
+    name = getattr(function, "__name__", None)
+    owner = getattr(function, "__self__", None)
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(getattr(owner, "__name__", name))
+    if name == "apply" and isinstance(owner, type):
+        return f"{owner.__name__}.apply"
+    return str(name or function)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(function: Any) -> Kind:
+    name = name_of(function)
+    attribute = getattr(function, "__name__", None)
+    if attribute == "__get__":
+        return Kind.OPERATION if name in _TENSOR_PROPERTIES else Kind.METADATA
+    if attribute == "__set__":
+        return Kind.OPERATION
+    for names, kind in (
+        (_METADATA, Kind.METADATA),
+        (_WATCHERS, Kind.WATCHER),
+        (_LIKE, Kind.LIKE),
+        (_BACKWARD, Kind.BACKWARD),
+    ):
+        if name in names:
+            return kind
+    return Kind.OPERATION
+
+
+def kind_of(function: Any, args: tuple[Any, ...]) -> Kind:
+    """What calling ``function`` with ``args`` is."""
+    kind = _kind(function)
+    if kind is Kind.OPERATION and len(args) == 1 and function.__name__ == "type":
+        return Kind.METADATA
+    return kind
+
+
+@functools.lru_cache(maxsize=4096)
+def is_inplace(function: Any) -> bool:
+    """Whether ``function`` changes its first argument, by its name."""
+    name = name_of(function)
+    if getattr(function, "__name__", None) in ("__set__", "__setitem__"):
+        return True
+    return (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__init__")
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def sets_flag(function: Any) -> bool:
+    """Whether ``function`` sets ``requires_grad`` or ``grad``, which on a parameter changes no value."""
+    if getattr(function, "__name__", None) == "__set__":
+        return name_of(function) in _HARMLESS_TO_SET
+    return name_of(function) == "requires_grad_"
+
+
+def asks_for_place(name: str) -> bool:
+    """Whether a metadata function asks where a tensor is."""
+    return name in ("device", "get_device", "type") or (
+        name.startswith("is_") and name[3:] in ("cpu", "cuda", "meta", "mps", "xpu")
+    )
+
+
+def place(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """What such a function answers for a tensor on ``device``."""
+    if name == "device":
+        return device
+    if name == "get_device":
+        return -1 if device.type == "cpu" else (device.index or 0)
+    if name == "type":
+        return torch.empty(0, dtype=dtype, device=device).type()
+    return name[3:] == device.type

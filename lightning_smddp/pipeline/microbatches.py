@@ -1,0 +1,381 @@
+"""Cuts a batch of any structure into micro-batches, and puts together what a step returned for each of them.
+
+What belongs to the rows of a batch of N rows, in :func:`split`:
+
+* a tensor or array whose first dimension is N;
+* a list or tuple of N entries is one entry per row: strings, numbers, objects, tensors of any sizes, dicts. It is a
+  collection of fields instead, each treated by itself, when its entries are unlike each other and some have N rows,
+  as in ``[images, labels]``. Where both readings fit (a list of N alike tensors of N rows), the batch is not cut: one
+  micro-batch is always right.
+
+Mappings, dataclasses and named tuples are always fields. Everything else is given whole to every micro-batch.
+
+N is the most common first dimension of the tensors outside inner lists and tuples. Without such tensors it is the
+number that most inner lists and tuples agree on, by their lengths or by the first dimension of all that they hold. A
+batch that is itself a list of alike dicts, tuples or dataclasses has one row per entry, unless all that these hold are
+tensors of one first dimension (then each of them is a batch of that size).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_smddp.pipeline.structure import leaves
+
+_Children: TypeAlias = list[tuple[str | int, Any]]
+_ARRAYS = (Tensor, np.ndarray)
+
+
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """A part of a batch.
+
+    Attributes:
+        value: As the batch, with fewer rows; its tensors are views of the batch's.
+        size: Its number of rows.
+        weight: Its share of the batch's rows: a mean over the batch is the sum of weighted means.
+    """
+
+    value: Any
+    size: int
+    weight: float
+
+
+def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> list[MicroBatch]:
+    """Cut ``batch`` into micro-batches whose sizes differ by at most one, the bigger ones first.
+
+    Args:
+        batch: Any nesting of mappings, sequences and dataclasses.
+        num_microbatches: How many; fewer come back when the batch has fewer rows, or may not be cut.
+        batch_size: The number of rows, for batches that do not show it.
+
+    Raises:
+        ValueError: when the number of rows is not clear, or an object cannot be cut; with the places and the cure.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
+    if num_microbatches == 1 and batch_size is None:
+        rows = _rows(batch, strict=False)
+        return [MicroBatch(batch, max(1, rows), 1.0)]
+    count = _rows(batch) if batch_size is None else batch_size
+    if batch_size is not None and not _has_rows(batch, batch_size):
+        raise ValueError(f"batch_size={batch_size}, but no tensor or list has so many rows: {_sizes_text(batch)}")
+    cutter = _Cutter(count, rows_known=batch_size is not None)
+    cutter.refuse_opaque(batch)
+    number = min(num_microbatches, count)
+    if number <= 1 or not cutter.is_clear(batch):
+        return [MicroBatch(batch, max(1, count), 1.0)]
+    size, bigger = divmod(count, number)
+    parts, start = [], 0
+    for index in range(number):
+        stop = start + size + (index < bigger)
+        parts.append(MicroBatch(cutter.cut(batch, start, stop), stop - start, (stop - start) / count))
+        start = stop
+    return parts
+
+
+def signature(microbatch: Any) -> str:
+    """What a micro-batch (or any value) consists of: structure, shapes, dtypes, ``requires_grad``, but no values.
+
+    Equal signatures mean that stages exchange tensors of equal shapes, as far as shapes do not depend on values.
+    """
+    value = microbatch.value if isinstance(microbatch, MicroBatch) else microbatch
+    if isinstance(value, Tensor):
+        grad = ", grad" if value.requires_grad else ""
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"
+    if isinstance(value, np.ndarray):
+        return f"numpy {value.dtype}{list(value.shape)}"
+    children = _children(value)
+    if children is None:
+        return type(value).__name__
+    return f"{type(value).__name__}({', '.join(f'{key}={signature(child)}' for key, child in children)})"
+
+
+# ---- how many rows ---------------------------------------------------------------------------------------------------
+
+
+def _rows(batch: Any, strict: bool = True) -> int:
+    """The number of rows; 1 for a batch without any tensor or list."""
+    if _is_sequence(batch) and _is_list_of_samples(batch):
+        return len(batch)
+    outside = Counter(array.shape[0] for array in _outer_arrays(batch, outermost=True))
+    inside = Counter(size for sequence in _outer_sequences(batch) for size in _possible_rows(sequence))
+    votes = (outside or inside).most_common(2)
+    if not votes:
+        return 1
+    if strict and len(votes) == 2 and votes[0][1] == votes[1][1]:
+        raise ValueError(
+            f"the batch may have {votes[0][0]} or {votes[1][0]} rows: {_sizes_text(batch)}; "
+            f"say which with batch_size={votes[0][0]} or batch_size={votes[1][0]}"
+        )
+    return votes[0][0]
+
+
+def _outer_arrays(value: Any, outermost: bool = False) -> Iterator[Any]:
+    """Arrays with dimensions that are in no list or tuple, except an outermost one that holds fields."""
+    if isinstance(value, _ARRAYS):
+        if value.ndim:
+            yield value
+    elif not _is_sequence(value) or outermost:
+        for _, child in _children(value) or []:
+            yield from _outer_arrays(child)
+
+
+def _outer_sequences(value: Any, outermost: bool = True) -> Iterator[Sequence[Any]]:
+    """Lists and tuples that are in no other, except in an outermost one that holds them as fields."""
+    if _is_sequence(value) and not (outermost and any(_children(entry) for entry in value)):
+        yield value
+    else:
+        for _, child in _children(value) or []:
+            yield from _outer_sequences(child, outermost=False)
+
+
+def _possible_rows(sequence: Sequence[Any]) -> set[int]:
+    """The number of rows if ``sequence`` has one entry per row, and if it holds fields."""
+    sizes = {array.shape[0] for array in _arrays(sequence)}
+    if len(sizes) != 1:
+        return {len(sequence)}
+    return {len(sequence)} | sizes if _alike(sequence) else sizes
+
+
+def _is_list_of_samples(value: Sequence[Any]) -> bool:
+    """Whether a whole batch is a list of samples as the dataset returned them: alike, and not fields of one size."""
+    if len(value) < 2 or not all(_children(entry) is not None for entry in value) or not _alike(value):
+        return False
+    sizes = {array.shape[0] for array in _arrays(value)}
+    return len(sizes) != 1 or len(_arrays(value)) != len(leaves(value))
+
+
+def _has_rows(batch: Any, count: int) -> bool:
+    if isinstance(batch, _ARRAYS):
+        return batch.ndim > 0 and batch.shape[0] == count
+    children = _children(batch) or []
+    return (_is_sequence(batch) and len(batch) == count) or any(_has_rows(child, count) for _, child in children)
+
+
+# ---- cutting ---------------------------------------------------------------------------------------------------------
+
+
+class _Cutter:
+    """Applies the rules of this module for a known number of rows."""
+
+    def __init__(self, count: int, rows_known: bool) -> None:
+        self.count, self.rows_known = count, rows_known
+
+    def is_clear(self, value: Any, outermost: bool = True) -> bool:
+        """Whether every list in ``value`` can be read in one way only."""
+        if _is_sequence(value):
+            reading = self._reading(value, outermost)
+            if reading != "fields":
+                return reading == "rows"
+        return all(self.is_clear(child, outermost=False) for _, child in _children(value) or [])
+
+    def cut(self, value: Any, start: int, stop: int, outermost: bool = True) -> Any:
+        """Rows ``start`` to ``stop`` of ``value``."""
+        if isinstance(value, _ARRAYS):
+            return value[start:stop] if value.ndim and value.shape[0] == self.count else value
+        if _is_sequence(value) and self._reading(value, outermost) == "rows":
+            return value[start:stop]
+        children = _children(value)
+        if children is None:
+            return value
+        return _like(value, [(key, self.cut(child, start, stop, outermost=False)) for key, child in children])
+
+    def refuse_opaque(self, value: Any, path: tuple[Any, ...] = ()) -> None:
+        """Refuse what may hold rows in a way that is not known here. What is within a row does not matter."""
+        if _is_sequence(value) and self._reading(value, outermost=not path) != "fields":
+            return
+        children = None if isinstance(value, PackedSequence) else _children(value)
+        for key, child in children or []:
+            self.refuse_opaque(child, (*path, key))
+        if children is None and _is_opaque(value):
+            raise ValueError(
+                f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be cut into "
+                f"micro-batches; return dense tensors in dicts, lists or dataclasses from the collate function, or use "
+                f"num_microbatches=1"
+            )
+
+    def _reading(self, sequence: Sequence[Any], outermost: bool) -> str:
+        if len(sequence) != self.count:
+            return "fields"
+        arrays = _arrays(sequence)
+        fitting = sum(array.shape[0] == self.count for array in arrays)
+        if not fitting or (self.rows_known and _alike(sequence)):
+            return "rows"
+        if not _alike(sequence):
+            return "fields"
+        return "both" if fitting == len(arrays) or outermost else "rows"
+
+
+def _is_opaque(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.layout != torch.strided or value.is_nested
+    if isinstance(value, (str, bytes, np.ndarray, torch.Size)):
+        return False
+    sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
+    return sized or any(isinstance(member, Tensor) for member in getattr(value, "__dict__", {}).values())
+
+
+# ---- combining -------------------------------------------------------------------------------------------------------
+
+
+def combine(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """What one process would have returned for the whole batch, from what a step returned for each micro-batch.
+
+    ========================================= =========================================================
+    tensors of ``k * size`` rows, one k       concatenated
+    0-d floating-point tensors, floats        mean, weighted by size
+    0-d integer and bool tensors              sum (they count)
+    differing ints                            sum
+    lists of ``size`` entries                 concatenated (tuples only where their lengths differ)
+    mappings, dataclasses, other sequences    member by member
+    anything else that is equal everywhere    that value
+    ========================================= =========================================================
+
+    Raises:
+        ValueError: naming the place, when there is no rule.
+    """
+    if len(outputs) != len(sizes) or not outputs:
+        raise ValueError(f"{len(outputs)} outputs for {len(sizes)} micro-batches; give one for each, and at least one")
+    return outputs[0] if len(outputs) == 1 else _combine(list(outputs), list(sizes), ())
+
+
+def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...]) -> Any:
+    first = values[0]
+    if all(isinstance(value, Tensor) for value in values):
+        return _combine_tensors(values, sizes, path)
+    if all(isinstance(value, np.ndarray) for value in values):
+        return _combine_tensors([torch.from_numpy(value) for value in values], sizes, path).numpy()
+    if all(isinstance(value, (float, np.floating)) for value in values):
+        return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+    if any(type(value) is not type(first) for value in values):
+        raise ValueError(f"{_where(path)} has types {[type(value).__name__ for value in values]} in the micro-batches")
+    if _is_sequence(first) and _one_entry_per_row(values, sizes):
+        return type(first)(entry for value in values for entry in value)
+    if (children := _children(first)) is not None:
+        return _combine_members(values, sizes, children, path)
+    if all(_equal(value, first) for value in values):
+        return first
+    if type(first) is int:
+        return sum(values)
+    raise ValueError(f"{_where(path)} is {values} in the micro-batches: no rule makes one {type(first).__name__} of it")
+
+
+def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ...]) -> Tensor:
+    if any(value.dim() != values[0].dim() or value.dtype != values[0].dtype for value in values):
+        raise ValueError(f"{_where(path)} is {[signature(value) for value in values]} in the micro-batches")
+    if values[0].dim() == 0:
+        stacked = torch.stack(values)
+        if not (stacked.is_floating_point() or stacked.is_complex()):
+            return stacked.sum()
+        shares = torch.tensor(sizes, dtype=torch.float64, device=stacked.device) / sum(sizes)
+        return (stacked * shares.to(stacked.dtype)).sum()
+    ratios = {divmod(value.shape[0], size) for value, size in zip(values, sizes, strict=True)}
+    if len(ratios) == 1 and next(iter(ratios))[1] == 0 and len({value.shape[1:] for value in values}) == 1:
+        return torch.cat(values)
+    if all(value.shape == values[0].shape and torch.equal(value, values[0]) for value in values):
+        return values[0]
+    raise ValueError(
+        f"{_where(path)} has shapes {[list(value.shape) for value in values]} for micro-batches of {sizes} rows: "
+        f"its first dimension is no multiple of the rows, or other dimensions differ"
+    )
+
+
+def _combine_members(values: list[Any], sizes: list[int], children: _Children, path: tuple[Any, ...]) -> Any:
+    members = [dict(_children(value) or []) for value in values]
+    if any(member.keys() != members[0].keys() for member in members):
+        raise ValueError(f"{_where(path)} has members {[list(member) for member in members]} in the micro-batches")
+    return _like(
+        values[0], [(key, _combine([member[key] for member in members], sizes, (*path, key))) for key, _ in children]
+    )
+
+
+def _one_entry_per_row(values: list[Sequence[Any]], sizes: list[int]) -> bool:
+    lengths = [len(value) for value in values]
+    if lengths != sizes:
+        return False
+    fields = all(
+        bool(arrays := _arrays(value)) and all(array.shape[0] % size == 0 for array in arrays)
+        for value, size in zip(values, sizes, strict=True)
+    )
+    return len(set(lengths)) > 1 or (isinstance(values[0], list) and not (fields and not _alike(values[0])))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    same = one == other
+    return same if isinstance(same, bool) else False
+
+
+# ---- structure -------------------------------------------------------------------------------------------------------
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether ``value`` is a list or tuple whose positions have no names."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
+
+
+def _children(value: Any) -> _Children | None:
+    """The members of a container by name or position; None for anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _like(container: Any, children: _Children) -> Any:
+    """A copy of ``container`` with other members."""
+    if isinstance(container, (list, tuple)):
+        members = [child for _, child in children]
+        return type(container)(*members) if hasattr(container, "_fields") else type(container)(members)
+    changed = copy.copy(container)
+    for key, child in children:
+        if isinstance(container, Mapping):
+            changed[key] = child
+        else:
+            object.__setattr__(changed, str(key), child)
+    return changed
+
+
+def _arrays(value: Any) -> list[Any]:
+    """All tensors and arrays in ``value`` that have dimensions."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, _ARRAYS) and leaf.ndim]
+
+
+def _alike(sequence: Sequence[Any]) -> bool:
+    """Whether all entries could be samples of one dataset: the same structure, dtypes and numbers of dimensions."""
+    return len({_kind(entry) for entry in sequence}) <= 1
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, _ARRAYS):
+        return type(value), value.dtype, value.ndim
+    children = _children(value)
+    if children is None:
+        return type(value)
+    # Lists within samples may have any lengths.
+    return type(value), None if isinstance(value, list) else tuple((key, _kind(child)) for key, child in children)
+
+
+def _where(path: tuple[Any, ...]) -> str:
+    return "batch" + "".join(f"[{key!r}]" for key in path)
+
+
+def _sizes_text(value: Any, path: tuple[Any, ...] = ()) -> str:
+    """Where the batch's tensors and lists are, and how many rows each could have."""
+    if isinstance(value, _ARRAYS):
+        return f"{_where(path)} has shape {list(value.shape)}"
+    texts = [f"{_where(path)} has {len(value)} entries"] if _is_sequence(value) else []
+    texts += [_sizes_text(child, (*path, key)) for key, child in (_children(value) or [])[:8]]
+    return ", ".join(text for text in texts if text)

@@ -1,0 +1,230 @@
+"""An optimizer that the user built for the whole model, of which each rank steps its own parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.transfer import CPU, gather_tensors
+
+
+class OptimizerPartition:
+    """Reduces ``optimizer`` to the parameters of one rank, and saves and loads the state of the whole.
+
+    Args:
+        optimizer: of the complete model; its ``param_groups`` keep their number, order and options, and lose other
+            ranks' parameters. A group may become empty.
+        names: for each parameter of the model (by ``id``) its first name.
+        ownership: who holds what.
+        rank: this one, in the pipeline.
+
+    Raises:
+        ValueError: the optimizer needs all parameters in one place, or has one that is not the module's.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], ownership: Ownership, rank: int) -> None:
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot be used with a pipeline: each step needs the gradients of all "
+                "parameters in one place. Use an optimizer that treats parameters one by one, such as AdamW."
+            )
+        self.optimizer, self.ownership, self.rank = optimizer, ownership, rank
+        self.placeholder: nn.Parameter | None = None
+        self._names = names
+        self._groups: list[list[nn.Parameter]] = []  # of the whole model
+        self._labels: list[list[str] | None] = []  # "param_names" of optimizers built from named parameters
+        self.refresh()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of this rank, in the optimizer's order."""
+        return [parameter for group in self._groups for parameter in group if self._is_mine(parameter)]
+
+    def refresh(self) -> None:
+        """Take in groups that were added to the optimizer since; call it before each step. Not collective.
+
+        Raises:
+            ValueError: see the class; or a group was removed.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) == len(self._groups):
+            return
+        if len(groups) < len(self._groups):
+            raise ValueError(
+                f"{type(self.optimizer).__name__} has {len(groups)} parameter groups, it had {len(self._groups)}. "
+                "Groups may be added during training, not removed."
+            )
+        for group in groups[len(self._groups) :]:
+            self._check(group["params"])
+            self._groups.append(list(group["params"]))
+            self._labels.append(group.get("param_names"))
+        self._filter()
+
+    def add_placeholder(self, device: torch.device) -> nn.Parameter:
+        """A parameter of one element, 0, that is stepped along and never saved.
+
+        ``GradScaler.step`` needs a gradient in every optimizer, which a rank without used parameters does not have;
+        see ``overflow.share_overflow``.
+        """
+        if self.placeholder is None:
+            self.placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
+            self._filter()
+        return self.placeholder
+
+    def full_state_dict(
+        self, group: dist.ProcessGroup, to_all: bool = False, device: torch.device = CPU
+    ) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` would be in one process, with tensors on the CPU. Collective.
+
+        Args:
+            group: the ranks of this pipeline.
+            to_all: False leaves all ranks but the first with an empty dict.
+            device: where ``group``'s backend has its messages.
+
+        Raises:
+            ValueError: on every rank, if a state has something else than tensors and what JSON carries.
+        """
+        states = self._gather_states(group, to_all, device)
+        if not to_all and group.rank() != 0:
+            return {}
+        with self._whole():
+            mine = self.optimizer.state
+            everything: defaultdict[Any, Any] = defaultdict(dict)
+            everything.update({key: value for key, value in mine.items() if not isinstance(key, Tensor)})
+            for parameter in self._all():
+                if self._names[id(parameter)] in states:
+                    everything[parameter] = states[self._names[id(parameter)]]
+            self.optimizer.state = everything
+            try:
+                return self.optimizer.state_dict()
+            finally:
+                self.optimizer.state = mine
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it.
+
+        Raises:
+            ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
+        """
+        ids = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = self._all()
+        others = set()
+        if len(ids) == len(parameters):  # else the optimizer says what is wrong
+            others = {number for number, p in zip(ids, parameters, strict=True) if not self._is_mine(p)}
+        kept = {number: value for number, value in state["state"].items() if number not in others}
+        with self._whole():
+            self.optimizer.load_state_dict({**state, "state": kept})
+
+    def _all(self) -> list[nn.Parameter]:
+        return [parameter for group in self._groups for parameter in group]
+
+    def _is_mine(self, parameter: nn.Parameter) -> bool:
+        return self.ownership.is_mine(self._names[id(parameter)], self.rank)
+
+    def _check(self, parameters: list[nn.Parameter]) -> None:
+        for index, parameter in enumerate(parameters):
+            if id(parameter) not in self._names:
+                raise ValueError(
+                    f"{type(self.optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} (number {index} "
+                    "of its group) that is no parameter of the module, so it is not known which rank trains it. "
+                    "Register it: `self.x = nn.Parameter(...)`."
+                )
+
+    def _filter(self) -> None:
+        """Leave this rank's parameters in the groups, and their state."""
+        for group, parameters, labels in self._with_groups():
+            mine = [self._is_mine(parameter) for parameter in parameters]
+            group["params"] = [parameter for parameter, keep in zip(parameters, mine, strict=True) if keep]
+            if labels is not None:
+                group["param_names"] = [label for label, keep in zip(labels, mine, strict=True) if keep]
+            for parameter, keep in zip(parameters, mine, strict=True):
+                if not keep:
+                    self.optimizer.state.pop(parameter, None)
+        if self.placeholder is not None:
+            group = self.optimizer.param_groups[0]
+            group["params"].append(self.placeholder)
+            if "param_names" in group:
+                group["param_names"].append("placeholder")
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within it the groups have the parameters of all ranks."""
+        placeholder = self.placeholder
+        placeholder_state = None if placeholder is None else self.optimizer.state.pop(placeholder, None)
+        for group, parameters, labels in self._with_groups():
+            group["params"] = list(parameters)
+            if labels is not None:
+                group["param_names"] = list(labels)
+        try:
+            yield
+        finally:
+            self._filter()
+            if placeholder is not None and placeholder_state is not None:
+                self.optimizer.state[placeholder] = placeholder_state
+
+    def _with_groups(self) -> Iterator[tuple[dict[str, Any], list[nn.Parameter], list[str] | None]]:
+        assert len(self.optimizer.param_groups) == len(self._groups), "call refresh() after add_param_group()"
+        return zip(self.optimizer.param_groups, self._groups, self._labels, strict=True)
+
+    def _gather_states(self, group: dist.ProcessGroup, to_all: bool, device: torch.device) -> dict[str, Any]:
+        """For each parameter its state, from its owner."""
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        problem = None
+        try:
+            for parameter in self._all():
+                name = self._names[id(parameter)]
+                if self.ownership.owner(name) == self.rank and parameter in self.optimizer.state:
+                    plain[name] = _encode(self.optimizer.state[parameter], name, tensors)
+        except ValueError as error:
+            problem = f"{type(self.optimizer).__name__}'s state cannot be gathered: {error}"
+        everyones = gather_json([plain, problem], group, device)
+        problem = next((text for _, text in everyones if text is not None), None)
+        if problem is not None:
+            raise ValueError(problem)
+        gathered = gather_tensors(tensors, group, to_all, device)
+        if not to_all and group.rank() != 0:
+            return {}
+        return {name: _decode(value, gathered) for theirs, _ in everyones for name, value in theirs.items()}
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
+    """``value`` as JSON, with its tensors moved to ``tensors``.
+
+    Raises:
+        ValueError: it has something that JSON does not carry.
+    """
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return ["tensor", path]
+    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
+        return ["dict", [[key, _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["value", value]
+    raise ValueError(
+        f"{path} is a {type(value).__name__}. Between ranks travel tensors, numbers, texts, None, and lists, tuples "
+        "and dicts of these."
+    )
+
+
+def _decode(encoded: list[Any], tensors: Mapping[str, Tensor]) -> Any:
+    kind, value = encoded
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "dict":
+        return {key: _decode(item, tensors) for key, item in value}
+    if kind in ("list", "tuple"):
+        items = [_decode(item, tensors) for item in value]
+        return items if kind == "list" else tuple(items)
+    return value

@@ -1,0 +1,89 @@
+"""Which ranks make up a pipeline, and which hold the same stages of different replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+# SageMaker's model parallel library calls the orders by these names; a letter further right varies faster with the rank
+_NAMES = {"cluster": "DP", "spread": "PD"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """All ranks of the job by replica and place.
+
+    Attributes:
+        pipelines: for each replica its ranks, in the order of their first stages.
+    """
+
+    pipelines: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, world_size: int, pipeline_parallel_size: int, placement: str = "cluster") -> Grid:
+        """Arrange ``world_size`` ranks in pipelines.
+
+        Args:
+            world_size: number of all ranks.
+            pipeline_parallel_size: ranks of a pipeline.
+            placement: ``"cluster"`` (or ``"DP"``) puts a pipeline on neighbouring ranks, mostly of one node;
+                ``"spread"`` (or ``"PD"``) puts replicas of a stage there, so that a pipeline spans nodes. The letters
+                are those of SageMaker's ``placement_strategy``, of which T (tensor parallelism) has no meaning here.
+
+        Raises:
+            ValueError: unknown placement, or sizes that do not fit.
+        """
+        order = _NAMES.get(placement, placement.replace("T", "") if isinstance(placement, str) else "")
+        if order not in _NAMES.values():
+            raise ValueError(
+                f"placement={placement!r} is unknown. Valid: 'cluster' (or 'DP': a pipeline on neighbouring ranks), "
+                "'spread' (or 'PD': the replicas of a stage on neighbouring ranks)."
+            )
+        if pipeline_parallel_size < 1 or world_size % pipeline_parallel_size:
+            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ValueError(
+                f"pipeline_parallel_size={pipeline_parallel_size} does not divide the world size {world_size} (number "
+                f"of nodes times devices). Valid here: {', '.join(map(str, divisors))}."
+            )
+        replicas = world_size // pipeline_parallel_size
+        if order == "DP":
+            rows = [range(r * pipeline_parallel_size, (r + 1) * pipeline_parallel_size) for r in range(replicas)]
+        else:
+            rows = [range(r, world_size, replicas) for r in range(replicas)]
+        return cls(tuple(tuple(row) for row in rows))
+
+    @property
+    def num_replicas(self) -> int:
+        """How many pipelines there are."""
+        return len(self.pipelines)
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """For each place in the pipeline the ranks that have it, by replica."""
+        return tuple(zip(*self.pipelines, strict=True))
+
+    def find(self, rank: int) -> tuple[int, int]:
+        """Replica and place of a rank."""
+        return next((r, row.index(rank)) for r, row in enumerate(self.pipelines) if rank in row)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place in the grid, and its process groups."""
+
+    grid: Grid
+    replica: int
+    place: int
+    pipeline: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+
+    @classmethod
+    def create(cls, grid: Grid, timeout: timedelta | None = None) -> Groups:
+        """Create the groups of all pipelines and places. Collective over all ranks."""
+        rank = dist.get_rank()
+        replica, place = grid.find(rank)
+        pipelines = [dist.new_group(list(ranks), timeout=timeout) for ranks in grid.pipelines]
+        replicas = [dist.new_group(list(ranks), timeout=timeout) for ranks in grid.places]
+        return cls(grid, replica, place, pipelines[replica], replicas[place])

@@ -1,0 +1,383 @@
+"""A traced step as a list of items: calls of units, and the operations between them.
+
+A *unit* is a module whose calls are placed whole: the outermost modules that are small enough and that can be replaced
+by what they return. Everything a unit does is one item, every bound operation outside of units is another. A stage is a
+contiguous range of items.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
+
+
+class SplitError(ValueError):
+    """The step cannot be cut into stages as it is; the message says where and what to do."""
+
+
+@dataclass
+class Item:
+    """A call of a unit (``module`` is its name) or an operation between units (``module`` is None).
+
+    Attributes:
+        inputs: values made before that it uses.
+        outputs: values it makes that others may use.
+        rebinds: tensors that it changes in place and that exist outside of it.
+        parameters: first names of the parameters that it uses or holds.
+        buffers: names of buffers that it changes.
+        buffers_read: of those that the step changes somewhere, names of buffers that it reads.
+        recomputable: whether a later stage may do it again instead of receiving its result.
+        reads: whether Python code gets to see a value of its inputs.
+        checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
+    """
+
+    index: int
+    module: str | None
+    function: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    rebinds: tuple[Rebind, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    buffers_read: tuple[str, ...]
+    returned: Template
+    random: bool
+    recomputable: bool
+    reads: bool
+    free: bool
+    checkpointed: bool
+    name: str
+    place: str
+    seconds: float
+    activation_bytes: int
+
+
+class Tie(NamedTuple):
+    """Items that must be on one stage: no stage may begin at ``first + 1 .. last``."""
+
+    first: int
+    last: int
+    reason: str
+
+
+@dataclass
+class Program:
+    """The items of a step in order, and the values between them.
+
+    Attributes:
+        producers: value -> the item that makes it.
+        last_use: value -> the last item that uses it.
+        overwritten: value -> the first item that changes its memory. From there on it is gone.
+        ties: which items must stay together.
+        reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
+    """
+
+    items: list[Item]
+    values: list[Value]
+    units: tuple[str, ...]
+    random_functions: frozenset[Any]
+    forward_seconds: float
+    producers: dict[int, int] = field(default_factory=dict)
+    last_use: dict[int, int] = field(default_factory=dict)
+    overwritten: dict[int, int] = field(default_factory=dict)
+    ties: list[Tie] = field(default_factory=list)
+    reads_of_batch: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Find who makes, uses and overwrites each value."""
+        memories: dict[int, list[int]] = defaultdict(list)
+        for item in self.items:
+            for value in item.inputs:
+                self.last_use[value] = item.index
+            for memory in {self.values[rebind.new].memory for rebind in item.rebinds}:
+                for value in memories.pop(memory, ()):
+                    self.overwritten[value] = item.index
+            for value in item.outputs:
+                self.producers.setdefault(value, item.index)
+                memories[self.values[value].memory].append(value)
+        self._tie_views()
+        self._tie_buffers()
+
+    def _tie_views(self) -> None:
+        """A change in place reaches all views of the memory only where they still are views of each other."""
+        for item in self.items:
+            by_memory: dict[int, list[int]] = defaultdict(list)
+            for old, new, position in item.rebinds:
+                if old in self.producers and (position is not None or new in self.last_use):
+                    by_memory[self.values[new].memory].append(self.producers[old])
+            for producers in by_memory.values():
+                if len(producers) > 1 and min(producers) < item.index:
+                    self.ties.append(
+                        Tie(
+                            min(producers),
+                            item.index,
+                            f"{item.name} changes a tensor in place of which views are used later",
+                        )
+                    )
+
+    def _tie_buffers(self) -> None:
+        """A buffer lives on the stage that changes it."""
+        users: dict[str, list[int]] = defaultdict(list)
+        for item in self.items:
+            for name in {*item.buffers, *item.buffers_read}:
+                users[name].append(item.index)
+        for name, indices in users.items():
+            if len(indices) > 1:
+                names = f"{self.items[indices[0]].name} and {self.items[indices[-1]].name}"
+                self.ties.append(Tie(indices[0], indices[-1], f"{names} use buffer {name!r}, which the step changes"))
+
+    def obstacle_to(self, cut: int) -> str | None:
+        """Why no stage may begin with item ``cut``; None if one may."""
+        last, reader = self.last_cut()
+        if cut > last and reader is not None:
+            return f"{reader.name} reads a value into Python, which only the stage that has it can follow"
+        return next((tie.reason for tie in self.ties if tie.first < cut <= tie.last), None)
+
+    def cuts(self) -> list[int]:
+        """The items that a stage may begin with."""
+        allowed = [True] * (self.last_cut()[0] + 1)
+        for tie in self.ties:
+            for cut in range(tie.first + 1, min(tie.last + 1, len(allowed))):
+                allowed[cut] = False
+        return [cut for cut in range(1, min(len(allowed), len(self.items))) if allowed[cut]]
+
+    def needed_after(self, cut: int) -> list[int]:
+        """Values made before item ``cut`` and used by it or later ones."""
+        return [v for v, last in self.last_use.items() if last >= cut and self.producers[v] < cut]
+
+    def last_cut(self) -> tuple[int, Item | None]:
+        """The last item that a stage may begin with, and the item that forbids later ones.
+
+        What Python reads after an item is known on that item's stage only, so nothing may be cut off behind it.
+        """
+        reader = next((item for item in self.items if item.reads), None)
+        return (len(self.items), None) if reader is None else (reader.index, reader)
+
+    def digest(self) -> list[str]:
+        """A line for each item, the same on every rank that traced the same step."""
+        return [
+            f"{item.name}({','.join(map(str, item.inputs))})->{','.join(map(str, item.outputs))}" for item in self.items
+        ]
+
+
+class Modules:
+    """What the trace says about each module: may it be a unit, may it be opened."""
+
+    def __init__(self, trace: Trace, root: nn.Module) -> None:
+        self.trace, self.root = trace, root
+        self.by_name = dict(root.named_modules())
+        self.calls: dict[str, list[Call]] = defaultdict(list)
+        self.chains: dict[int | None, tuple[int, ...]] = {None: ()}
+        for call in trace.calls:
+            self.calls[call.module].append(call)
+            self.chains[call.index] = (*self.chains[call.parent], call.index)
+        self.obstacles: dict[str, str] = {}  # module -> why it cannot be a unit
+        self.seals: dict[str, str] = {}  # module -> why it cannot be opened
+        self._judge_calls()
+        self._find_escapes()
+
+    def seconds(self, name: str) -> float:
+        """Forward time of all calls of a module."""
+        return sum(call.seconds for call in self.calls[name])
+
+    def _judge_calls(self) -> None:
+        for call in self.trace.calls:
+            if call.obstacle is not None:
+                self.obstacles.setdefault(call.module, call.obstacle)
+            if call.draws_in_python:
+                self.seals[call.module] = "it draws from Python's or numpy's random numbers"
+        for name, calls in self.calls.items():
+            if not all(call.last > call.first and call.returned is not None for call in calls):
+                self.obstacles.setdefault(name, "its result depends on the batch alone")
+        for event in self.trace.events:
+            if event.call is None:
+                continue
+            name = self.trace.calls[event.call].module
+            if event.function is HIDDEN:
+                self.seals[name] = event.reason
+            elif event.parameters_changed:
+                self.seals[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
+
+    def _find_escapes(self) -> None:
+        """Values used outside of the call that made them, without being returned by it."""
+        handed_over: dict[int, set[int]] = {}
+        for call in self.trace.calls:
+            handed_over[call.index] = set(call.returned.values) if call.returned else set()
+            handed_over[call.index].update(rebind.new for rebind in self.changes(call))
+        for event in self.trace.events:
+            outside = set(self.chains[event.call])
+            for value in event.inputs:
+                for call_index in self.chains[self.trace.events[self.trace.values[value].event].call]:
+                    if call_index not in outside and value not in handed_over[call_index]:
+                        name = self.trace.calls[call_index].module
+                        where = f"{event.place} without being returned"
+                        self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
+
+    def changes(self, call: Call) -> tuple[Rebind, ...]:
+        """Tensors made outside of ``call`` that it changes in place: what they were before it, and are after it."""
+        before: dict[int, tuple[int, int | None]] = {}  # what a tensor is now -> (what it was before, position)
+        for event in self.trace.events[call.first : call.last]:
+            for old, new, position in event.mutated:
+                if old is None:
+                    continue
+                if old in before:
+                    before[new] = before.pop(old)
+                elif not self.made_in(old, call.index):
+                    before[new] = (old, position)
+        return tuple(Rebind(old, new, position) for new, (old, position) in before.items())
+
+    def made_in(self, value: int, call: int) -> bool:
+        """Whether an operation within ``call`` made ``value``."""
+        return call in self.chains[self.trace.events[self.trace.values[value].event].call]
+
+
+def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> Program:
+    """Choose the units (outermost modules that may be one and are small) and list the items.
+
+    Raises:
+        SplitError: a module can neither be a unit nor be opened, or the step does what no split can follow.
+    """
+    _refuse(trace)
+    builder = _Builder(trace, modules, is_small)
+    builder.visit(None)
+    units = tuple(dict.fromkeys(item.module for item in builder.items if item.module is not None))
+    return Program(
+        builder.items,
+        trace.values,
+        units,
+        trace.random_functions,
+        trace.seconds,
+        reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
+    )
+
+
+def _refuse(trace: Trace) -> None:
+    if trace.backward_places:
+        raise SplitError(
+            f"The step runs a backward pass of its own at {trace.backward_places[0]} (`torch.autograd.grad` or "
+            "`backward`). A pipeline's backward passes through several processes, so it cannot be started inside the "
+            "step. Use strategy='smddp'."
+        )
+    if trace.draws_in_python:
+        raise SplitError(
+            "The step draws from Python's `random` or numpy's random numbers outside of any module. Each stage runs "
+            "this code and would draw other numbers. Draw with torch instead, or in the dataset."
+        )
+
+
+class _Builder:
+    def __init__(self, trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> None:
+        self.trace, self.modules, self.is_small = trace, modules, is_small
+        self.items: list[Item] = []
+        self.children: dict[int | None, list[Call]] = defaultdict(list)
+        for call in trace.calls:
+            self.children[call.parent].append(call)
+        self.made: dict[int, list[int]] = defaultdict(list)
+        for value in trace.values:
+            self.made[value.event].append(value.index)
+        self.canonical = {id(p): name for name, p in modules.root.named_parameters()}
+
+    def visit(self, call: Call | None) -> None:
+        """Emit the items of one call (None: the whole step) in order."""
+        first, last = (call.first, call.last) if call else (0, len(self.trace.events))
+        position = first
+        for child in self.children[call.index if call else None]:
+            self._operations(position, child.first)
+            if child.last > child.first and self._is_unit(child.module):
+                self._unit(child)
+            else:
+                self.visit(child)
+            position = child.last
+        self._operations(position, last)
+
+    def _is_unit(self, name: str) -> bool:
+        obstacle, seal = self.modules.obstacles.get(name), self.modules.seals.get(name)
+        if seal and obstacle:
+            raise SplitError(
+                f"Module {name!r} cannot be placed on one stage, as {obstacle}, and cannot be opened, as {seal}. "
+                "Let the module return all tensors that are used outside of it."
+            )
+        return obstacle is None and (seal is not None or self.is_small(name))
+
+    def _operations(self, first: int, last: int) -> None:
+        for event in self.trace.events[first:last]:
+            _refuse_event(event)
+            outputs = dict.fromkeys((*event.returned.values, *(rebind.new for rebind in event.mutated)))
+            self._add(None, [event], event.returned, tuple(outputs), event.mutated, event.parameters, event.seconds)
+
+    def _unit(self, call: Call) -> None:
+        assert call.returned is not None
+        events = self.trace.events[call.first : call.last]
+        rebinds = self.modules.changes(call)
+        returned = [value for value in call.returned.values if self.modules.made_in(value, call.index)]
+        module = self.modules.by_name[call.module]
+        held = [self.canonical[id(p)] for p in module.parameters()]
+        used = [name for event in events for name in event.parameters]
+        outputs = tuple(dict.fromkeys((*returned, *(rebind.new for rebind in rebinds))))
+        parameters = tuple(dict.fromkeys((*held, *used)))
+        self._add(call, events, call.returned, outputs, rebinds, parameters, call.seconds)
+
+    def _add(
+        self,
+        call: Call | None,
+        events: list[Event],
+        returned: Template,
+        outputs: tuple[int, ...],
+        rebinds: tuple[Rebind, ...],
+        parameters: tuple[str, ...],
+        seconds: float,
+    ) -> None:
+        first = events[0]
+        own = {value for event in events for value in self.made[event.index]}
+        buffers = tuple(dict.fromkeys(name for event in events for name in event.buffers))
+        buffers_read = tuple(dict.fromkeys(name for event in events for name in event.buffers_read))
+        draws = any(event.random for event in events)
+        bound_only = not (draws or first.free or first.reads or parameters or rebinds or buffers or buffers_read)
+        watched = any(self.trace.values[v].watched for v in outputs)
+        self.items.append(
+            Item(
+                index=len(self.items),
+                module=call.module if call else None,
+                function=None if call else first.function,
+                inputs=tuple(dict.fromkeys(v for event in events for v in event.inputs if v not in own)),
+                outputs=outputs,
+                rebinds=rebinds,
+                parameters=parameters,
+                buffers=buffers,
+                buffers_read=buffers_read,
+                returned=returned,
+                random=draws,
+                recomputable=call is None and bound_only and not watched,
+                reads=call is None and first.reads,
+                free=call is None and first.free,
+                checkpointed=call.checkpointed if call else first.checkpointed,
+                name=call.module if call else f"{first.name} at {_short(first.place)}",
+                place=first.place,
+                seconds=seconds,
+                activation_bytes=sum(self.trace.values[v].nbytes for v in own),
+            )
+        )
+
+
+def _refuse_event(event: Event) -> None:
+    if event.function is HIDDEN:
+        raise SplitError(
+            f"At {event.place}, outside of any module that could be placed whole, the step cannot be followed: "
+            f"{event.reason}. Put the code around it into a module of its own."
+        )
+    if event.parameters_changed:
+        raise SplitError(
+            f"At {event.place} the step changes parameter {event.parameters_changed[0]!r} in place, outside of any "
+            "module that could be placed whole. Each stage has parameters of its own only. Do it in a hook outside of "
+            "the step (`on_train_batch_end`), or in a module that holds the parameters."
+        )
+
+
+def _short(place: str) -> str:
+    return place.rpartition("/")[2]

@@ -1,0 +1,124 @@
+"""The whole step on one rank: what the pipeline has to agree with, and what each item costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.live_sets import live_sets
+from lightning_smddp.pipeline.program import Item, Program
+from lightning_smddp.pipeline.replay import Replay, Shapes, StagePlan, patched_units
+from lightning_smddp.pipeline.structure import tensors
+
+
+@dataclass
+class Reference:
+    """One micro-batch's loss, the norm of each parameter's gradient, and seconds of each item."""
+
+    loss: float
+    norms: dict[str, float] = field(default_factory=dict)
+    forward_seconds: list[float] = field(default_factory=list)
+    backward_seconds: list[float] = field(default_factory=list)
+
+
+def run_reference(
+    program: Program,
+    step: Callable[[], Any],
+    loss_of: Callable[[Any], Tensor | None],
+    root: nn.Module,
+    device: torch.device,
+    seed: int,
+) -> Reference:
+    """Run the step, units patched, in one stage: forward, and backward if it has a loss. Gradients are not kept.
+
+    Each item starts from its own random numbers, as in :func:`seeding`, so that other ranks can draw the same.
+    """
+    live, again = live_sets(program, [])
+    replay = Replay(program, StagePlan(0, 0, len(program.items), again[0], (), ()), root, device)
+    clock = _Clock(len(program.items), device, seed)
+    norms: dict[str, float] = {}
+    handles = [p.register_post_accumulate_grad_hook(_note_norm(name, norms)) for name, p in _trainable(root)]
+    assert not live
+    try:
+        with patched_units(root, program.units):
+            _, result = replay.run(step, (), Shapes.of(program), clock.observe)
+        loss = loss_of(result)
+        if loss is not None and loss.requires_grad:
+            clock.backward_begins()
+            loss.backward()
+            clock.backward_ends()
+    finally:
+        for handle in handles:
+            handle.remove()
+    value = float("nan") if loss is None else float(loss.detach())
+    return Reference(value, norms, clock.forward, clock.backward)
+
+
+def seeding(seed: int) -> Callable[[Item, bool, Any], None]:
+    """Observer that gives each item random numbers of its own, whatever ran before it."""
+
+    def observe(item: Item, ends: bool, result: Any) -> None:
+        if not ends:
+            torch.manual_seed(seed + item.index)
+
+    return observe
+
+
+def _trainable(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in root.named_parameters() if p.requires_grad and p.device.type != "meta"]
+
+
+def _note_norm(name: str, norms: dict[str, float]) -> Callable[[Tensor], None]:
+    def note(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norms[name] = float(values.detach().float().norm())
+        parameter.grad = None  # the whole model's gradients may be too much for one rank
+
+    return note
+
+
+class _Clock:
+    """Times of items, forward and backward."""
+
+    def __init__(self, count: int, device: torch.device, seed: int) -> None:
+        self.device, self.seed = device, seeding(seed)
+        self.forward, self.backward = [0.0] * count, [0.0] * count
+        self.started = 0.0
+        self.running: tuple[float, int] | None = None  # backward: since when, which item
+
+    def observe(self, item: Item, ends: bool, result: Any) -> None:
+        if not ends:
+            self.seed(item, ends, result)
+            self.started = self._now()
+            return
+        self.forward[item.index] += self._now() - self.started
+        for tensor in tensors(result):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _, index=item.index: self._backward_enters(index))
+
+    def backward_begins(self) -> None:
+        self.running = None
+
+    def backward_ends(self) -> None:
+        self._charge()
+
+    def _backward_enters(self, index: int) -> None:
+        self._charge()
+        self.running = (self._now(), index)
+
+    def _charge(self) -> None:
+        if self.running is not None:
+            since, index = self.running
+            self.backward[index] += self._now() - since
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

@@ -1,0 +1,118 @@
+"""When a rank did what: spans of time for a timeline."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+Kind = Literal["forward", "backward", "backward_input", "backward_weight", "wait", "send"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What ``rank`` did from ``start`` to ``end``, in seconds of its ``time.perf_counter``.
+
+    ``wait`` is idle time until the action of that stage and micro-batch could start: for messages from other ranks and
+    for their readiness to take ours. ``send`` is the time after a rank's last action until its messages were taken.
+    """
+
+    rank: int
+    stage: int
+    kind: Kind
+    microbatch: int
+    start: float
+    end: float
+
+
+class Recorder:
+    """Collects the spans of an engine's steps until they are taken.
+
+    On CUDA the times are those of the device's current stream, from events; a recorded step then synchronises the
+    device when it starts and when it ends.
+
+    Args:
+        rank: Written into each span.
+        device: Where the stages compute.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank, self.device = rank, device
+        self._spans: list[Span] = []
+        self._actions: list[tuple[int, Kind, int, Any, Any]] = []
+        self._start: Any = None
+        self._start_seconds = 0.0
+
+    def take(self) -> list[Span]:
+        """The spans of all steps since the last call, in order of time."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def begin_step(self) -> None:
+        """Forget an unfinished step; the time until the first action counts as waiting for it."""
+        self._actions.clear()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._start, self._start_seconds = self.mark(), time.perf_counter()
+
+    def action(self, stage: int, kind: Kind, microbatch: int) -> AbstractContextManager[object]:
+        """Record what is done inside ``with``."""
+        return _Action(self, stage, kind, microbatch)
+
+    def add(self, stage: int, kind: Kind, microbatch: int, start: Any, end: Any) -> None:
+        """Record one action between two marks."""
+        self._actions.append((stage, kind, microbatch, start, end))
+
+    def mark(self) -> Any:
+        """This moment: seconds, or an event on CUDA."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def end_step(self) -> None:
+        """Turn the actions into spans, and the gaps between them too."""
+        finish = self.mark()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        before = self._start_seconds
+        for stage, kind, microbatch, start_mark, end_mark in self._actions:
+            start, end = self._seconds(start_mark), self._seconds(end_mark)
+            self._spans.append(Span(self.rank, stage, "wait", microbatch, before, start))
+            self._spans.append(Span(self.rank, stage, kind, microbatch, start, end))
+            before = end
+        if self._actions:
+            stage, _, microbatch, _, _ = self._actions[-1]
+            self._spans.append(Span(self.rank, stage, "send", microbatch, before, self._seconds(finish)))
+        self._actions.clear()
+
+    def _seconds(self, mark: Any) -> float:
+        if self.device.type != "cuda":
+            return float(mark)
+        return self._start_seconds + float(self._start.elapsed_time(mark)) / 1e3
+
+
+class _Action:
+    def __init__(self, recorder: Recorder, stage: int, kind: Kind, microbatch: int) -> None:
+        self._recorder, self._what = recorder, (stage, kind, microbatch)
+
+    def __enter__(self) -> None:
+        self._start = self._recorder.mark()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._recorder.add(*self._what, self._start, self._recorder.mark())
+
+
+_NOTHING = nullcontext()
+
+
+def action(recorder: Recorder | None, stage: int, kind: Kind, microbatch: int) -> AbstractContextManager[object]:
+    """:meth:`Recorder.action`, or nothing without a recorder."""
+    return _NOTHING if recorder is None else recorder.action(stage, kind, microbatch)

@@ -1,0 +1,294 @@
+"""Which modules are units, and where the step is cut: decided once, by one rank, as plain data for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_smddp.pipeline.live_sets import live_sets, natural_bytes
+from lightning_smddp.pipeline.program import Item, Modules, Program, SplitError, build_program
+from lightning_smddp.pipeline.reference import Reference
+from lightning_smddp.pipeline.replay import StagePlan
+from lightning_smddp.pipeline.tracing import Trace
+from lightning_smddp.planner.partition import Partition, PartitionError, best_partition, given_partition
+from lightning_smddp.planner.problem import Item as Cost
+from lightning_smddp.planner.problem import PartitionProblem
+
+_BACKWARD_OF_FORWARD = 2.0  # time of a backward where only the forward was measured
+_BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,
+_NEGLIGIBLE = 5e-4  # nor is one that is so many seconds slower: times vary as much
+_ROUNDS = 24  # modules opened at most in search of a better balance
+_PATIENCE = 4  # of them without any success
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """A step cut into stages.
+
+    Attributes:
+        units: modules that are placed whole.
+        cuts: first items of all stages but the first.
+        live: the values that cross each cut.
+        again: for each stage the earlier items that it repeats.
+    """
+
+    units: tuple[str, ...]
+    cuts: tuple[int, ...]
+    live: tuple[tuple[int, ...], ...]
+    again: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def at(cls, program: Program, cuts: Sequence[int]) -> Splitting:
+        """Cut ``program`` before the items ``cuts``."""
+        live, again = live_sets(program, cuts)
+        return cls(program.units, tuple(cuts), tuple(live), tuple(tuple(sorted(items)) for items in again))
+
+    def plans(self, num_items: int) -> list[StagePlan]:
+        """What each stage does."""
+        bounds = [0, *self.cuts, num_items]
+        received, sent = [(), *self.live], [*self.live, ()]
+        return [
+            StagePlan(stage, bounds[stage], bounds[stage + 1], frozenset(self.again[stage]), received[stage], sent[stage])
+            for stage in range(len(bounds) - 1)
+        ]
+
+    def to_json(self) -> Any:
+        """Plain lists and strings."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Splitting:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            tuple(data["units"]),
+            tuple(data["cuts"]),
+            tuple(tuple(values) for values in data["live"]),
+            tuple(tuple(items) for items in data["again"]),
+        )
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What there is to place stages on.
+
+    Attributes:
+        rank_of_stage: rank in the pipeline of each stage.
+        in_flight: micro-batches whose activations each stage keeps at once.
+        parameter_bytes: of each parameter, with its gradient and optimizer state.
+        memory_limit: bytes of a rank, or None.
+        bytes_per_s, latency_s: of the link between ranks.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    parameter_bytes: Mapping[str, int]
+    memory_limit: float | None = None
+    bytes_per_s: float = 2e9
+    latency_s: float = 1e-4
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of_stage)
+
+
+def problem_of(program: Program, resources: Resources, reference: Reference | None, checkpointing: bool) -> PartitionProblem:
+    """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
+    last, _ = program.last_cut()
+    costs = [_cost(item, reference, checkpointing) for item in program.items]
+    cuts = [natural_bytes(program, cut) if cut <= last else float("inf") for cut in range(len(costs) + 1)]
+    return PartitionProblem(
+        items=costs,
+        parameter_bytes=resources.parameter_bytes,
+        cut_bytes=cuts,
+        rank_of_stage=resources.rank_of_stage,
+        in_flight=resources.in_flight,
+        bytes_per_s=resources.bytes_per_s,
+        latency_s=resources.latency_s,
+        memory_limit=resources.memory_limit,
+    )
+
+
+def _cost(item: Item, reference: Reference | None, checkpointing: bool) -> Cost:
+    forward, backward = item.seconds, item.seconds * _BACKWARD_OF_FORWARD
+    if reference is not None and reference.forward_seconds:
+        forward, backward = reference.forward_seconds[item.index], reference.backward_seconds[item.index]
+    if checkpointing and item.module is not None:
+        backward += forward
+    kept = 0 if checkpointing and item.module is not None else item.activation_bytes
+    return Cost(item.name, forward, backward, kept, item.parameters, item.module is not None)
+
+
+def choose_units(
+    trace: Trace, modules: Modules, resources: Resources, split: Sequence[str] | None, checkpointing: bool
+) -> Program:
+    """Open modules, outermost first, until the stages balance; returns the program with the units that remain.
+
+    Raises:
+        SplitError: there is no way to make so many stages; the message says why.
+    """
+    if split is not None:
+        return _units_for(trace, modules, split)
+    opened = _first_opened(modules, resources.num_stages)
+    best, best_seconds, failures, error = None, float("inf"), 0, None
+    for _ in range(_ROUNDS):
+        program = build_program(trace, modules, lambda name: name not in opened)
+        try:
+            partition = best_partition(problem_of(program, resources, None, checkpointing))
+            slowest, mean = max(partition.stage_seconds), sum(partition.stage_seconds) / resources.num_stages
+        except PartitionError as failure:
+            error, partition, slowest, mean = failure, None, float("inf"), 0.0
+        failures = 0 if slowest < 0.98 * best_seconds else failures + 1
+        if partition is not None and slowest < 0.98 * best_seconds:
+            best, best_seconds = program, slowest
+        if (best is not None and failures > _PATIENCE) or slowest <= max(_BALANCED * mean, mean + _NEGLIGIBLE):
+            break
+        candidate = _to_open(program, partition, modules)
+        if candidate is None:
+            break
+        opened = opened | {candidate}
+    if best is None:
+        raise _explained(error, trace, modules, program)
+    return best
+
+
+def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
+    """Modules that take more than half a stage's share of the time."""
+    total = sum(modules.seconds(call.module) for call in modules.trace.calls if call.parent is None)
+    share = total / (2 * num_stages)
+    return frozenset(name for name in modules.calls if _can_open(name, modules) and modules.seconds(name) > share)
+
+
+def _can_open(name: str, modules: Modules) -> bool:
+    inner = any(other.startswith(f"{name}.") for other in modules.calls)
+    return inner and name not in modules.seals
+
+
+def _to_open(program: Program, partition: Partition | None, modules: Modules) -> str | None:
+    """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
+    candidates = program.items
+    if partition is not None:
+        begin, end = partition.bounds[partition.stage_seconds.index(max(partition.stage_seconds))]
+        candidates = program.items[begin:end]
+    for chosen in (candidates, program.items):
+        units = [item for item in chosen if item.module is not None and _can_open(item.module, modules)]
+        if units:
+            return max(units, key=lambda item: item.seconds).module
+    return None
+
+
+def _units_for(trace: Trace, modules: Modules, split: Sequence[str]) -> Program:
+    """Open no more than what has to be opened for stages to begin at the named modules."""
+
+    def is_small(name: str) -> bool:
+        return not any(wanted.startswith(f"{name}.") for wanted in split)
+
+    return build_program(trace, modules, is_small)
+
+
+def partition(
+    program: Program,
+    resources: Resources,
+    reference: Reference | None,
+    split: Sequence[str] | None,
+    checkpointing: bool,
+) -> Partition:
+    """Cut ``program`` into stages, at the named units or where it is best.
+
+    Raises:
+        SplitError: no partition is possible; the message says why.
+    """
+    problem = problem_of(program, resources, reference, checkpointing)
+    try:
+        return best_partition(problem) if split is None else given_partition(problem, split)
+    except PartitionError as error:
+        raise SplitError(f"{error}{_what_forbids(program)}") from error
+
+
+def _what_forbids(program: Program) -> str:
+    _, reader = program.last_cut()
+    if reader is None:
+        return ""
+    return (
+        f" (Nothing can be cut off behind {reader.name}, as the step reads a tensor's value there, in {reader.place}. "
+        "Only one stage knows it. Move this code behind the last module, or into a module.)"
+    )
+
+
+def _explained(error: PartitionError | None, trace: Trace, modules: Modules, program: Program) -> SplitError:
+    reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items() if program.units and name]
+    hint = f" Modules that cannot be units: {'; '.join(reasons[:5])}." if reasons else ""
+    return SplitError(f"{error}{_what_forbids(program)}{hint}")
+
+
+def homes_of(program: Program, splitting: Splitting, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """For each parameter the stages that use it; those that no item uses go to the stage of their neighbours."""
+    homes: dict[str, set[int]] = {}
+    for plan in splitting.plans(len(program.items)):
+        for item in program.items[plan.begin : plan.end]:
+            for name in item.parameters:
+                homes.setdefault(name, set()).add(plan.stage)
+    placed = {name: tuple(sorted(stages)) for name, stages in homes.items()}
+    for name in all_parameters:
+        if name not in placed:
+            placed[name] = (_neighbour_stage(name, homes),)
+    return placed
+
+
+def _neighbour_stage(name: str, homes: Mapping[str, set[int]]) -> int:
+    prefix = name
+    while "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+        near = [min(stages) for other, stages in homes.items() if other.startswith(f"{prefix}.")]
+        if near:
+            return min(near)
+    return 0
+
+
+def follow(program: Program, homes: Mapping[str, tuple[int, ...]], num_stages: int) -> Splitting:
+    """Cut another step (validation, say) so that each stage uses its own parameters only.
+
+    Raises:
+        SplitError: the step needs stages in another order than the one that the parameters were placed for.
+    """
+    stage, stages = 0, []
+    for item in program.items:
+        allowed = set(range(num_stages))
+        for name in item.parameters:
+            allowed &= set(homes[name])
+        if item.parameters:
+            later = [s for s in sorted(allowed) if s >= stage]
+            if not later:
+                raise SplitError(
+                    f"{item.name} is used behind units of stage {stage}, but its parameters are on stage "
+                    f"{', '.join(map(str, sorted(allowed))) or 'different ones'}: this step uses the modules in another order "
+                    "than the one that the model was split by. Use the same order in all steps, or strategy='smddp'."
+                )
+            stage = later[0]
+        stages.append(stage)
+    return Splitting.at(program, _cheapest_cuts(program, stages, num_stages))
+
+
+def _cheapest_cuts(program: Program, stages: Sequence[int], num_stages: int) -> list[int]:
+    """First items of the stages 1..: between the last item that must be earlier and the first that must not."""
+    last, _ = program.last_cut()
+    cuts: list[int] = []
+    for stage in range(1, num_stages):
+        bound = [i for i, item in enumerate(program.items) if item.parameters]
+        low = max([i + 1 for i in bound if stages[i] < stage], default=0)
+        high = min([i for i in bound if stages[i] >= stage], default=len(stages) - 1)
+        low, high = max(low, cuts[-1] if cuts else 0), min(max(high, low), last, max(len(stages) - 1, 0))
+        if low > high:
+            raise SplitError(f"Stage {stage} cannot begin behind item {high}.{_what_forbids(program)}")
+        cuts.append(min(range(low, high + 1), key=lambda cut: natural_bytes(program, cut)))
+    return cuts
+
+
+def is_within(units: Collection[str]) -> Callable[[str], bool]:
+    """The predicate for :func:`build_program` that makes just ``units`` units."""
+    names = frozenset(units)
+    return names.__contains__
+
+

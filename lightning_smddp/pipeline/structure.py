@@ -1,0 +1,81 @@
+"""Nested structures of any kind, as batches and outputs of modules are: taken apart, and put together again.
+
+``torch.utils._pytree`` is private and refuses types that nobody registered; here every mapping, sequence and dataclass
+is a container, so that a ``BatchEncoding`` or a ``ModelOutput`` comes back as what it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+Path: TypeAlias = tuple[str | int, ...]
+
+
+def leaves(structure: Any) -> list[Any]:
+    """What is in ``structure`` and is no container, in order."""
+    return [leaf for _, leaf in items(structure)]
+
+
+def tensors(structure: Any) -> list[Tensor]:
+    """The tensors in ``structure``, in order."""
+    return [leaf for _, leaf in items(structure) if isinstance(leaf, Tensor)]
+
+
+def items(structure: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each leaf with its keys and positions from the outside in."""
+    children = _children(structure)
+    if children is None:
+        yield path, structure
+    else:
+        for key, child in children:
+            yield from items(child, (*path, key))
+
+
+def rebuild(structure: Any, new_leaves: Sequence[Any]) -> Any:
+    """A copy of ``structure`` with ``new_leaves`` in place of its :func:`leaves`; containers keep their types."""
+    iterator = iter(new_leaves)
+    return map_leaves(lambda _: next(iterator), structure)
+
+
+def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
+    """A copy of ``structure`` with ``function`` applied to each leaf, in order."""
+    children = _children(structure)
+    if children is None:
+        return function(structure)
+    values = [(key, map_leaves(function, child)) for key, child in children]
+    if isinstance(structure, Mapping):
+        return _like_mapping(structure, values)
+    if dataclasses.is_dataclass(structure):
+        changed = copy.copy(structure)
+        for key, value in values:
+            object.__setattr__(changed, str(key), value)
+        return changed
+    plain = [value for _, value in values]
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*plain)
+    return type(structure)(plain)  # type: ignore[call-arg]
+
+
+def _children(structure: Any) -> list[tuple[str | int, Any]] | None:
+    """Keys and members of a container; None for a leaf."""
+    if isinstance(structure, Mapping):
+        return list(structure.items())
+    if isinstance(structure, (list, tuple)):
+        return list(enumerate(structure))
+    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        return [(f.name, getattr(structure, f.name)) for f in dataclasses.fields(structure)]
+    return None
+
+
+def _like_mapping(structure: Any, values: list[tuple[str | int, Any]]) -> Any:
+    if type(structure) is dict:
+        return dict(values)
+    changed = copy.copy(structure)
+    for key, value in values:
+        changed[key] = value
+    return changed

@@ -1,0 +1,438 @@
+"""One real run of a step, recorded: which operation took which values from which.
+
+Every torch function call is seen (a ``TorchFunctionMode`` sits above autograd, so the tensors are the user's own
+objects), inside modules and between them, and every call of a module's ``forward``. Recorded are *bound* operations:
+those that depend on a parameter or a random number, directly or not. What depends on the batch alone is *free*: each
+stage can do it by itself. A dispatch mode below watches for tensors made by what the function mode does not see.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_smddp._compat import in_checkpoint
+from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
+from lightning_smddp.pipeline.memory import Memories, Memory
+from lightning_smddp.pipeline.patches import patched_forwards, user_place
+from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
+from lightning_smddp.pipeline.structure import items, leaves, map_leaves
+
+__all__ = ["HIDDEN", "Call", "Event", "Rebind", "Template", "Trace", "Value", "patched_forwards", "trace", "user_place"]
+
+_EXTENSION = "it calls operations that torch's function modes do not see (an extension's, say)"
+_BY_PYTHON = "it makes tensors of values that Python code read"
+_ALIAS = "it uses a tensor whose memory was changed through another view of it"
+
+
+Fetch: TypeAlias = Callable[[str], Tensor]
+
+
+def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
+    """Run ``step`` once or a few times and record it. ``module`` is the root whose parameters and submodules it uses.
+
+    Random states (torch's, Python's and numpy's) are put back. The step's other effects (buffers, attributes) are the
+    caller's to undo.
+
+    Args:
+        step: what to run.
+        module: see above.
+        device: where its tensors are.
+        fetch: called for each parameter that an operation uses, in the same order on every rank, gives its values on
+            ``device`` by its first name: for models that are not whole here. Nothing is kept for a backward then.
+    """
+    known = Trace()
+    while True:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            python_state = _python_random_state()
+            try:
+                result = _Tracer(module, device, known, fetch).run(step)
+            finally:
+                _set_python_random_state(python_state)
+        if result.random_functions <= known.random_functions and result.changed_buffers <= known.changed_buffers:
+            return result
+        known.random_functions |= result.random_functions  # their calls that drew nothing have to be recorded too
+        known.changed_buffers |= result.changed_buffers  # and what reads the buffers before they change
+
+
+class _Tracer(TorchFunctionMode):
+    def __init__(self, module: nn.Module, device: torch.device, known: Trace, fetch: Fetch | None) -> None:
+        super().__init__()
+        self.module, self.device, self.known, self.fetch = module, device, known, fetch
+        self.trace = Trace(random_functions=known.random_functions, changed_buffers=known.changed_buffers)
+        self.parameters = {id(p): name for name, p in module.named_parameters()}
+        self.buffers = {id(b): name for name, b in module.named_buffers()}
+        self.memories = Memories(module)
+        self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.stack: list[Call] = []
+        self.inside = False  # a function that was seen
+        self.busy = False  # with our own bookkeeping
+        self.overhead = 0.0  # seconds
+        self.python_state = _python_random_state()
+
+    def run(self, step: Callable[[], Any]) -> Trace:
+        start = self._now()
+        saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: None, lambda _: None)
+        with patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
+            step()
+        self._note_python_draws()
+        self.trace.seconds = self._now() - start - self.overhead
+        return self.trace
+
+    # ---- module calls ----
+
+    def _wrap(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return forward(*args, **kwargs)
+            call = self._enter(name)
+            start, overhead = self._now(), self.overhead
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                call.seconds = self._now() - start - (self.overhead - overhead)
+                self._note_python_draws()
+                self.stack.pop()
+                call.last = len(self.trace.events)
+            with torch._C.DisableTorchFunction():
+                self._leave(call, result, leaves((args, kwargs)))
+            return result
+
+        return traced
+
+    def _enter(self, name: str) -> Call:
+        self._note_python_draws()
+        parent = self.stack[-1] if self.stack else None
+        if parent is not None:
+            parent.has_children = True
+        call = Call(len(self.trace.calls), name, parent.index if parent else None, len(self.trace.events))
+        call.checkpointed = in_checkpoint()
+        self.trace.calls.append(call)
+        self.stack.append(call)
+        return call
+
+    def _leave(self, call: Call, result: Any, arguments: list[Any]) -> None:
+        given = {id(leaf) for leaf in arguments}
+        by_python = call.reads_bound and not call.has_children  # then what looks free may depend on what Python read
+        for leaf in leaves(result):
+            if not isinstance(leaf, Tensor) or self._find(leaf) is not None or id(leaf) in given:
+                continue
+            if by_python and id(leaf) not in self.parameters:
+                self._track(leaf, self._hide(call.index, _BY_PYTHON).index)
+        call.last = len(self.trace.events)
+        call.returned = self._template(result, arguments)
+        for (path, leaf), (kind, source) in zip(items(result), call.returned.sources, strict=True):
+            where = "".join(f"[{key!r}]" for key in path)
+            if kind == "constant" and isinstance(leaf, Tensor):
+                call.obstacle = f"its result{where} depends on the batch alone"
+            elif kind == "constant" and not _is_plain(leaf):
+                call.obstacle = f"its result{where} is a {type(leaf).__name__}"
+            elif (
+                kind == "constant"
+                and source is not None
+                and call.reads
+                and isinstance(leaf, (int, float, complex, str))
+            ):
+                call.obstacle = f"its result{where} is a Python value that may come out of a tensor"
+
+    def _note_python_draws(self) -> None:
+        """Charge the innermost call with Python's random numbers drawn since the last look."""
+        state = _python_random_state()
+        if not _same(state, self.python_state):
+            self.python_state = state
+            if self.stack:
+                self.stack[-1].draws_in_python = True
+            else:
+                self.trace.draws_in_python = True
+
+    # ---- operations ----
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = kind_of(function, args)
+        if kind is Kind.METADATA and args and self._is_elsewhere(args[0]) and asks_for_place(name_of(function)):
+            return place(name_of(function), args[0].dtype, self.device)
+        if self.inside or kind is Kind.METADATA or _sets_parameter(function, args):
+            return function(*args, **kwargs)
+        if kind is Kind.WATCHER:
+            self._watch(args[0])
+            return function(*args, **kwargs)
+        if kind is Kind.BACKWARD:
+            self.trace.backward_places.append(user_place())
+        begin, self.busy = self._now(), True
+        arguments = leaves((args, kwargs))
+        given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+        if kind is Kind.LIKE:
+            given = given[1:]
+        versions, states = [_version(t) for t in given], self._random_states(arguments)
+        inputs = tuple(dict.fromkeys(v for t in given if (v := self._find(t)) is not None))
+        start, overhead = self._now(), self.overhead
+        self.inside, self.busy = True, False
+        try:
+            result = self._do(function, args, kwargs)
+        finally:
+            self.inside = False
+        end, self.busy = self._now(), True
+        seconds = end - start - (self.overhead - overhead)
+        mutated = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
+        if given and args and is_inplace(function) and given[0] is args[0] and not any(t is given[0] for t in mutated):
+            mutated.append(given[0])
+        drew = any(not torch.equal(a, b) for a, b in zip(states, self._random_states(arguments), strict=True))
+        event = Event(
+            len(self.trace.events),
+            function,
+            inputs,
+            tuple(dict.fromkeys(self.parameters[id(t)] for t in given if id(t) in self.parameters)),
+            self.stack[-1].index if self.stack else None,
+            "",
+            Template(None, ()),
+            random=drew,
+            seconds=seconds,
+        )
+        self._record(event, given, arguments, result, mutated)
+        self.busy = False
+        self.overhead += (start - begin) + (self._now() - end)
+        return result
+
+    def _do(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if self.fetch is None or not any(id(leaf) in self.parameters for leaf in leaves((args, kwargs))):
+            return function(*args, **kwargs)
+        args, kwargs = map_leaves(self._fetched, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def _is_elsewhere(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and id(leaf) in self.parameters and leaf.device.type != self.device.type
+
+    def _fetched(self, leaf: Any) -> Any:
+        if id(leaf) not in self.parameters:
+            return leaf
+        assert self.fetch is not None
+        busy, self.busy = self.busy, True
+        value = self.fetch(self.parameters[id(leaf)]).requires_grad_(leaf.requires_grad)
+        self.busy = busy
+        return value
+
+    def _record(
+        self, event: Event, given: list[Tensor], arguments: list[Any], result: Any, mutated: list[Tensor]
+    ) -> None:
+        self._note_changes(event, given, mutated)
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        event.reads = not mutated and not made and bool(given)
+        event.free = not (event.inputs or event.parameters or event.buffers_read)
+        if event.reads:
+            for call in self.stack:
+                call.reads, call.reads_bound = True, call.reads_bound or not event.free
+        known = event.function in self.known.random_functions
+        if event.free and event.random and not known:
+            self.trace.random_functions |= {event.function}
+        if event.free and not event.random and not event.buffers and not known:
+            self._note_free(event, made, mutated)
+            return
+        event.place, event.checkpointed = user_place(), in_checkpoint()
+        self.trace.events.append(event)
+        event.mutated = tuple(self._rebind(mutated, arguments, event.index))
+        for leaf in made:
+            if not any(leaf is t for t in given):
+                self._track(leaf, event.index)
+        event.returned = self._template(result, arguments)
+
+    def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
+        memories = [self._memory(t) for t in mutated]
+        event.buffers = tuple(dict.fromkeys(m.buffer for m in memories if m.buffer is not None))
+        event.parameters_changed = tuple(dict.fromkeys(m.parameter for m in memories if m.parameter is not None))
+        self.trace.changed_buffers |= set(event.buffers)
+        names = [self.buffers.get(id(t)) for t in given]
+        event.buffers_read = tuple(dict.fromkeys(n for n in names if n is not None and n in self.known.changed_buffers))
+
+    def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor]) -> None:
+        """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
+        for tensor in made:
+            memory = self._memory(tensor)
+            memory.known, memory.bound = True, memory.parameter is not None
+        if event.reads:
+            self.trace.reads_of_batch.append(user_place())
+        for tensor in mutated:
+            born = self._memory(tensor).call
+            for call in self.stack:
+                if not self._within(born, call.index) and not self._owns(call, tensor):
+                    call.obstacle = f"it changes a tensor in place, at {user_place()}, that was made outside of it"
+
+    def _within(self, call: int | None, outer: int) -> bool:
+        while call is not None and call != outer:
+            call = self.trace.calls[call].parent
+        return call == outer
+
+    def _owns(self, call: Call, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is an attribute of the called module or of one within."""
+        modules = self.module.get_submodule(call.module).modules()
+        return any(value is tensor for module in modules for value in module.__dict__.values())
+
+    def _watch(self, tensor: Any) -> None:
+        value = self._find(tensor) if isinstance(tensor, Tensor) else None
+        if value is not None:
+            self.trace.values[value].watched = True
+
+    # ---- what the function mode does not see ----
+
+    def saw_unseen(self, args: Any, kwargs: Any, result: Any) -> None:
+        """An operation of torch's dispatcher, inside of a function that was seen or not."""
+        begin = time.perf_counter()
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        memories = [self._memory(t) for t in given]
+        made = [self._memory(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if any(memory.bound for memory in memories):
+            index = None
+            if not self.inside:
+                event = self._hide(self.stack[-1].index if self.stack else None, _EXTENSION)
+                event.inputs = tuple(dict.fromkeys(v for t in given if (v := self._find_tracked(t)) is not None))
+                event.parameters = tuple(dict.fromkeys(m.parameter for m in memories if m.parameter is not None))
+                index = event.index
+            for memory in made:
+                memory.bound, memory.hidden = True, index if memory.hidden is None else memory.hidden
+        self.overhead += time.perf_counter() - begin
+
+    def _hide(self, call: int | None, reason: str) -> Event:
+        event = Event(len(self.trace.events), HIDDEN, (), (), call, user_place(), Template(None, ()), reason=reason)
+        self.trace.events.append(event)
+        return event
+
+    # ---- values ----
+
+    def _memory(self, tensor: Tensor) -> Memory:
+        return self.memories.of(tensor, self.stack[-1].index if self.stack else None)
+
+    def _rebind(self, mutated: list[Tensor], arguments: list[Any], event: int) -> Iterator[Rebind]:
+        """New values for tensors changed in place, and for every other view of their memory."""
+        positions = {id(leaf): position for position, leaf in enumerate(arguments)}
+        for tensor in mutated:
+            if id(tensor) in self.parameters:
+                continue
+            views = [tensor, *(view for view in self.memories.live_views(self._memory(tensor)) if view is not tensor)]
+            for view in views:
+                old = self._find_tracked(view)
+                yield Rebind(old, self._track(view, event), positions.get(id(view)))
+
+    def _track(self, tensor: Tensor, event: int) -> int:
+        memory = self._memory(tensor)
+        value = Value(
+            len(self.trace.values),
+            event,
+            tuple(tensor.shape),
+            tuple(tensor.stride()) if tensor.layout == torch.strided else (),
+            tensor.dtype,
+            tensor.requires_grad,
+            memory.number,
+        )
+        self.trace.values.append(value)
+        reference = weakref.ref(tensor)
+        if self._find_tracked(tensor) is None:
+            memory.views.append(reference)
+        memory.bound = True
+        self.tracked[id(tensor)] = (reference, value.index)
+        return value.index
+
+    def _find_tracked(self, tensor: Tensor) -> int | None:
+        entry = self.tracked.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def _find(self, tensor: Tensor) -> int | None:
+        """The value that ``tensor`` is; None for parameters and free tensors."""
+        value = self._find_tracked(tensor)
+        if value is not None or id(tensor) in self.parameters or id(tensor) in self.buffers:
+            return value
+        memory = self._memory(tensor)
+        if not memory.bound and (memory.known or tensor.grad_fn is None):
+            return None
+        if memory.hidden is not None:
+            return self._track(tensor, memory.hidden)
+        shared = any(True for _ in self.memories.live_views(memory)) or memory.parameter is not None
+        return self._track(tensor, self._hide(memory.call, _ALIAS if shared else _EXTENSION).index)
+
+    def _template(self, result: Any, arguments: list[Any]) -> Template:
+        positions = {id(leaf): position for position, leaf in enumerate(arguments) if not _is_plain(leaf)}
+        sources: list[tuple[str, Any]] = []
+        for leaf in leaves(result):
+            value = self._find_tracked(leaf) if isinstance(leaf, Tensor) else None
+            if id(leaf) in positions:
+                sources.append(("argument", positions[id(leaf)]))
+            elif value is not None:
+                sources.append(("value", value))
+            else:
+                sources.append(("constant", leaf if _is_plain(leaf) else None))
+        return Template(... if isinstance(result, Tensor) else map_leaves(_blank, result), tuple(sources))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _random_states(self, arguments: list[Any]) -> list[Tensor]:
+        states = [torch.random.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return [*states, *(leaf.get_state() for leaf in arguments if isinstance(leaf, torch.Generator))]
+
+
+class _Unseen(TorchDispatchMode):
+    """Tells the tracer of each operation of the dispatcher."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.tracer.busy:
+            with torch._C.DisableTorchFunction():
+                self.tracer.saw_unseen(args, kwargs, result)
+        return result
+
+
+_EMPTY = torch.empty(0)
+
+
+def _blank(leaf: Any) -> Any:
+    """What stands in a skeleton for a leaf; of the right kind, as some containers check."""
+    if isinstance(leaf, Tensor):
+        return _EMPTY
+    return leaf if _is_plain(leaf) else None
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a leaf may be repeated on another stage as it is."""
+    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+    return leaf is None or isinstance(leaf, plain)
+
+
+def _sets_parameter(function: Any, args: Any) -> bool:
+    return sets_flag(function) and isinstance(args[0], nn.Parameter)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _python_random_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+
+
+def _set_python_random_state(state: Any) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and (a[1] is None or b[1] is None or (a[1][2] == b[1][2] and (a[1][1] == b[1][1]).all()))

@@ -1,0 +1,145 @@
+"""Tensors of any shape and dtype between ranks, in flat chunks of bounded size, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.communication.messages import gather_json
+
+CHUNK_BYTES = 64 * 2**20
+_ALIGNMENT = 16  # bytes; the widest element (complex128)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of a tensor to come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """The spec of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Spec:
+        """From :meth:`to_json`. Raises ``ValueError`` for what is no dtype."""
+        shape, name = value
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}. Run one version on every rank.")
+        return cls(tuple(shape), dtype)
+
+    def to_json(self) -> list[Any]:
+        """Shape and name of the dtype."""
+        return [list(self.shape), str(self.dtype).removeprefix("torch.")]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements [begin, end) of tensor number ``index``, at byte ``offset`` of a chunk."""
+
+    index: int
+    begin: int
+    end: int
+    offset: int
+
+
+def broadcast_tensors(
+    specs: Sequence[Spec], tensors: Sequence[Tensor] | None, group: dist.ProcessGroup, source: int, device: torch.device
+) -> None:
+    """Write rank ``source``'s ``tensors`` into everyone's, in place. Collective.
+
+    Args:
+        specs: of all tensors, the same on every rank.
+        tensors: of these specs, anywhere in memory; None on a rank that takes part but does not want them.
+        group: the ranks.
+        source: rank in ``group``.
+        device: where ``group``'s backend has its messages.
+    """
+    flats = None if tensors is None else [tensor.detach().contiguous().view(-1) for tensor in tensors]
+    for parts, size in _chunks(specs):
+        chunk = torch.empty(size, dtype=torch.uint8, device=device)
+        if group.rank() == source:
+            assert flats is not None
+            for part in parts:
+                _view(chunk, part, specs).copy_(flats[part.index][part.begin : part.end])
+        dist.broadcast(chunk, group=group, group_src=source)
+        if group.rank() != source and flats is not None:
+            for part in parts:
+                flats[part.index][part.begin : part.end].copy_(_view(chunk, part, specs))
+    if tensors is not None and flats is not None and group.rank() != source:
+        for tensor, flat in zip(tensors, flats, strict=True):
+            if not tensor.is_contiguous():
+                tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def gather_tensors(
+    mine: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
+) -> dict[str, Tensor]:
+    """The union of all ranks' named tensors, on the CPU. Collective.
+
+    Args:
+        mine: of this rank; a name belongs to one rank only.
+        group: the ranks.
+        to_all: False leaves all ranks but the first with an empty dict.
+        device: where ``group``'s backend has its messages.
+
+    Returns:
+        Copies of the others' tensors; this rank's own are those of ``mine`` where they are on the CPU.
+    """
+    announced = gather_json([[name, Spec.of(tensor).to_json()] for name, tensor in mine.items()], group, device)
+    wanted = to_all or group.rank() == 0
+    result: dict[str, Tensor] = {}
+    for source, entries in enumerate(announced):
+        specs = [Spec.from_json(entry) for _, entry in entries]
+        tensors: list[Tensor] | None = None
+        if source == group.rank():
+            tensors = [tensor.detach() for tensor in mine.values()]
+        elif wanted:
+            tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+        if to_all or source != 0:
+            broadcast_tensors(specs, tensors, group, source, device)
+        if wanted:
+            assert tensors is not None
+            result.update(zip((name for name, _ in entries), (tensor.cpu() for tensor in tensors), strict=True))
+    return result
+
+
+def _view(chunk: Tensor, part: _Part, specs: Sequence[Spec]) -> Tensor:
+    dtype = specs[part.index].dtype
+    return chunk[part.offset : part.offset + (part.end - part.begin) * dtype.itemsize].view(dtype)
+
+
+def _chunks(specs: Sequence[Spec]) -> Iterator[tuple[list[_Part], int]]:
+    """What lies in each chunk, and its bytes. Tensors larger than a chunk are cut."""
+    parts: list[_Part] = []
+    used = 0
+    for index, spec in enumerate(specs):
+        begin = 0
+        while begin < spec.numel:
+            offset = -(-used // _ALIGNMENT) * _ALIGNMENT
+            end = min(spec.numel, begin + (CHUNK_BYTES - offset) // spec.dtype.itemsize)
+            if end <= begin:
+                yield parts, used
+                parts, used = [], 0
+                continue
+            parts.append(_Part(index, begin, end, offset))
+            used = offset + (end - begin) * spec.dtype.itemsize
+            begin = end
+    if parts:
+        yield parts, used

@@ -1,0 +1,1 @@
+"""Choices and predictions from costs alone: pure functions on plain data, without torch or Lightning."""

@@ -1,0 +1,210 @@
+"""Cutting a step into pipeline stages: the best cuts under a cost model, or the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning_smddp.planner.coupled_search import solve_coupled
+from lightning_smddp.planner.problem import PICOSECONDS, Item, PartitionError, PartitionProblem, StageCosts
+from lightning_smddp.planner.stage_search import fastest_stage, fewest_bytes, least_memory, most_stages, windows
+
+__all__ = [
+    "Item",
+    "Partition",
+    "PartitionError",
+    "PartitionProblem",
+    "best_partition",
+    "given_partition",
+    "partition_at",
+]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A step cut into stages, and what each stage and rank then costs.
+
+    Attributes:
+        cuts: index of the first item of each stage but the first; increasing.
+        num_items: how many items the step has.
+        stage_seconds: for a micro-batch, forward and backward and boundaries (see ``StageCosts``).
+        stage_memory: bytes, a parameter counted once for each stage.
+        rank_seconds, rank_memory: the same, by rank; a parameter counted once for each rank.
+        bytes_sent: over all cuts between two ranks, one way, for a micro-batch.
+        is_proven: False where the search was cut short, and a better partition may exist.
+    """
+
+    cuts: tuple[int, ...]
+    num_items: int
+    stage_seconds: tuple[float, ...]
+    stage_memory: tuple[int, ...]
+    rank_seconds: dict[int, float]
+    rank_memory: dict[int, int]
+    bytes_sent: int
+    is_proven: bool = True
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """(first item, item after the last) of each stage."""
+        return _bounds(self.cuts, self.num_items)
+
+
+def best_partition(problem: PartitionProblem) -> Partition:
+    """The partition whose slowest stage is fastest, and which keeps every rank under the memory limit.
+
+    Ties are decided by the smallest slowest rank (sum over its stages), then by the fewest bytes sent.
+
+    For n items and S stages, one on each rank, this is dynamic programming over (stage, end): O(S n^2) at worst,
+    O(n^2 log S) where stages are balanced. Stages that share a rank are coupled through the rank's total; there the
+    exact search keeps the Pareto-optimal partial partitions, exponentially many at worst. It keeps a bounded number,
+    and ``is_proven`` says whether that was all of them. Without a memory limit the slowest stage is always optimal.
+
+    Raises:
+        PartitionError: with more stages than units, when forbidden cuts leave too few stages, or when the memory
+            limit cannot be met.
+    """
+    costs = StageCosts(problem)
+    _check_enough_units(costs)
+    limit = None if problem.memory_limit is None else math.floor(problem.memory_limit)
+    slowest = fastest_stage(costs, limit)
+    if slowest is None:
+        raise _memory_error(costs)
+    if costs.is_one_stage_per_rank:
+        return _evaluate(costs, fewest_bytes(costs, windows(costs, slowest, limit)))
+    found = solve_coupled(costs, slowest, limit)
+    if found is not None:
+        return _evaluate(costs, *found)
+    smallest = _evaluate(costs, least_memory(costs), is_proven=False)
+    if limit is not None and max(smallest.rank_memory.values()) > limit:
+        raise _memory_error(costs)
+    return smallest
+
+
+def partition_at(problem: PartitionProblem, cuts: Sequence[int]) -> Partition:
+    """The partition with these cuts, whatever it costs: a memory limit is not enforced.
+
+    Raises:
+        PartitionError: for cuts out of order, a stage without a unit, or a cut where none is possible.
+    """
+    costs = StageCosts(problem)
+    if len(cuts) != costs.num_stages - 1:
+        raise PartitionError(f"{costs.num_stages} stages need {costs.num_stages - 1} cuts, got {list(cuts)}")
+    for cut in cuts:
+        if not 0 < cut < costs.num_items:
+            raise PartitionError(f"a cut must be from 1 to {costs.num_items - 1}, got {list(cuts)}")
+        if not costs.is_allowed[cut]:
+            before, after = problem.items[cut - 1].name, problem.items[cut].name
+            raise PartitionError(f"the step cannot be cut between {before!r} and {after!r} (items {cut - 1} and {cut})")
+    for stage, (start, end) in enumerate(_bounds(cuts, costs.num_items)):
+        if start >= end or not costs.has_unit(start, end):
+            raise PartitionError(
+                f"stage {stage} would have no unit: cuts={list(cuts)} must increase, with units between"
+            )
+    return _evaluate(costs, tuple(cuts))
+
+
+def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partition:
+    """The partition whose stages, but the first, begin at the items that ``split`` names.
+
+    A name stands for the first item of that name or, as a prefix ("blocks.2"), for the first item inside it.
+
+    Raises:
+        PartitionError: for unknown names (with close matches and all valid names), a wrong number of names, names
+            that are not in execution order, and cuts that are not possible.
+    """
+    if len(split) != problem.num_stages - 1:
+        raise PartitionError(
+            f"split={list(split)} makes {len(split) + 1} stages, but {problem.num_stages} were asked for: name the"
+            f" first unit of each stage but the first"
+        )
+    cuts = [_find(name, problem.items) for name in split]
+    if cuts and cuts[0] == 0:
+        raise PartitionError(
+            f"split={list(split)}: {split[0]!r} is where the first stage begins; name later units only"
+        )
+    if any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)):
+        order = sorted(dict.fromkeys(split), key=lambda name: _find(name, problem.items))
+        raise PartitionError(f"split={list(split)} must name different units in execution order, which is {order}")
+    return partition_at(problem, cuts)
+
+
+def _find(name: str, items: Sequence[Item]) -> int:
+    for index, item in enumerate(items):
+        if item.name == name or item.name.startswith(f"{name}."):
+            return index
+    names = list(dict.fromkeys(item.name for item in items))
+    prefixes = {known.rsplit(".", depth)[0] for known in names for depth in range(1, known.count(".") + 1)}
+    close = difflib.get_close_matches(name, [*names, *sorted(prefixes)])
+    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+    raise PartitionError(
+        f"split names {name!r}, which the step does not call{hint} Units, in order: {', '.join(names)}"
+    )
+
+
+def _bounds(cuts: Sequence[int], num_items: int) -> list[tuple[int, int]]:
+    return list(zip([0, *cuts], [*cuts, num_items], strict=True))
+
+
+def _evaluate(costs: StageCosts, cuts: tuple[int, ...], is_proven: bool = True) -> Partition:
+    problem, bounds = costs.problem, _bounds(cuts, costs.num_items)
+    seconds = [costs.seconds(stage, *bound) / PICOSECONDS for stage, bound in enumerate(bounds)]
+    ranks = sorted(set(problem.rank_of_stage))
+    stages_of = {rank: [k for k, owner in enumerate(problem.rank_of_stage) if owner == rank] for rank in ranks}
+    return Partition(
+        cuts=cuts,
+        num_items=costs.num_items,
+        stage_seconds=tuple(seconds),
+        stage_memory=tuple(costs.memory(stage, *bound) for stage, bound in enumerate(bounds)),
+        rank_seconds={rank: sum(seconds[stage] for stage in stages_of[rank]) for rank in ranks},
+        rank_memory={rank: _rank_memory(costs, stages_of[rank], bounds) for rank in ranks},
+        bytes_sent=sum(costs.sent_bytes(stage, start) for stage, (start, _) in enumerate(bounds)),
+        is_proven=is_proven,
+    )
+
+
+def _rank_memory(costs: StageCosts, stages: Iterable[int], bounds: Sequence[tuple[int, int]]) -> int:
+    tied = frozenset[str]().union(*(costs.tied[i] for stage in stages for i in range(*bounds[stage])))
+    return sum(costs.untied_bytes(stage, *bounds[stage]) for stage in stages) + sum(
+        costs.problem.parameter_bytes[name] for name in tied
+    )
+
+
+def _check_enough_units(costs: StageCosts) -> None:
+    wanted, units = costs.num_stages, costs.units[-1]
+    if wanted > units:
+        names = ", ".join(item.name for item in costs.problem.items if item.is_unit) or "none"
+        raise PartitionError(
+            f"{wanted} stages were asked for, but the step has only {units} units ({names}): lower"
+            f" pipeline_parallel_size or stages_per_rank so that their product is at most {units}, or let bigger"
+            f" units be opened"
+        )
+    possible, runs = most_stages(costs)
+    if wanted > possible:
+        items = costs.problem.items
+        places = "; ".join(f"from {items[start].name!r} to {items[end - 1].name!r}" for start, end in runs)
+        raise PartitionError(
+            f"{wanted} stages were asked for, but the step can be cut into at most {possible}: no cut is possible"
+            f" {places}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most {possible}"
+        )
+
+
+def _memory_error(costs: StageCosts) -> PartitionError:
+    limit, items = costs.problem.memory_limit, costs.problem.items
+    assert limit is not None
+    needed = max(_evaluate(costs, least_memory(costs)).rank_memory.values())
+    fewest = min(costs.problem.in_flight)
+    biggest, name = max((costs.memory_of_item(i, fewest), item.name) for i, item in enumerate(items))
+    which = "the smallest limit that would do" if costs.is_one_stage_per_rank else "a limit that would do"
+    alone = f"; unit {name!r} alone needs {_size(biggest)}" if biggest > limit else ""
+    return PartitionError(
+        f"found no partition into {costs.num_stages} stages that keeps every rank under memory_limit={_size(limit)};"
+        f" {which} is {_size(needed)}{alone}. Use more stages, activation checkpointing, or smaller micro-batches"
+        f" (more of them, or a smaller batch)"
+    )
+
+
+def _size(size: float) -> str:
+    exact = f"{math.ceil(size)} bytes"
+    return exact if size < 2**20 else f"{exact} ({size / 2**30:.3f} GiB)"

@@ -1,0 +1,184 @@
+"""What a partition is judged by: the items of a step, what they cost, and what each stage may hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+PICOSECONDS = 10**12  # times are compared as whole picoseconds: sums are exact, so ties are ties
+
+
+class PartitionError(ValueError):
+    """No partition does what was asked for; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One call of the step, in execution order.
+
+    Attributes:
+        name: the unit's name; a unit that is called twice makes two items of one name.
+        forward_s, backward_s: seconds for one micro-batch.
+        activation_bytes: kept from its forward to its backward, for each micro-batch in flight.
+        parameters: names of the parameters it uses. A name in several items is a tied parameter.
+        is_unit: False for what may run beside units but makes no stage by itself.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    parameters: tuple[str, ...] = ()
+    is_unit: bool = True
+
+
+@dataclass(frozen=True)
+class PartitionProblem:
+    """Items to cut into stages, and what the stages have at their disposal.
+
+    Attributes:
+        items: the step, in execution order.
+        parameter_bytes: name -> bytes of weights, gradient and optimizer state together.
+        cut_bytes: ``cut_bytes[i]`` cross from the items before i to item i and later, for one micro-batch; ``inf``
+            where the step cannot be cut. One value more than items; the first and the last are not used.
+        bytes_per_s, latency_s: of the link between ranks.
+        rank_of_stage: the rank that runs each stage, in stage order; its length is the number of stages.
+        in_flight: micro-batches whose activations each stage keeps at once.
+        memory_limit: bytes on each rank for parameters and activations; None for no limit.
+    """
+
+    items: Sequence[Item]
+    parameter_bytes: Mapping[str, int]
+    cut_bytes: Sequence[float]
+    rank_of_stage: Sequence[int]
+    in_flight: Sequence[int]
+    bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+    memory_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.cut_bytes) != len(self.items) + 1:
+            raise ValueError(f"{len(self.items)} items need {len(self.items) + 1} cut_bytes, got {len(self.cut_bytes)}")
+        if any(math.isnan(size) or size < 0 for size in self.cut_bytes):
+            raise ValueError(f"cut_bytes must be >= 0 (inf: no cut there), got {list(self.cut_bytes)}")
+        if not self.rank_of_stage or len(self.in_flight) != self.num_stages:
+            raise ValueError(
+                f"rank_of_stage={list(self.rank_of_stage)} and in_flight={list(self.in_flight)} must have one value"
+                f" for each stage, and at least one"
+            )
+        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"not a link: bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}")
+        for item in self.items:
+            if not (0 <= item.forward_s < math.inf and 0 <= item.backward_s < math.inf):
+                raise ValueError(f"{item.name!r} takes forward_s={item.forward_s}, backward_s={item.backward_s}")
+            if unknown := [name for name in item.parameters if name not in self.parameter_bytes]:
+                raise ValueError(f"{item.name!r} uses parameters without parameter_bytes: {unknown}")
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages to make."""
+        return len(self.rank_of_stage)
+
+
+class StageCosts:
+    """Seconds and bytes of any stage of a problem, as whole numbers.
+
+    A stage k of the items i .. j-1 takes
+
+        sum of forward_s + backward_s of its items + boundary(i) + boundary(j)
+        boundary(i) = 2 * (latency_s + cut_bytes[i] / bytes_per_s)
+
+    picoseconds for a micro-batch: at each of its two boundaries the activations pass one way and their gradients
+    the other, and both ends are charged, as if nothing overlapped. A boundary between two stages of one rank costs
+    nothing; nor does the start of the first stage or the end of the last.
+
+    It holds ``in_flight[k]`` times the activations of its items, and each parameter that they name once.
+    """
+
+    def __init__(self, problem: PartitionProblem) -> None:
+        items = problem.items
+        self.problem = problem
+        self.num_items, self.num_stages = len(items), problem.num_stages
+        self.compute = _prefix(round((item.forward_s + item.backward_s) * PICOSECONDS) for item in items)
+        self.activations = _prefix(item.activation_bytes for item in items)
+        self.units = _prefix(item.is_unit for item in items)
+        uses = Counter(name for item in items for name in set(item.parameters))
+        self.tied = [frozenset(name for name in item.parameters if uses[name] > 1) for item in items]
+        self.last_use = {name: index for index, names in enumerate(self.tied) for name in names}
+        self.own = _prefix(
+            sum(problem.parameter_bytes[name] for name in set(item.parameters) if uses[name] == 1) for item in items
+        )
+        self._tied_between: dict[tuple[int, int], frozenset[str]] = {}
+        self._tied_bytes = self._tied_table() if self.last_use else None
+        self.is_allowed = [0 < i < len(items) and size < math.inf for i, size in enumerate(problem.cut_bytes)]
+        self.is_sent = [a != b for a, b in zip(problem.rank_of_stage, problem.rank_of_stage[1:], strict=False)]
+        boundary = [self._boundary(size) for size in problem.cut_bytes]
+        free = [0] * len(boundary)
+        self.entry = [free, *(boundary if sent else free for sent in self.is_sent), free]
+
+    def _boundary(self, size: float) -> int:
+        if math.isinf(size):
+            return 0  # never used: no cut is allowed there
+        return round(2 * (self.problem.latency_s + size / self.problem.bytes_per_s) * PICOSECONDS)
+
+    def _tied_table(self) -> list[list[int]]:
+        """``table[j][i]``: bytes of the tied parameters that the items i .. j-1 name."""
+        table = []
+        for end in range(self.num_items + 1):
+            seen: set[str] = set()
+            row, total = [0] * (end + 1), 0
+            for start in range(end - 1, -1, -1):
+                new = self.tied[start] - seen
+                seen |= new
+                total += sum(self.problem.parameter_bytes[name] for name in new)
+                row[start] = total
+            table.append(row)
+        return table
+
+    def seconds(self, stage: int, start: int, end: int) -> int:
+        """Picoseconds of ``stage`` when it has the items ``start`` .. ``end - 1``."""
+        return self.compute[end] - self.compute[start] + self.entry[stage][start] + self.entry[stage + 1][end]
+
+    def untied_bytes(self, stage: int, start: int, end: int) -> int:
+        """Bytes that no other stage can hold as well: activations, and parameters used by one item only."""
+        kept = self.activations[end] - self.activations[start]
+        return kept * self.problem.in_flight[stage] + self.own[end] - self.own[start]
+
+    def memory(self, stage: int, start: int, end: int) -> int:
+        """Bytes of ``stage`` when it has the items ``start`` .. ``end - 1``."""
+        shared = self._tied_bytes[end][start] if self._tied_bytes else 0
+        return self.untied_bytes(stage, start, end) + shared
+
+    def tied_between(self, start: int, end: int) -> frozenset[str]:
+        """Names of the tied parameters of the items ``start`` .. ``end - 1``."""
+        if not self.last_use:
+            return frozenset()
+        if (start, end) not in self._tied_between:
+            self._tied_between[start, end] = frozenset[str]().union(*self.tied[start:end])
+        return self._tied_between[start, end]
+
+    def memory_of_item(self, index: int, in_flight: int) -> int:
+        """Bytes of a stage with this item only."""
+        item = self.problem.items[index]
+        names = set(item.parameters)
+        return item.activation_bytes * in_flight + sum(self.problem.parameter_bytes[name] for name in names)
+
+    def sent_bytes(self, stage: int, start: int) -> int:
+        """Bytes that ``stage`` receives from another rank when it starts at item ``start``."""
+        return round(self.problem.cut_bytes[start]) if stage > 0 and self.is_sent[stage - 1] else 0
+
+    def has_unit(self, start: int, end: int) -> bool:
+        """Whether there is a unit among the items ``start`` .. ``end - 1``."""
+        return self.units[end] > self.units[start]
+
+    @property
+    def is_one_stage_per_rank(self) -> bool:
+        """Whether stages can be judged one by one, because no two share a rank."""
+        return len(set(self.problem.rank_of_stage)) == self.num_stages
+
+
+def _prefix(values: Iterable[int]) -> list[int]:
+    return list(accumulate(values, initial=0))

@@ -1,0 +1,121 @@
+"""The best partition where stages can be judged one by one: dynamic programming over (stage, end of the stage)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from lightning_smddp.planner.problem import StageCosts
+
+Windows = list[dict[int, list[int]]]  # for each stage: first item -> possible ends
+Cost = Callable[[int, int, int], int]  # of (stage, start, end)
+
+
+def most_stages(costs: StageCosts) -> tuple[int, list[tuple[int, int]]]:
+    """How many stages the allowed cuts can make, and the runs of items with several units and no cut inside."""
+    bounds, start = [], 0
+    for end in range(1, costs.num_items + 1):
+        rest_has_unit = end == costs.num_items or costs.has_unit(end, costs.num_items)
+        if (costs.is_allowed[end] or end == costs.num_items) and costs.has_unit(start, end) and rest_has_unit:
+            bounds.append((start, end))
+            start = end
+    return len(bounds), [(a, b) for a, b in bounds if costs.units[b] - costs.units[a] > 1]
+
+
+def fastest_stage(costs: StageCosts, memory_limit: int | None) -> int | None:
+    """Picoseconds of the slowest stage in the best partition; None if some stage is always over the limit."""
+
+    def compute(stage: int, start: int, end: int) -> int:
+        return costs.compute[end] - costs.compute[start]
+
+    found = _smallest_worst(costs, costs.seconds, compute, memory_limit)
+    return None if found is None else found[0]
+
+
+def least_memory(costs: StageCosts) -> tuple[int, ...]:
+    """Cuts whose biggest stage, in bytes, is smallest."""
+    found = _smallest_worst(costs, costs.memory, costs.memory, None)
+    assert found is not None
+    return found[1]
+
+
+def _smallest_worst(
+    costs: StageCosts, cost: Cost, bound: Cost, memory_limit: int | None
+) -> tuple[int, tuple[int, ...]] | None:
+    """(worst cost of a stage, cuts) of the partition whose worst stage is best.
+
+    ``bound`` is at most ``cost`` and grows with the stage, so that a start can be given up early.
+    """
+    n, last = costs.num_items, costs.num_stages - 1
+    worst: list[dict[int, int]] = [{0: 0}]
+    choice: list[dict[int, int]] = []
+    for stage in range(costs.num_stages):
+        worst.append({})
+        choice.append({})
+        for end in [n] if stage == last else (i for i in range(1, n) if costs.is_allowed[i]):
+            best = math.inf
+            for start in range(end - 1, -1, -1):
+                if bound(stage, start, end) >= best:
+                    break
+                if memory_limit is not None and costs.memory(stage, start, end) > memory_limit:
+                    break
+                before = worst[stage].get(start)
+                if before is None or not costs.has_unit(start, end):
+                    continue
+                value = max(before, cost(stage, start, end))
+                if value < best:
+                    best = worst[-1][end] = value
+                    choice[stage][end] = start
+    if n not in worst[-1]:
+        return None
+    cuts = [n]
+    for stage in range(last, 0, -1):
+        cuts.append(choice[stage][cuts[-1]])
+    return worst[-1][n], tuple(reversed(cuts[1:]))
+
+
+def windows(costs: StageCosts, slowest: int, memory_limit: int | None) -> Windows:
+    """All stages that take at most ``slowest`` picoseconds, fit the limit and are part of some whole partition."""
+    found: Windows = []
+    starts = {0}
+    for stage in range(costs.num_stages):
+        ends = {start: list(_ends(costs, stage, start, slowest, memory_limit)) for start in sorted(starts)}
+        found.append(ends)
+        starts = {end for each in ends.values() for end in each}
+    return still_whole(found, costs.num_items)
+
+
+def still_whole(stages: Windows, num_items: int) -> Windows:
+    """Those of the ``stages`` that can be followed by others up to the last item."""
+    alive = {num_items}
+    result: Windows = []
+    for found in reversed(stages):
+        kept = {start: [end for end in ends if end in alive] for start, ends in found.items()}
+        result.append({start: ends for start, ends in kept.items() if ends})
+        alive = set(result[-1])
+    return result[::-1]
+
+
+def _ends(costs: StageCosts, stage: int, start: int, slowest: int, memory_limit: int | None) -> Iterator[int]:
+    n = costs.num_items
+    for end in [n] if stage == costs.num_stages - 1 else range(start + 1, n):
+        if costs.compute[end] - costs.compute[start] > slowest:
+            return
+        if memory_limit is not None and costs.memory(stage, start, end) > memory_limit:
+            return
+        if not (costs.is_allowed[end] or end == n) or not costs.has_unit(start, end):
+            continue
+        if costs.seconds(stage, start, end) <= slowest:
+            yield end
+
+
+def fewest_bytes(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
+    """Cuts of the partition made of ``stages`` that sends the fewest bytes; the earliest cuts among equals."""
+    best: dict[int, tuple[int, tuple[int, ...]]] = {costs.num_items: (0, ())}
+    for stage in reversed(range(costs.num_stages)):
+        following, best = best, {}
+        for start, ends in stages[stage].items():
+            sent, cuts = min(following[end] for end in ends)
+            here = (start,) if stage > 0 else ()
+            best[start] = sent + costs.sent_bytes(stage, start), here + cuts
+    return best[0][1]

@@ -1,0 +1,120 @@
+"""A step as an SVG, without any library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from lightning_smddp.planner.spans import Span, ranks_of, step_seconds
+from lightning_smddp.planner.timeline_style import (
+    BORDER,
+    COLOURS,
+    DARK,
+    GREY,
+    GRID,
+    LEGEND,
+    PAPER,
+    is_computing,
+    kinds_of,
+    mixed,
+    shades,
+    subtitle,
+    text_on,
+    ticks_ms,
+)
+
+WIDTH, LEFT, RIGHT, TOP = 1000, 76, 24, 70
+LANE, BOX, SEND = 44, 30, 4  # height of a lane, of its boxes, of the bar for messages under them
+FONT = "font-family=\"-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
+DIGIT = 0.58  # width of a digit, as a share of the font size
+
+
+def to_svg(spans: Sequence[Span], title: str = "Pipeline timeline") -> str:
+    """One lane for each rank, a box for each micro-batch, lighter for a rank's later stages; messages as thin bars.
+
+    The picture has its own background, so it can be read on light and on dark pages. A box's tooltip says what it is.
+    """
+    ranks = ranks_of(spans)
+    bottom = TOP + LANE * len(ranks)
+    height = bottom + 74
+    body = [
+        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="{PAPER}" stroke="{BORDER}"/>',
+        _text(LEFT, 30, title, size=17, weight=600),
+        _text(LEFT, 51, subtitle(spans), size=12.5, colour=GREY),
+        *_axis(step_seconds(spans) * 1e3, bottom),
+        *(_text(LEFT - 12, TOP + LANE * i + BOX / 2 + 4, f"rank {rank}", anchor="end") for i, rank in enumerate(ranks)),
+        *_boxes(spans, {rank: TOP + LANE * lane for lane, rank in enumerate(ranks)}),
+        *_legend(spans, height - 20),
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+        f' role="img" {FONT}>'
+    )
+    return "\n".join([head, f"<title>{escape(title)}</title>", *body, "</svg>"]) + "\n"
+
+
+def _text(
+    x: float, y: float, text: str, *, size: float = 13, colour: str = DARK, anchor: str = "start", weight: int = 400
+) -> str:
+    return (
+        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" font-weight="{weight}" fill="{colour}"'
+        f' text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str, tooltip: str = "") -> str:
+    size = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    note = f"<title>{escape(tooltip)}</title>" if tooltip else ""
+    return f'<rect {size} rx="{min(2.0, height / 10):g}" fill="{colour}">{note}</rect>'
+
+
+def _axis(step_ms: float, bottom: float) -> list[str]:
+    """A line and a number at each tick; the unit stands at the end of the axis."""
+    parts = []
+    for tick in ticks_ms(step_ms):
+        x = LEFT + (WIDTH - LEFT - RIGHT) * (tick / step_ms if step_ms else 0.0)
+        parts.append(f'<path d="M{x:.2f} {TOP - 6}V{bottom}" stroke="{GRID}"/>')
+        parts.append(_text(x, bottom + 16, f"{tick:g}", size=12, colour=GREY, anchor="middle"))
+    return [*parts, _text(LEFT - 12, bottom + 16, "ms", size=12, colour=GREY, anchor="end")]
+
+
+def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
+    origin = min((span.start_s for span in spans), default=0.0)
+    scale = (WIDTH - LEFT - RIGHT) / (step_seconds(spans) or 1.0)
+    shade = shades(spans)
+    parts = []
+    for span in sorted(spans, key=lambda span: (span.rank, is_computing(span), span.start_s)):
+        x, width, top = LEFT + (span.start_s - origin) * scale, span.seconds * scale, top_of[span.rank]
+        colour = mixed(COLOURS[span.kind], shade[span.stage] if is_computing(span) else 0.0)
+        tip = f"{LEGEND[span.kind]}, micro-batch {span.microbatch}, stage {span.stage}: {span.seconds * 1e3:.4g} ms"
+        if span.kind == "send":
+            parts.append(_rect(x, top + BOX + 2, max(width, 1.0), SEND, colour, tip))
+            continue
+        gap = min(0.6, width / 8)  # keeps neighbours apart
+        parts.append(_rect(x + gap, top, max(width - 2 * gap, 0.4), BOX, colour, tip))
+        label = str(span.microbatch)
+        size = min(11.5, (width - 2) / (DIGIT * len(label)))
+        if is_computing(span) and size >= 7.5:
+            parts.append(
+                _text(
+                    x + width / 2,
+                    top + BOX / 2 + 4,
+                    label,
+                    size=round(size, 1),
+                    colour=text_on(colour),
+                    anchor="middle",
+                )
+            )
+    return parts
+
+
+def _legend(spans: Sequence[Span], y: float) -> list[str]:
+    entries = [(COLOURS[kind], LEGEND[kind]) for kind in kinds_of(spans)]
+    lightest = max(shades(spans).values(), default=0.0)
+    if lightest:
+        entries.append((mixed(COLOURS["forward"], lightest), "lighter: later stage of the rank"))
+    parts, x = [], float(LEFT)
+    for colour, label in entries:
+        parts += [_rect(x, y - 11, 14, 14, colour), _text(x + 20, y, label, size=12.5)]
+        x += 44 + 6.6 * len(label)
+    return parts

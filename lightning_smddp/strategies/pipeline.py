@@ -1,0 +1,328 @@
+"""``Trainer(strategy="smddp_pipeline")``: pipeline parallelism of the module's own ``training_step``.
+
+The main flow: :meth:`PipelineParallel.training_step` -> ``StagedModule.run`` -> ``pipeline/runtime.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_smddp._compat import keeps_user_samplers
+from lightning_smddp.communication.algorithms import AlgorithmName
+from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.pipeline.full_state import broadcast_initial
+from lightning_smddp.pipeline.materialise import parameters_on_meta
+from lightning_smddp.pipeline.placement import Groups
+from lightning_smddp.strategies.hand_over import connected
+from lightning_smddp.strategies.pipeline_checks import require_supported
+from lightning_smddp.strategies.pipeline_options import PipelineOptions
+from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Session, check_devices
+from lightning_smddp.strategies.staged_module import StagedModule
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class PipelineParallel(_Base):
+    """Pipeline parallelism of any LightningModule, split automatically, with data parallelism over the other ranks.
+
+    The first batch shows how the step uses the module's submodules. The step is then cut into stages; each rank
+    keeps the parameters of its own, and runs the step's own code on one micro-batch after the other.
+
+    Args:
+        pipeline_parallel_size: ranks of a pipeline; None for all. The rest of the world are replicas.
+        num_microbatches: in how many parts a batch goes through the pipeline; ``"auto"`` is up to four for each rank.
+            Parts may differ in size: gradients are weighted by it.
+        schedule: ``"1f1b"``, ``"gpipe"`` (``"simple"``), ``"interleaved_1f1b"`` (``"interleaved"``), ``"looped_bfs"``,
+            ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipev"``.
+        stages_per_rank: ``"auto"`` is 1, and 2 for the schedules that have several.
+        split: names of the modules that the stages, but the first, begin with; None finds the best ones.
+        placement: ``"cluster"`` puts a pipeline on neighbouring ranks, ``"spread"`` puts replicas there.
+        active_microbatches: at most so many micro-batches at a time; a step then has several rounds.
+        activation_checkpointing: keep only the inputs of modules for backward, and run them again in it.
+        meta_init: layers made in ``configure_model`` get no memory until it is known which rank keeps them; their
+            first values come from ``reset_parameters``, the same for any number of ranks.
+        memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
+        check: compare the pipeline's loss and gradients on one micro-batch with the whole step's before training.
+        batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
+        algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose: as of
+            ``SMDDPStrategy``; they apply to the gradients of replicas.
+        **kwargs: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
+            ``timeout``, ``start_method`` of ``DDPStrategy``.
+
+    Raises:
+        ValueError: an argument is not one of the valid values; the message lists them.
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int | None = None,
+        num_microbatches: int | Literal["auto"] = "auto",
+        schedule: str = "1f1b",
+        stages_per_rank: int | Literal["auto"] = "auto",
+        split: Sequence[str] | None = None,
+        placement: str = "cluster",
+        active_microbatches: int | None = None,
+        activation_checkpointing: bool = False,
+        meta_init: bool = False,
+        memory_limit_gb: float | None = None,
+        check: bool = True,
+        batch_size_fn: Any = None,
+        algorithm: AlgorithmName = "auto",
+        compression: Method | Compression | None = None,
+        bucket_cap_mb: float | None = None,
+        process_group_backend: str | None = "auto",
+        collective_timeout: timedelta | float | None = None,
+        tuning_cache: str | Path | bool = True,
+        verbose: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.options = PipelineOptions.parse(
+            pipeline_parallel_size,
+            num_microbatches,
+            schedule,
+            stages_per_rank,
+            split,
+            placement,
+            active_microbatches,
+            activation_checkpointing,
+            meta_init,
+            memory_limit_gb,
+            check,
+            batch_size_fn,
+            algorithm,
+            compression,
+            bucket_cap_mb,
+            process_group_backend,
+            collective_timeout,
+            tuning_cache,
+            verbose,
+        )
+        super().__init__(process_group_backend=self.options.communication.process_group_backend, **kwargs)
+        if self._ddp_kwargs:
+            raise ValueError(
+                f"{', '.join(self._ddp_kwargs)}: no such argument. DistributedDataParallel is not used here, so its "
+                "arguments have no meaning."
+            )
+        self._session = Session(self.options.communication)
+        self._groups: Groups | None = None
+        self._staged: StagedModule | None = None
+        self._accumulates = False
+        self._samplers = ExitStack()
+
+    # ---- start and end ----
+
+    def setup_environment(self) -> None:
+        """Start the process group and the groups of pipelines and replicas."""
+        environment = self.cluster_environment
+        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
+        grid = self.options.grid(self.num_nodes * self.num_processes)
+        super().setup_environment()
+        self._session.process_group_started()
+        if self._groups is None:
+            self._groups = Groups.create(grid, self.options.communication.collective_timeout or self._timeout)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Take the module as it is; it is divided at the first batch."""
+        assert self.accelerator is not None
+        assert self.model is not None
+        assert self.lightning_module is not None
+        assert self._groups is not None
+        fits = trainer.state.fn == "fit"
+        self.accelerator.setup(trainer)
+        self._samplers.enter_context(keeps_user_samplers(trainer, self._groups.grid.num_replicas == 1))
+        require_supported(self.lightning_module, fits)
+        if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.replicas)
+        self.precision_plugin.convert_module(self.model)
+        assert dist.group.WORLD is not None
+        broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
+        self._staged = StagedModule(
+            self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
+        )
+        self.model_to_device()
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fits:
+            self._staged.take_optimizers(self.optimizers, self.precision_plugin)
+
+    def model_to_device(self) -> None:
+        """Move what is not divided yet, if it fits."""
+        assert self._staged is not None
+        self._staged.to_device()
+
+    def teardown(self) -> None:
+        """Give back a whole module, and free groups and memory."""
+        if self._staged is not None:
+            self._staged.close(gather=not self._interrupted())
+            self._staged = None
+        self._samplers.close()
+        self._session.close()
+        module = self._lightning_module
+        if module is not None and any(p.is_meta for p in module.parameters()):
+            self._lightning_module = None  # Lightning moves what it finds here to the CPU, which parts cannot do
+        super().teardown()
+        self._lightning_module = module
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``meta_init``: parameters get no memory yet."""
+        with super().tensor_init_context(empty_init=empty_init), self._meta():
+            yield
+
+    def _meta(self) -> AbstractContextManager[None]:
+        return parameters_on_meta() if self.options.meta_init else nullcontext()
+
+    # ---- steps ----
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of all micro-batches; the gradients are handed over in ``backward``."""
+        staged = self._require_staged()
+        trainer = self._trainer
+        batch, *rest = [*args, *kwargs.values()]
+        expected = staged.scale() / trainer.accumulate_grad_batches
+        accumulates = self._accumulates
+        continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
+        output = staged.train(batch, rest, expected, continues, self._zeroes_as_usual(), accumulates)
+
+        def deliver(arrived: Tensor) -> None:
+            staged.deliver(arrived, expected, accumulates)
+
+        if isinstance(output, dict):
+            return {**output, "loss": connected(output["loss"], deliver)}
+        return connected(output, deliver)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch through the pipeline, forward only."""
+        return self._evaluate("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch through the pipeline, forward only."""
+        return self._evaluate("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One batch through the pipeline, forward only; the predictions are on every rank of the pipeline."""
+        return self._evaluate("predict_step", args, kwargs)
+
+    def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        staged = self._require_staged()
+        batch, *rest = [*args, *kwargs.values()]
+        return staged.evaluate(hook, batch, rest, may_wait=self._trainer.sanity_checking)
+
+    def _step_context(self, hook: str) -> AbstractContextManager[Any]:
+        plugin = self.precision_plugin
+        contexts = {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }
+        return contexts[hook]()
+
+    def _zeroes_as_usual(self) -> bool:
+        """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
+        module = self.lightning_module
+        changed = [hook for hook in ("on_before_zero_grad", "optimizer_zero_grad") if not _is_lightnings(module, hook)]
+        return not changed and all(_is_lightnings(c, "on_before_zero_grad") for c in self._trainer.callbacks)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it around batches that only accumulate."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    # ---- ranks ----
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A pipeline is one replica to the sampler."""
+        assert self._groups is not None
+        return {"num_replicas": self._groups.grid.num_replicas, "rank": self._groups.replica}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over replicas, as all ranks of a pipeline have the same values; over ``group`` if given."""
+        chosen = group if group is not None or self._groups is None else self._groups.replicas
+        return mean_by_sum(super().reduce, tensor, chosen, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Over all ranks."""
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes)
+        return int(votes) == dist.get_world_size() if all else bool(votes)
+
+    # ---- checkpoints ----
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Lightning restores before setup, into the whole module."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state, on global rank 0. Collective."""
+        return self._require_staged().state_dict()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a checkpoint of the whole module."""
+        if self._staged is not None:
+            self._staged.load_state_dict(checkpoint["state_dict"], strict)
+        else:
+            assert self.lightning_module is not None
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state, on global rank 0. Collective."""
+        return self._require_staged().optimizer_state(optimizer)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states of the whole module."""
+        self._require_staged().load_optimizer_states(checkpoint["optimizer_states"])
+
+    # ---- what users see ----
+
+    @property
+    def communication_report(self) -> CommunicationReport | None:
+        """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
+        return None if self._staged is None else self._staged.report()
+
+    def _interrupted(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    def _require_staged(self) -> StagedModule:
+        assert self._staged is not None, "setup() comes first"
+        return self._staged
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _limit(self) -> timedelta:
+        return self.options.communication.collective_timeout or self._timeout or DEFAULT_TIMEOUT
+
+    def _get_process_group_backend(self) -> str:
+        return self._session.default_backend(self.root_device) or super()._get_process_group_backend()
+
+
+def _is_lightnings(owner: Any, hook: str) -> bool:
+    """Whether a hook is Lightning's own empty or usual one."""
+    return getattr(type(owner), hook).__module__.startswith(("lightning.", "pytorch_lightning."))

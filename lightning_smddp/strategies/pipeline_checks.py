@@ -1,0 +1,33 @@
+"""What a pipeline cannot do, said at start by name, with the cure."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+from lightning_smddp._compat import is_compiled_module
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+def require_supported(module: LightningModule, fits: bool) -> None:
+    """Raise ``ValueError`` for what no split can run."""
+    name = type(module).__name__
+    if fits and not module.automatic_optimization:
+        raise ValueError(
+            f"{name} uses manual optimization (automatic_optimization=False). A pipeline's forward and backward passes "
+            "alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from within the step. Use "
+            "automatic optimization, or strategy='smddp'."
+        )
+    if is_compiled_module(module):
+        raise ValueError(
+            f"{name} was compiled with `torch.compile`. A pipeline runs parts of its step on different ranks; "
+            "compile submodules instead, for example `self.encoder.compile()` in `configure_model`."
+        )
+    for hook in ("training_step", "validation_step", "test_step", "predict_step"):
+        if "dataloader_iter" in inspect.signature(getattr(module, hook)).parameters:
+            raise ValueError(
+                f"{name}.{hook} takes `dataloader_iter`. A pipeline has to see the batch to cut it into micro-batches: "
+                "take `batch` instead."
+            )

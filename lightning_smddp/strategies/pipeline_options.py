@@ -1,0 +1,114 @@
+"""The arguments of ``PipelineStrategy``, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.pipeline.placement import Grid
+from lightning_smddp.pipeline.schedules import Schedule, check, parse
+from lightning_smddp.strategies.session import Options
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """See ``PipelineStrategy`` for the meaning."""
+
+    pipeline_parallel_size: int | None
+    num_microbatches: int | None  # None: auto
+    schedule: Schedule
+    stages_per_rank: int
+    split: tuple[str, ...] | None
+    placement: str
+    active_microbatches: int | None
+    activation_checkpointing: bool
+    meta_init: bool
+    memory_limit: float | None  # bytes
+    check: bool
+    batch_size_fn: Callable[[Any], int] | None
+    communication: Options
+
+    @classmethod
+    def parse(
+        cls,
+        pipeline_parallel_size: int | None,
+        num_microbatches: int | str,
+        schedule: str,
+        stages_per_rank: int | str,
+        split: Sequence[str] | None,
+        placement: str,
+        active_microbatches: int | None,
+        activation_checkpointing: bool,
+        meta_init: bool,
+        memory_limit_gb: float | None,
+        check: bool,
+        batch_size_fn: Callable[[Any], int] | None,
+        algorithm: str,
+        compression: Method | dict[str, Any] | Compression | None,
+        bucket_cap_mb: float | None,
+        process_group_backend: str | None,
+        collective_timeout: timedelta | float | None,
+        tuning_cache: str | Path | bool,
+        verbose: bool,
+    ) -> PipelineOptions:
+        """Check what can be checked before the number of ranks is known. Raises ``ValueError`` with the cure."""
+        known = parse(schedule)
+        _check_count("pipeline_parallel_size", pipeline_parallel_size, "None for all ranks")
+        _check_count("active_microbatches", active_microbatches, "None for no limit")
+        if num_microbatches != "auto":
+            _check_count("num_microbatches", num_microbatches, "'auto'")
+        if stages_per_rank != "auto":
+            _check_count("stages_per_rank", stages_per_rank, "'auto'")
+        if isinstance(split, str):
+            raise ValueError(f"split={split!r} has to be a list of names: the first unit of each stage but the first.")
+        if memory_limit_gb is not None and not memory_limit_gb > 0:
+            raise ValueError(f"memory_limit_gb={memory_limit_gb!r} has to be positive (GiB a rank), or None.")
+        Grid.of(1, 1, placement)
+        communication = Options.parse(
+            algorithm,
+            compression,  # type: ignore[arg-type]
+            bucket_cap_mb,
+            process_group_backend,
+            collective_timeout,
+            tuning_cache,
+            verbose,
+        )
+        return cls(
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=None if isinstance(num_microbatches, str) else num_microbatches,
+            schedule=known,
+            stages_per_rank=known.default_stages_per_rank if isinstance(stages_per_rank, str) else stages_per_rank,
+            split=None if split is None else tuple(split),
+            placement=placement,
+            active_microbatches=active_microbatches,
+            activation_checkpointing=activation_checkpointing,
+            meta_init=meta_init,
+            memory_limit=None if memory_limit_gb is None else memory_limit_gb * 2**30,
+            check=check,
+            batch_size_fn=batch_size_fn,
+            communication=communication,
+        )
+
+    def grid(self, world_size: int) -> Grid:
+        """The ranks' arrangement, and a last look at what depends on their number. Raises ``ValueError``."""
+        grid = Grid.of(world_size, self.pipeline_parallel_size or world_size, self.placement)
+        size = len(grid.pipelines[0])
+        if self.num_microbatches is not None:
+            check(self.schedule, size, self.stages_per_rank, self.num_microbatches)
+        stages = size * self.stages_per_rank
+        if self.split is not None and len(self.split) != stages - 1:
+            raise ValueError(
+                f"split={list(self.split)} makes {len(self.split) + 1} stages, but there are {stages} "
+                f"(pipeline_parallel_size={size}, stages_per_rank={self.stages_per_rank}). Name {stages - 1} units: the "
+                "first of each stage but the first."
+            )
+        return grid
+
+
+def _check_count(name: str, value: Any, otherwise: str) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")

@@ -1,0 +1,89 @@
+"""The user's step as the pipeline runs it: on one micro-batch, under the Trainer's precision, with its results kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.strategies.step_capture import StepCapture
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_HOOKS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class LightningStep:
+    """One of a LightningModule's step methods on a batch's micro-batches.
+
+    Args:
+        module: whose method.
+        hook: its name.
+        arguments: what Lightning passes besides the batch.
+        precision: makes the context that Lightning enters around the step.
+        capture: keeps logs, metrics and outputs.
+        scale: the loss is multiplied by it before backward.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        hook: str,
+        arguments: Sequence[Any],
+        precision: Callable[[], AbstractContextManager[Any]],
+        capture: StepCapture,
+        scale: float = 1.0,
+    ) -> None:
+        assert hook in _HOOKS
+        self.module, self.hook, self.arguments = module, hook, tuple(arguments)
+        self.precision, self.capture, self.scale = precision, capture, scale
+        self.offset = 0  # of the micro-batches that run now among the batch's
+
+    def __call__(self, microbatch: MicroBatch) -> Any:
+        """Run the method's code once."""
+        with self.precision():
+            return self.capture.finish(getattr(self.module, self.hook)(microbatch.value, *self.arguments))
+
+    def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
+        """See ``pipeline.runtime.Step``."""
+        return self.capture.microbatch(self.offset + index, microbatch.size, keep=keep)
+
+    def alone(self, microbatch: MicroBatch) -> Callable[[], Any]:
+        """A run for nothing: what it logs, and what it does to metrics, is thrown away."""
+
+        def run() -> Any:
+            try:
+                with self.around(0, microbatch, keep=True):
+                    return self(microbatch)
+            finally:
+                self.capture.clear()
+
+        return run
+
+    def loss(self, microbatch: MicroBatch, result: Any) -> Tensor:
+        """This micro-batch's part of the batch's loss, times the scale."""
+        return loss_of(result, self.hook) * (microbatch.weight * self.scale)
+
+
+def loss_of(result: Any, hook: str = "training_step") -> Tensor:
+    """The loss in what the step returned. Raises ``ValueError`` if there is none that a pipeline can differentiate."""
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        if not loss.requires_grad:
+            raise ValueError(
+                f"The loss that `{hook}` returned does not depend on any parameter that requires a gradient "
+                "(requires_grad=False): it was detached, or all of the last modules are frozen."
+            )
+        return loss.reshape(())
+    if loss is None:
+        what = "None" if result is None else f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
+        raise ValueError(
+            f"`{hook}` returned {what}. In a pipeline every batch needs a loss: a batch cannot be skipped on one stage "
+            "alone. Return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
+        )
+    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise ValueError(f"The loss that `{hook}` returned is {shape}. It has to be a scalar tensor, such as `loss.mean()`.")

@@ -1,0 +1,175 @@
+"""What a step does to its module's attributes, undone for each micro-batch and done once for the batch.
+
+Two things are followed: lists that grow (attributes, and lists that are members of a list or dict), and attributes
+that are set to another tensor, number or string (or a structure of these). Changes in place of tensors are not.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.microbatches import combine
+from lightning_smddp.pipeline.structure import leaves, map_leaves, tensors
+
+Place: TypeAlias = tuple[Any, ...]  # (attribute,), or (attribute, key or position in it)
+_MISSING = object()
+
+
+@dataclass
+class Changes:
+    """What one micro-batch appended to which list, and what it set attributes to, with what they were."""
+
+    appended: dict[Place, list[Any]] = field(default_factory=dict)
+    values: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # (before, after)
+
+
+class AttributeWatch:
+    """Remembers a module's attributes until :meth:`undo`. Names in ``ignored`` are left alone."""
+
+    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+        self.module, self.ignored = module, ignored
+        self.attributes = {name: value for name, value in vars(module).items() if name not in ignored}
+        self.lengths = {place: (found, len(found)) for place, found in self._lists()}
+
+    def growth(self) -> dict[Place, list[Any]]:
+        """What lists have gained."""
+        tails = {}
+        for place, found in self._lists():
+            known, length = self.lengths.get(place, (found, 0))
+            in_a_tail = place not in self.lengths and isinstance(vars(self.module)[place[0]], list) and len(place) > 1
+            if known is found and len(found) > length and not in_a_tail:
+                tails[place] = found[length:]
+        return tails
+
+    def undo(self) -> Changes:
+        """Put the attributes back, and say what had changed."""
+        changes = Changes(appended=self.growth())
+        for place in changes.appended:
+            self._cut(place)
+        own = vars(self.module)
+        for name in [name for name in own if name not in self.ignored]:
+            before, after = self.attributes.get(name, _MISSING), own[name]
+            if after is before or not all(map(_is_plain, leaves(after))):
+                continue
+            if type(after) is list and type(before) is list and _begins_with(after, before):
+                changes.appended[name,] = after[len(before) :]  # `self.list = self.list + [item]`
+            else:
+                changes.values[name] = (before, after)
+            if before is _MISSING:
+                del own[name]
+            else:
+                own[name] = before
+        return changes
+
+    def _lists(self) -> Iterator[tuple[Place, list[Any]]]:
+        for name, value in vars(self.module).items():
+            if name in self.ignored or self.attributes.get(name, value) is not value:
+                continue
+            if type(value) is list:
+                yield (name,), value
+                members: Any = enumerate(value)
+            elif isinstance(value, dict):
+                members = value.items()
+            else:
+                continue
+            for key, member in members:
+                if type(member) is list:
+                    yield (name, key), member
+
+    def _cut(self, place: Place) -> None:
+        found, length = self.lengths.get(place, (None, 0))
+        if found is not None:
+            del found[length:]
+        elif len(place) == 1:
+            del vars(self.module)[place[0]]
+        else:
+            del vars(self.module)[place[0]][place[1]]
+
+
+def combine_changes(
+    changes: Sequence[Changes], sizes: Sequence[int]
+) -> tuple[list[tuple[Place, list[Any]]], dict[str, Any]]:
+    """What the batch would have appended and set, from what its micro-batches did.
+
+    A list gains what one call would have appended: one item for each position, or one for each row where the step
+    appends so. An attribute for which there is no rule is what the last micro-batch set it to.
+    """
+    appended: list[tuple[Place, list[Any]]] = []
+    for place in dict.fromkeys(place for change in changes for place in change.appended):
+        found = [(c.appended[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.appended]
+        appended.append((place, _combine_tails([tail for tail, _ in found], [size for _, size in found])))
+    values = {}
+    for name in dict.fromkeys(name for change in changes for name in change.values):
+        pairs = [(c.values[name], size) for c, size in zip(changes, sizes, strict=True) if name in c.values]
+        before = pairs[0][0][0]
+        values[name] = _combine_values(before, [after for (_, after), _ in pairs], [size for _, size in pairs])
+    return appended, values
+
+
+def apply_changes(module: nn.Module, appended: Sequence[tuple[Place, list[Any]]], values: Mapping[str, Any]) -> None:
+    """Do to ``module`` what the batch did."""
+    own = vars(module)
+    own.update(values)
+    for place, tail in appended:
+        if len(place) == 1:
+            own.setdefault(place[0], []).extend(tail)
+        elif isinstance(own.get(place[0]), dict):
+            own[place[0]].setdefault(place[1], []).extend(tail)
+        else:
+            own[place[0]][place[1]].extend(tail)
+
+
+def _combine_tails(tails: list[list[Any]], sizes: list[int]) -> list[Any]:
+    lengths = [len(tail) for tail in tails]
+    everything = [item for tail in tails for item in tail]
+    if len(tails) == 1 or (lengths == sizes and max(sizes) > 1 and not _has_batch(tails, sizes)):
+        return everything  # an entry for each row of the batch
+    if len(set(lengths)) > 1:
+        return everything
+    try:
+        return [combine([tail[i] for tail in tails], sizes) for i in range(lengths[0])]
+    except ValueError:  # no value stands for all micro-batches', so the list gets each of them
+        return everything
+
+
+def _has_batch(tails: list[list[Any]], sizes: list[int]) -> bool:
+    """Whether items have one row for each of the micro-batch."""
+    return any(
+        tensor.dim() and tensor.shape[0] == size
+        for tail, size in zip(tails, sizes, strict=True)
+        for tensor in tensors(tail)
+    )
+
+
+def _combine_values(before: Any, values: list[Any], sizes: list[int]) -> Any:
+    """What an attribute is set to; where there is no rule, what the last micro-batch set it to."""
+    first = values[0]
+    if all(type(value) is int for value in values) and type(before) is int:
+        steps = [value - before for value in values]
+        counts_rows = steps == sizes and max(sizes) > 1
+        return before + (steps[0] if len(set(steps)) == 1 and not counts_rows else sum(steps))
+    if not any(tensors(value) for value in values) and all(value == first for value in values):
+        return first
+    try:
+        return combine(values, sizes)
+    except ValueError:
+        return values[-1]
+
+
+def detached(structure: Any) -> Any:
+    """``structure`` with its tensors off the graph."""
+    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, structure)
+
+
+def _begins_with(longer: list[Any], shorter: list[Any]) -> bool:
+    return len(longer) >= len(shorter) and all(map(operator.is_, longer, shorter))
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (Tensor, numbers.Number, str))

@@ -1,0 +1,316 @@
+"""Keeps a step that is repeated for micro-batches from Lightning, and combines what it did."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_smddp._compat import forward_cache, without_torch_functions
+from lightning_smddp.pipeline.microbatches import combine
+from lightning_smddp.pipeline.structure import leaves, map_leaves
+from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics, members, owners
+from lightning_smddp.strategies.step_attributes import AttributeWatch, Changes, combine_changes, detached
+from lightning_smddp.strategies.step_metrics import (
+    AnyMetric,
+    MetricCall,
+    MetricRecorder,
+    call_once,
+    named_metrics,
+    patched,
+)
+from lightning_smddp.strategies.step_results import Log, StepResults
+from lightning_smddp.strategies.step_values import Rule, reduce_values, reduction_name, whole_batch_size
+
+_Key: TypeAlias = tuple[Hashable, ...]  # what was called, and how often before in this micro-batch
+_Returned: TypeAlias = dict[_Key, list[Any]]  # by call of a metric, the leaves of its result for the batch
+
+
+@dataclass
+class _Logged:
+    """A call of ``self.log`` in a micro-batch; ``source`` is the metric call and the leaf that the value came from."""
+
+    name: str
+    value: Any
+    metric: str | None
+    source: tuple[_Key, int] | None
+    options: dict[str, Any]
+
+
+@dataclass
+class _Record:
+    """What a step did on one micro-batch."""
+
+    size: int
+    events: dict[_Key, _Logged | MetricCall] = field(default_factory=dict)
+    sources: dict[int, tuple[_Key, int]] = field(default_factory=dict)  # by id of a tensor that a metric returned
+    touched: list[Any] = field(default_factory=list)
+    changes: Changes = field(default_factory=Changes)
+    counts: Counter[_Key] = field(default_factory=Counter)
+
+    def add_call(self, call: MetricCall) -> None:
+        """A metric was called."""
+        key = self._add(("call", call.metric, call.method), call)
+        self.touched += leaves((call.args, call.kwargs))
+        self.sources |= {id(leaf): (key, i) for i, leaf in enumerate(leaves(call.result)) if isinstance(leaf, Tensor)}
+
+    def add_log(self, name: str, value: Any, metric: str | None, options: dict[str, Any]) -> None:
+        """A value was logged."""
+        self.touched.append(value)
+        source = self.sources.get(id(value))
+        if isinstance(value, Tensor):
+            value = value.detach().clone()
+        elif hasattr(value, "item"):
+            value = value.item()
+        self._add(("log", name), _Logged(name, None if metric else value, metric, source, options))
+
+    def close(self, changes: Changes) -> None:
+        """The micro-batch is over: let go of its graph."""
+        self.touched.clear()
+        self.changes = changes
+        for event in self.events.values():
+            if isinstance(event, MetricCall):
+                event.args, event.kwargs = detached((event.args, event.kwargs))
+
+    def _add(self, what: _Key, event: _Logged | MetricCall) -> _Key:
+        key = (*what, self.counts[what])
+        self.counts[what] += 1
+        self.events[key] = event
+        return key
+
+
+class StepCapture:
+    """Runs a step on micro-batches without Lightning seeing it, and combines what it did.
+
+    While a micro-batch runs, ``module.log`` and the module's metrics are patched; nothing is afterwards.
+
+    Args:
+        module: the LightningModule.
+        rules: by logged name or metric attribute, how values of micro-batches become the batch's, instead of what
+            ``reduce_fx`` says: "mean" (weighted by size), "sum", "max", "min" or "last".
+        metrics: those of this rank's pipeline; None where there is one process.
+    """
+
+    def __init__(
+        self, module: Any, rules: Mapping[str, Rule] | None = None, metrics: PipelineMetrics | None = None
+    ) -> None:
+        self.module, self.rules, self.pipeline_metrics = module, dict(rules or {}), metrics
+        base: Any = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
+        self._ignored = frozenset(vars(base()))  # Lightning's and torch's attributes
+        self._signature = inspect.signature(base.log)
+        self._kept: dict[int, _Record] = {}
+        self._metrics: dict[str, AnyMetric] | None = None  # None between steps
+        self._names: dict[int, str] = {}
+        self._known: dict[tuple[str, str], Any] = {}
+        self._batch_sizes: dict[str, int] = {}
+        self._running: tuple[_Record, AttributeWatch] | None = None
+
+    @contextmanager
+    def microbatch(self, index: int, size: int, keep: bool = True) -> Iterator[None]:
+        """Around one run of the step on micro-batch ``index`` of ``size`` rows.
+
+        What the step does to its module is undone, and kept for :meth:`results` if ``keep``. Otherwise values are not
+        looked at. If the step raises, nothing is kept.
+        """
+        metrics = self._find_metrics()
+        record, watch = _Record(size), AttributeWatch(self.module, self._ignored)
+        recorder = MetricRecorder(metrics, record.add_call if keep else None, self._known)
+        log = self._recording_log(record, self.module.log) if keep else _ignore
+        self._running = (record, watch) if keep else None
+        try:
+            with self._without_pipeline(), patched([*recorder.patches(), (self.module, "log", log)]):
+                yield
+        finally:
+            self._running = None
+            with without_torch_functions():
+                record.close(watch.undo())
+        if keep:
+            self._kept[index] = record
+
+    def finish(self, output: Any) -> Any:
+        """Touch ``output`` and all tensors that are kept, and return it. To be called at the end of the step's run.
+
+        Whoever traces the operations of a step learns by this that these values are needed where the step ends.
+        """
+        if self._running is not None:
+            record, watch = self._running
+            for leaf in leaves((record.touched, list(watch.growth().values()), output)):
+                if isinstance(leaf, Tensor) and id(leaf) not in record.sources:
+                    leaf.detach()
+        return output
+
+    def clear(self) -> None:
+        """Forget what was kept."""
+        self._kept, self._metrics = {}, None
+
+    def results(self, outputs: Sequence[Any]) -> StepResults:
+        """Combine the kept micro-batches, and update metrics. On the rank where the step ends; others :meth:`clear`.
+
+        Args:
+            outputs: what the step returned for each micro-batch, in the order of their indices.
+
+        Raises:
+            ValueError: there is no rule for what the step returned, or for the arguments of a metric.
+        """
+        records = [self._kept[index] for index in sorted(self._kept)]
+        sizes = [record.size for record in records]
+        assert len(outputs) == len(records), f"{len(outputs)} outputs of {len(records)} micro-batches"
+        with self._without_pipeline(), torch.no_grad():
+            logs, metrics, returned = self._combine_events(records)
+            marks = _Marks(returned)
+            changes = [marks.put_on_changes(record) for record in records]
+            appended, attributes = marks.take_off(combine_changes(changes, sizes))
+            marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
+            output = marks.take_off(combine(marked, sizes))
+        self.clear()
+        return StepResults(logs, metrics, appended, attributes, output)
+
+    # ---- micro-batches ----
+
+    def _find_metrics(self) -> dict[str, AnyMetric]:
+        if self._metrics is None:  # the first micro-batch of a step
+            self._metrics = named_metrics(self.module)
+            self._names = {id(metric): name for name, metric in self._metrics.items()}
+            if self.pipeline_metrics is not None:
+                self.pipeline_metrics.refresh(self._metrics)
+        return self._metrics
+
+    def _without_pipeline(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.pipeline_metrics is None else self.pipeline_metrics.local()
+
+    def _recording_log(self, record: _Record, original: Callable[..., None]) -> Callable[..., None]:
+        def log(*args: Any, **kwargs: Any) -> None:
+            options = dict(self._signature.bind(self.module, *args, **kwargs).arguments)
+            del options["self"]
+            name, value = options.pop("name"), options.pop("value")
+            metric = self._names.get(id(value), options.get("metric_attribute")) if isinstance(value, Metric) else None
+            with without_torch_functions():
+                if self._is_loggable(name, value, metric, options):
+                    record.add_log(name, value, metric, options)
+                    return
+            original(*args, **kwargs)  # which says what is wrong
+
+        return log
+
+    @staticmethod
+    def _is_loggable(name: str, value: Any, metric: str | None, options: dict[str, Any]) -> bool:
+        if options.get("sync_dist_group") is not None:
+            raise ValueError(
+                f"self.log({name!r}, ..., sync_dist_group=...): a pipeline calls `self.log` on all of its ranks and "
+                "reduces over its replicas. Leave `sync_dist_group` out."
+            )
+        rule = reduction_name(options.get("reduce_fx", "mean"))
+        options["reduce_fx"] = rule or "mean"
+        is_number = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)
+        return rule is not None and (metric is not None or is_number)
+
+    # ---- the batch ----
+
+    def _combine_events(self, records: list[_Record]) -> tuple[list[Log], dict[str, tuple[int, Any]], _Returned]:
+        logs, returned, called = [], {}, set()
+        for key in _merged_order([list(record.events) for record in records]):
+            found = [(record.events[key], record.size) for record in records if key in record.events]
+            sizes = [size for _, size in found]
+            calls = [event for event, _ in found if isinstance(event, MetricCall)]
+            if calls:
+                name = calls[0].metric
+                result = call_once(self._find_metrics()[name], calls, sizes, self.rules.get(name))
+                returned[key] = leaves(detached(result))
+                called.add(name)
+            else:
+                logged = [event for event, _ in found if isinstance(event, _Logged)]
+                logs.append(self._combine_logs(logged, sizes, returned))
+        return logs, self._progress(called), returned
+
+    def _combine_logs(self, logs: list[_Logged], sizes: list[int], returned: _Returned) -> Log:
+        first = logs[0]
+        options, weights = dict(first.options), sizes
+        if options.get("batch_size") is not None:
+            given = [int(log.options["batch_size"]) for log in logs]
+            known = self._batch_sizes.get(first.name)
+            options["batch_size"], known = whole_batch_size(given, sizes, known)
+            if known is not None:
+                self._batch_sizes[first.name] = known
+            if len(set(given)) > 1:  # what the value is a mean over
+                weights = given
+        if first.metric is not None:
+            metric = self._find_metrics()[first.metric]
+            assert isinstance(metric, Metric)
+            return Log(first.name, None, first.metric, detached(forward_cache(metric)), options)
+        if first.source is not None and all(log.source == first.source for log in logs):
+            key, leaf = first.source
+            return Log(first.name, returned[key][leaf], None, None, options)
+        rule = self.rules.get(first.name, options["reduce_fx"])
+        return Log(first.name, reduce_values(rule, [log.value for log in logs], weights), None, None, options)
+
+    def _progress(self, called: set[str]) -> dict[str, tuple[int, Any]]:
+        """Update counts and forward caches of all metrics that share a collection or wrapper with a called one."""
+        metrics = self._find_metrics()
+        found = owners(metrics)
+        progress = {}
+        for owner in dict.fromkeys(found[name] for name in sorted(called)):
+            for name, metric in members(metrics[owner]).items():
+                path = f"{owner}.{name}" if name else owner
+                progress[path] = (metric.update_count, detached(forward_cache(metric)))
+        return progress
+
+
+class _Marks:
+    """Stand for what metrics returned while micro-batches are combined: the batch has it already."""
+
+    def __init__(self, returned: _Returned) -> None:
+        self.marks = {(key, leaf): _Mark(value) for key, found in returned.items() for leaf, value in enumerate(found)}
+
+    def put_on(self, structure: Any, record: _Record) -> Any:
+        """Marks in place of what metrics returned in this micro-batch."""
+        return map_leaves(lambda leaf: self._mark(leaf, record), structure) if record.sources else structure
+
+    def put_on_changes(self, record: _Record) -> Changes:
+        """The same for lists and attributes."""
+        return Changes(
+            {place: detached(self.put_on(tail, record)) for place, tail in record.changes.appended.items()},
+            {
+                name: (before, detached(self.put_on(after, record)))
+                for name, (before, after) in record.changes.values.items()
+            },
+        )
+
+    @staticmethod
+    def take_off(structure: Any) -> Any:
+        """What metrics returned for the batch in place of the marks."""
+        return map_leaves(lambda leaf: leaf.value if isinstance(leaf, _Mark) else leaf, structure)
+
+    def _mark(self, leaf: Any, record: _Record) -> Any:
+        source = record.sources.get(id(leaf))
+        return leaf if source is None else self.marks[source]
+
+
+class _Mark:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _merged_order(sequences: list[list[_Key]]) -> list[_Key]:
+    """All keys, in an order that keeps to that of each sequence where they agree."""
+    merged: list[_Key] = []
+    for sequence in sequences:
+        position = 0
+        for key in sequence:
+            if key in merged:
+                position = merged.index(key) + 1
+            else:
+                merged.insert(position, key)
+                position += 1
+    return merged
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass

@@ -1,0 +1,75 @@
+"""How the values that a step logs for micro-batches become one for the batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+Rule: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
+_REDUCTIONS: list[tuple[Callable[..., Any], Rule]] = [
+    (torch.mean, "mean"),
+    (torch.sum, "sum"),
+    (torch.max, "max"),
+    (torch.min, "min"),
+    (sum, "sum"),
+    (max, "max"),
+    (min, "min"),
+]
+
+
+def reduction_name(reduce_fx: Any) -> Rule | None:
+    """The name of a ``reduce_fx`` that Lightning accepts, else None."""
+    if isinstance(reduce_fx, str):
+        name = reduce_fx.lower()
+        return next((rule for rule in get_args(Rule)[:4] if rule == ("mean" if name == "avg" else name)), None)
+    return next((rule for function, rule in _REDUCTIONS if function is reduce_fx), None)
+
+
+def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[int]) -> Any:
+    """One value out of those of micro-batches: numbers, or tensors with one element.
+
+    A mean is taken in double precision, so that the mean of equal values is that value. It is floating-point, also of
+    integers.
+    """
+    if rule == "last":
+        return values[-1]
+    if not any(isinstance(value, Tensor) for value in values):
+        return _reduce_numbers(rule, values, weights)
+    device = next(value.device for value in values if isinstance(value, Tensor))
+    parts = [torch.as_tensor(value, device=device).squeeze() for value in values]
+    stacked = torch.stack(parts)
+    if rule != "mean":
+        return stacked.sum() if rule == "sum" else stacked.amax() if rule == "max" else stacked.amin()
+    dtype = stacked.dtype if stacked.dtype in (torch.float32, torch.float64) else torch.float32
+    precise = torch.float32 if device.type == "mps" else torch.float64
+    shares = torch.tensor(weights, dtype=precise, device=device)
+    return ((stacked.to(precise) * shares).sum() / sum(weights)).to(dtype)
+
+
+def _reduce_numbers(rule: Rule, values: Sequence[Any], weights: Sequence[int]) -> Any:
+    if rule == "mean":
+        if all(value == values[0] for value in values):
+            return values[0]
+        return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    return sum(values) if rule == "sum" else max(values) if rule == "max" else min(values)
+
+
+def whole_batch_size(given: Sequence[int], sizes: Sequence[int], constant: int | None) -> tuple[int, int | None]:
+    """What ``self.log(batch_size=...)`` would have been for the batch.
+
+    Args:
+        given: for each micro-batch.
+        sizes: rows of each micro-batch.
+        constant: what an earlier step has shown to be passed whatever the batch.
+
+    Returns:
+        The sum of ``given``; or ``given`` itself where a number is passed that does not depend on the micro-batch,
+        which shows when it is the whole batch's size. And that number, if so.
+    """
+    if len(set(given)) == 1 and (given[0] == constant or (given[0] == sum(sizes) and len(sizes) > 1)):
+        return given[0], given[0]
+    return sum(given), constant

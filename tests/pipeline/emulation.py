@@ -1,0 +1,209 @@
+"""Stages of a step, one after the other in one process: what replay does, without any communication."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.live_sets import live_sets
+from lightning_smddp.pipeline.program import Modules, Program, build_program
+from lightning_smddp.pipeline.replay import Replay, Shapes, StagePlan, patched_units
+from lightning_smddp.pipeline.tracing import trace
+
+CPU = torch.device("cpu")
+Step = Callable[[], Any]
+
+
+@dataclass
+class Stage:
+    """A stage with the module and the step that it runs."""
+
+    root: nn.Module
+    replay: Replay
+    step: Step
+
+
+def program_of(root: nn.Module, step: Step, is_small: Callable[[str], bool]) -> Program:
+    """The program of ``step``; tracing leaves the buffers as they were."""
+    buffers = _buffers(root)
+    record = trace(step, root, CPU)
+    _put_back(root, buffers)
+    return build_program(record, Modules(record, root), is_small)
+
+
+def even_cuts(program: Program, num_stages: int) -> list[int]:
+    """Cuts in stages of about equally many units, where cuts are allowed."""
+    allowed = program.cuts()
+    units = [cut for cut in allowed if program.items[cut].module is not None]
+    places = units if len(units) >= num_stages - 1 else allowed
+    return sorted({places[len(places) * stage // num_stages] for stage in range(1, num_stages)})
+
+
+def plans_of(program: Program, cuts: Sequence[int]) -> list[StagePlan]:
+    live, again = live_sets(program, cuts)
+    bounds, received, sent = [0, *cuts, len(program.items)], [(), *live], [*live, ()]
+    return [StagePlan(s, bounds[s], bounds[s + 1], again[s], received[s], sent[s]) for s in range(len(bounds) - 1)]
+
+
+def split(
+    root: nn.Module, step: Step, is_small: Callable[[str], bool], cuts: Sequence[int] | int
+) -> tuple[Program, list[Replay]]:
+    """Trace ``step`` and cut it before the items ``cuts``, or in ``cuts`` stages of about equally many units."""
+    program = program_of(root, step, is_small)
+    cuts = even_cuts(program, cuts) if isinstance(cuts, int) else cuts
+    return program, [Replay(program, plan, root, CPU) for plan in plans_of(program, cuts)]
+
+
+def run_stages(
+    program: Program, stages: Sequence[Stage], shapes: Shapes | None = None, record: Shapes | None = None
+) -> Any:
+    """Forward through all stages, and backward if the step returns something differentiable."""
+    shapes = Shapes.of(program) if shapes is None else shapes
+    boundaries: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
+    received: tuple[Tensor, ...] = ()
+    result = None
+    for stage in stages:
+        inputs = tuple(
+            t.detach().contiguous().clone().requires_grad_(shapes.values[v].requires_grad and torch.is_grad_enabled())
+            for t, v in zip(received, stage.replay.plan.receives, strict=True)
+        )
+        found = None if record is None else Shapes()
+        with patched_units(stage.root, program.units):
+            received, result = stage.replay.run(stage.step, inputs, shapes, record=found)
+        if found is not None and record is not None:
+            record.merge(Shapes.from_json(found.to_json()))
+            shapes = record
+        boundaries.append((inputs, received))
+    loss = loss_of(result)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        loss.backward()
+        for (_, sent), (inputs, _) in zip(reversed(boundaries[:-1]), reversed(boundaries[1:]), strict=True):
+            pairs = [(s, i.grad) for s, i in zip(sent, inputs, strict=True) if i.grad is not None]
+            if pairs:
+                torch.autograd.backward([s for s, _ in pairs], [g for _, g in pairs])
+    return result
+
+
+def run(root: nn.Module, program: Program, replays: list[Replay], step: Step) -> Any:
+    """All stages on one module."""
+    return run_stages(program, [Stage(root, replay, step) for replay in replays])
+
+
+def loss_of(result: Any) -> Any:
+    return result["loss"] if isinstance(result, dict) else result
+
+
+def gradients(root: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in root.named_parameters() if p.grad is not None}
+
+
+def _buffers(root: nn.Module) -> dict[str, Tensor]:
+    return {name: b.clone() for name, b in root.named_buffers()}
+
+
+def _put_back(root: nn.Module, buffers: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in root.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+def assert_transparent(
+    root: nn.Module,
+    make_step: Callable[[nn.Module], Step],
+    is_small: Callable[[str], bool],
+    cuts: Sequence[int] | int,
+    tolerance: float = 1e-6,
+) -> tuple[Program, list[Replay]]:
+    """The stages of the step give the loss, gradients and buffers that the whole step gives, with the same seed."""
+    reference = copy.deepcopy(root)
+    torch.manual_seed(7)
+    expected = make_step(reference)()
+    loss = loss_of(expected)
+    loss.backward()
+    step = make_step(root)
+    buffers = _buffers(root)
+    program, replays = split(root, step, is_small, cuts)
+    for _ in range(2):  # the second time as the first
+        root.zero_grad()
+        _put_back(root, buffers)
+        torch.manual_seed(7)  # each number is drawn once, in the step's order
+        actual = loss_of(run(root, program, replays, step))
+        torch.testing.assert_close(actual, loss, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(gradients(root), gradients(reference), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dict(root.named_buffers()), dict(reference.named_buffers()))
+    return program, replays
+
+
+def assert_every_cut(
+    root: nn.Module,
+    make_step: Callable[[nn.Module], Step],
+    is_small: Callable[[str], bool],
+    tolerance: float = 1e-6,
+) -> Program:
+    """At every position where a cut is allowed, two stages give what the whole step gives."""
+    reference = copy.deepcopy(root)
+    torch.manual_seed(7)
+    expected = loss_of(make_step(reference)())
+    expected.backward()
+    step, buffers = make_step(root), _buffers(root)
+    program = program_of(root, step, is_small)
+    assert program.cuts(), "nothing to cut"
+    for cut in program.cuts():
+        root.zero_grad()
+        _put_back(root, buffers)
+        torch.manual_seed(7)
+        replays = [Replay(program, plan, root, CPU) for plan in plans_of(program, [cut])]
+        try:
+            actual = loss_of(run(root, program, replays, step))
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(gradients(root), gradients(reference), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(dict(root.named_buffers()), dict(reference.named_buffers()))
+        except BaseException as error:
+            error.add_note(f"cut before item {cut}: {program.items[cut].name}")
+            raise
+    return program
+
+
+def apart(root: nn.Module, make_step: Callable[[nn.Module], Step], program: Program, cuts: Sequence[int]) -> list[Stage]:
+    """Stages on copies of ``root`` of their own; parameters that a stage does not use are on the meta device."""
+    stages = []
+    for plan in plans_of(program, cuts):
+        mine = {name for item in program.items[plan.begin : plan.end] for name in item.parameters}
+        part = copy.deepcopy(root)
+        for name, parameter in list(part.named_parameters()):
+            if name not in mine:
+                meta = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, meta)
+        stages.append(Stage(part, Replay(program, plan, part, CPU), make_step(part)))
+    return stages
+
+
+def assert_transparent_apart(
+    root: nn.Module,
+    make_step: Callable[[nn.Module], Step],
+    is_small: Callable[[str], bool],
+    num_stages: int,
+    tolerance: float = 1e-6,
+) -> list[Stage]:
+    """As :func:`assert_transparent`, each stage with its own parameters only."""
+    reference = copy.deepcopy(root)
+    torch.manual_seed(7)
+    expected = loss_of(make_step(reference)())
+    expected.backward()
+    program = program_of(root, make_step(root), is_small)
+    stages = apart(root, make_step, program, even_cuts(program, num_stages))
+    assert len(stages) == num_stages
+    torch.manual_seed(7)
+    actual = loss_of(run_stages(program, stages))
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    summed: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, gradient in gradients(stage.root).items():
+            summed[name] = summed[name] + gradient if name in summed else gradient
+    torch.testing.assert_close(summed, gradients(reference), rtol=tolerance, atol=tolerance)
+    return stages

@@ -1,0 +1,345 @@
+"""A pipeline's step gives what one process gives, under every schedule and for any shapes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.schedules import SCHEDULES, parse
+from lightning_smddp.pipeline.stage import BackwardNotice, TensorSpec
+from tests.pipeline import chains
+from tests.pipeline.chains import HIDDEN, two_stages
+from tests.ranks import RanksFailedError, run_ranks
+
+# Sizes differ within a step, lengths between steps; some numbers of micro-batches need a substitute schedule.
+STEPS = [
+    ("train", (3, 3, 2, 2), 4),
+    ("evaluate", (3, 2, 2), 5),
+    ("train", (2, 1, 1, 1, 1), 3),
+    ("evaluate", (4,), 2),
+    ("train", (4,), 4),
+    ("train", (3, 3, 2, 2), 4),
+]
+FEW_STEPS = [("train", (2, 2, 1, 1, 1, 1, 1, 1), 3), ("evaluate", (3, 2), 5), ("train", (2, 2, 1), 4)]
+SPLITTING = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_two_ranks_equal_one_process(name: str) -> None:
+    stages_per_rank = SCHEDULES[name].default_stages_per_rank
+    for found in run_ranks(chains.compare, 2, name, stages_per_rank, STEPS):
+        assert found == []
+
+
+def several(cases: list[tuple[Any, ...]]) -> list[str]:
+    return [f"{case}: {text}" for case in cases for text in chains.compare(*case)]
+
+
+def test_four_ranks_equal_one_process() -> None:
+    cases = [(name, SCHEDULES[name].default_stages_per_rank, FEW_STEPS) for name in SCHEDULES]
+    for found in run_ranks(several, 4, cases, timeout=100):
+        assert found == []
+
+
+def test_one_rank_with_any_number_of_stages_equals_one_process() -> None:
+    cases: list[tuple[Any, ...]] = [(name, SCHEDULES[name].default_stages_per_rank, STEPS) for name in SCHEDULES]
+    cases += [("interleaved_1f1b", 3, FEW_STEPS), ("interleaved_zero_bubble", 1, FEW_STEPS)]
+    assert run_ranks(several, 1, cases) == [[]]
+
+
+def test_three_stages_on_each_rank() -> None:
+    cases = [("looped_bfs", 3, FEW_STEPS), ("interleaved_zero_bubble", 3, FEW_STEPS)]
+    for found in run_ranks(several, 2, cases):
+        assert found == []
+
+
+def test_frozen_stages_send_and_receive_no_gradients() -> None:
+    cases: list[tuple[Any, ...]] = [("gpipe", 1, FEW_STEPS, [0]), ("1f1b", 1, FEW_STEPS, [0])]
+    for name in ("looped_bfs", *SPLITTING):
+        cases += [(name, 2, FEW_STEPS, frozen) for frozen in ([0, 1], [2])]
+    for found in run_ranks(several, 2, cases):
+        assert found == []
+
+
+def gradient_that_does_not_matter(name: str) -> float:
+    """The last stage uses what it received without its gradient."""
+    bodies = two_stages(last=lambda microbatch, hidden: (bodies[1].module(hidden.detach()).sum(),))
+    chains.engine_for(name, bodies).train(2, [[[HIDDEN]]] * 2)
+    gradient = bodies[dist.get_rank()].module.weight.grad
+    return float(gradient.abs().sum())
+
+
+def empty_and_absent_tensors(name: str) -> list[Any]:
+    """Boundaries of no tensor at all, and of a tensor without elements."""
+    empty = TensorSpec((0, 3), torch.float32, True)
+    weight = nn.Parameter(torch.ones(3))
+    bodies = two_stages(
+        first=lambda microbatch: () if microbatch == 0 else (weight.expand(0, 3),),
+        last=lambda microbatch, *received: (bodies[1].module(torch.cat([*received, torch.ones(1, 3)])).sum(),),
+    )
+    engine = chains.engine_for(name, bodies)
+    losses = engine.train(2, [[[]], [[empty]]])
+    engine.evaluate(2, [[[]], [[empty]]])
+    return [loss.item() for loss in losses]
+
+
+def without_loss(name: str) -> list[float]:
+    """The second of three micro-batches has no loss; what the gradients lack against those of the other two."""
+    bodies = two_stages()
+    full = bodies[1].function
+    bodies[1].function = lambda microbatch, hidden: () if microbatch == 1 else full(microbatch, hidden)
+    chains.engine_for(name, bodies).train(3, [[[HIDDEN]]] * 3)
+    layers = [body.module for body in bodies]
+    loss = sum(full(microbatch, *bodies[0](microbatch, ()))[0] for microbatch in (0, 2))
+    wanted = torch.autograd.grad(loss, list(layers[dist.get_rank()].parameters()))
+    ours = [parameter.grad for parameter in layers[dist.get_rank()].parameters()]
+    return [float((mine - other).abs().max()) for mine, other in zip(ours, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_zero_bubble"])
+def test_a_microbatch_without_loss_adds_nothing(name: str) -> None:
+    for errors in run_ranks(without_loss, 2, name):
+        assert max(errors) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_zero_bubble"])
+def test_boundaries_that_carry_little(name: str) -> None:
+    unused = run_ranks(gradient_that_does_not_matter, 2, name)
+    assert unused[0] == 0
+    assert unused[1] > 0
+    first, last = run_ranks(empty_and_absent_tensors, 2, name)
+    assert first == []
+    assert len(last) == 2
+
+
+def in_batch(name: str) -> list[float]:
+    """Weighted losses of uneven micro-batches are the mean over the whole batch."""
+    bodies = two_stages()
+    layers = [body.module for body in bodies]
+    rows, sizes = torch.randn(8, 3), (3, 3, 2)
+    parts = rows.split(sizes)
+    bodies[0].function = lambda microbatch: (layers[0](parts[microbatch]),)
+    bodies[1].function = lambda microbatch, hidden: (
+        layers[1](hidden.tanh()).square().mean() * (sizes[microbatch] / 8),
+    )
+    specs = [[[TensorSpec((size, 3), torch.float32, True)]] for size in sizes]
+    chains.engine_for(name, bodies).train(3, specs)
+    ours = [parameter.grad for parameter in layers[dist.get_rank()].parameters()]
+    whole = layers[1](layers[0](rows).tanh()).square().mean()
+    wanted = torch.autograd.grad(whole, list(layers[dist.get_rank()].parameters()))
+    return [float((mine - other).abs().max()) for mine, other in zip(ours, wanted, strict=True)]
+
+
+def test_uneven_microbatches_equal_the_whole_batch() -> None:
+    for errors in run_ranks(in_batch, 2, "1f1b"):
+        assert max(errors) < 1e-6
+
+
+class Token:
+    pass
+
+
+class Held(torch.autograd.Function):
+    """Lives in the graph of one micro-batch on one stage."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, token: Token) -> Tensor:
+        ctx.token = token
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class UserError(Exception):
+    pass
+
+
+def failing(name: str, rank: int, in_backward: bool) -> str:
+    """The error of the user; what the step had begun is let go of."""
+    graphs: weakref.WeakSet[Token] = weakref.WeakSet()
+
+    def fail(*_: Any) -> None:
+        raise UserError("the user's own")
+
+    def broken(microbatch: int, *received: Tensor) -> tuple[Tensor, ...]:
+        outputs = healthy(microbatch, *received)
+        if microbatch == 1:
+            outputs[0].register_hook(fail) if in_backward else fail()
+        graphs.add(token := Token())
+        return (Held.apply(outputs[0], token),)
+
+    bodies = two_stages()
+    healthy = bodies[rank].function
+    bodies[rank].function = broken
+    engine = chains.engine_for(name, bodies)
+    try:
+        engine.train(2, [[[HIDDEN]]] * 2)
+    except UserError as error:
+        message = str(error)
+    assert len(graphs) == 0
+    if dist.get_world_size() == 1:  # an engine of one rank can go on
+        bodies[rank].function = healthy
+        assert len(engine.train(2, [[[HIDDEN]]] * 2)) == 2
+    return message
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_an_error_in_a_body_comes_out_as_it_is(in_backward: bool) -> None:
+    assert run_ranks(failing, 1, "interleaved_zero_bubble", 1, in_backward) == ["the user's own"]
+    for name in ("gpipe", "1f1b", "looped_bfs"):
+        with pytest.raises(RanksFailedError) as failed:
+            run_ranks(failing, 2, name, 1, in_backward)
+        # The rank with the error returned; its peer found the connection closed.
+        assert list(failed.value.tracebacks) == [0]
+        assert not failed.value.hung
+
+
+def modes() -> list[bool]:
+    bodies = two_stages()
+    seen = []
+    whole = bodies[1].function
+
+    def note(microbatch: int, hidden: Tensor) -> tuple[Tensor, ...]:
+        seen.append(torch.is_grad_enabled())
+        return whole(microbatch, hidden)
+
+    bodies[1].function = note
+    engine = chains.engine_for("looped_bfs", bodies)
+    engine.evaluate(1, [[[HIDDEN]]])
+    with torch.no_grad():
+        engine.train(1, [[[HIDDEN]]])
+    return [*seen, all(parameter.grad is not None for body in bodies for parameter in body.module.parameters())]
+
+
+def test_only_training_computes_gradients_whatever_the_caller_has_set() -> None:
+    assert run_ranks(modes, 1) == [[False, True, True]]
+
+
+def refusals() -> list[str]:
+    group = dist.group.WORLD
+    bodies = two_stages()
+    engine = chains.engine_for("looped_bfs", bodies)
+    wrong = TensorSpec((2, 4), torch.float32, True)
+    no_gradient = TensorSpec((2, 3), torch.float32, False)
+    calls = [
+        lambda: engine.train(2, [[[HIDDEN]]]),
+        lambda: engine.train(1, [[[HIDDEN], [HIDDEN]]]),
+        lambda: engine.train(1, [[[wrong]]]),
+        lambda: engine.train(1, [[[HIDDEN, HIDDEN]]]),
+        lambda: engine.train(1, [[[no_gradient]]]),
+        lambda: chains.engine_for("looped_bfs", two_stages(last=lambda m, h: (h,))).train(1, [[[HIDDEN]]]),
+        lambda: chains.engine_for("1f1b", bodies),
+        lambda: type(engine)(group, chains.CPU, parse("looped_bfs"), 2, {0: bodies[0]}),
+        lambda: TensorSpec((2,), torch.int64, True),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(ValueError, match=".") as refused:
+            call()
+        texts.append(str(refused.value))
+    engine.train(1, [[[HIDDEN]]])  # an engine of one rank survives its refusals
+    return texts
+
+
+def test_refusals_name_values_and_cure() -> None:
+    (texts,) = run_ranks(refusals, 1)
+    wanted = [
+        "give 2 rows of 1",
+        "give 1 rows of 1",
+        "stage 0, micro-batch 0, output 0: TensorSpec(shape=(2, 3)",
+        "1 outputs where 2 were announced",
+        "requires_grad=True) where TensorSpec(shape=(2, 3), dtype=torch.float32, requires_grad=False)",
+        "the last stage returns (loss,)",
+        "cannot place 2 stages on 1 ranks; use 1 stages",
+        "rank 0 holds stages [0, 1], but bodies are for [0]",
+        "use requires_grad=False",
+    ]
+    for text, part in zip(texts, wanted, strict=True):
+        assert part in text
+
+
+class Notes:
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter, self.before = parameter, []
+        self.after: list[tuple[BackwardNotice, bool]] = []
+
+    def before_backward(self, notice: BackwardNotice) -> None:
+        self.before.append(notice)
+
+    def after_backward(self, notice: BackwardNotice) -> None:
+        self.after.append((notice, self.parameter.grad is not None))
+
+
+def notices(name: str) -> tuple[list[BackwardNotice], list[tuple[BackwardNotice, bool]], int]:
+    """Notices, whether gradients were there by then, and how often a hook on a parameter fired."""
+    stages_per_rank = parse(name).default_stages_per_rank
+    model = chains.network(2 * stages_per_rank)
+    batches = chains.batches_of(0, (1, 1, 1, 1), 3)
+    _, boundaries = chains.in_one_process(model, batches, training=False)
+    parameter = model[-1 if name != "1f1b" else dist.get_rank()].linear.weight
+    fired = []
+    parameter.register_post_accumulate_grad_hook(lambda _: fired.append(1))
+    notes = Notes(parameter)
+    chains.engine_for(name, [chains.Body(piece, batches) for piece in model], listener=notes).train(4, boundaries)
+    return notes.before, notes.after, len(fired)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv_zero_bubble"])
+def test_backwards_are_announced(name: str) -> None:
+    first, second = run_ranks(notices, 2, name)
+    placed = [[0], [1]] if name == "1f1b" else [[0, 3], [1, 2]]
+    for stages, (before, after, _) in zip(placed, (first, second), strict=True):
+        assert before == [notice for notice, _ in after]
+        assert {notice.stage for notice in before} == set(stages)
+        for stage in stages:
+            mine = [notice for notice in before if notice.stage == stage]
+            assert sorted(notice.microbatch for notice in mine) == [0, 1, 2, 3]
+            assert [notice.nth for notice in mine] == [1, 2, 3, 4]
+            assert [notice.is_last for notice in mine] == [False, False, False, True]
+    # Hooks on parameters fire once per micro-batch, also where the backward is split.
+    assert first[2] == 4
+    last_stage = [had for notice, had in first[1] if notice.stage == (0 if name == "1f1b" else 3)]
+    assert last_stage == [True] * 4
+
+
+def kept(name: str, microbatches: int) -> tuple[int, int, int]:
+    """How many graphs a rank holds at most at once; graphs and received tensors that are left afterwards."""
+    gc.disable()
+    graphs: weakref.WeakSet[Token] = weakref.WeakSet()
+    tensors: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = 0
+
+    def watched(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+        def call(microbatch: int, *received: Tensor) -> tuple[Tensor, ...]:
+            nonlocal most
+            token = Token()
+            (output,) = function(microbatch, *received)
+            graphs.add(token)
+            tensors.update(received)
+            most = max(most, len(graphs))
+            return (Held.apply(output, token),)
+
+        return call
+
+    bodies = two_stages()
+    for body in bodies:
+        body.function = watched(body.function)
+    engine = chains.engine_for(name, bodies)
+    for _ in range(3):
+        engine.train(microbatches, [[[HIDDEN]]] * microbatches)
+    return most, len(graphs), len(tensors)
+
+
+def test_nothing_is_held_longer_than_the_schedule_needs() -> None:
+    assert run_ranks(kept, 2, "1f1b", 6) == [(2, 0, 0), (1, 0, 0)]
+    assert run_ranks(kept, 2, "gpipe", 6) == [(6, 0, 0), (6, 0, 0)]
+    assert run_ranks(kept, 1, "interleaved_zero_bubble", 6)[0][1:] == (0, 0)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline import transfer
+from lightning_smddp.pipeline.full_state import (
+    broadcast_initial,
+    full_state_dict,
+    gather_full,
+    load_full_state_dict,
+    release,
+)
+from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors, gather_tensors
+from tests.communication.errors import message_of
+from tests.pipeline.models import OWNERSHIP, Tied, assert_same, seeded, tied
+from tests.ranks import run_in_threads
+
+CPU = torch.device("cpu")
+
+
+def trained() -> Tied:
+    """Whole, with buffers that training has changed."""
+    model = tied()
+    model.note = "trained"
+    model.norm.running_mean += 1
+    model.norm.num_batches_tracked += 5
+    return model
+
+
+def divided(group: dist.ProcessGroup) -> Tied:
+    """This rank's part of :func:`trained`: what others own is wrong or absent."""
+    model = trained()
+    for name, buffer in model.named_buffers():
+        if OWNERSHIP.owner(name) != group.rank():
+            buffer.zero_()
+    release(model, OWNERSHIP, group.rank())
+    return model
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 2**26])
+def test_tensors_of_all_kinds_travel_bit_by_bit(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk_bytes)
+    results = run_in_threads(all_kinds, 2)
+    assert results == [True, True]
+
+
+def all_kinds(group: dist.ProcessGroup) -> bool:
+    def kinds(fill: int) -> list[Tensor]:
+        return seeded(lambda: drawn(fill), fill)
+
+    def drawn(fill: int) -> list[Tensor]:
+        return [
+            torch.randn(5, 3),
+            torch.tensor(3.0 + fill),
+            torch.randn(3, 7, dtype=torch.float64).t(),  # not contiguous
+            torch.randn(9).bfloat16(),
+            torch.empty(0, 4),
+            torch.randint(0, 2, (5,)).bool(),
+            torch.randn(3, dtype=torch.complex64),
+            torch.tensor([float("nan"), float("inf"), -0.0]),
+            torch.arange(33) + fill,
+        ]
+
+    expected, mine = kinds(1), kinds(1 + group.rank())
+    strides = [tensor.stride() for tensor in mine]
+    broadcast_tensors([Spec.of(tensor) for tensor in mine], mine, group, 0, CPU)
+    assert strides == [tensor.stride() for tensor in mine]
+    return all(
+        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        for a, b in zip(mine, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_gather_tensors(to_all: bool) -> None:
+    results = run_in_threads(gather_some, 3, to_all)
+    expected = {f"tensor {rank}": [float(rank)] * (rank + 1) for rank in range(3)}
+    assert results == ([expected] * 3 if to_all else [expected, {}, {}])
+
+
+def gather_some(group: dist.ProcessGroup, to_all: bool) -> dict[str, list[float]]:
+    rank = group.rank()
+    mine = {f"tensor {rank}": torch.full((rank + 1,), float(rank))}
+    return {name: tensor.tolist() for name, tensor in gather_tensors(mine, group, to_all).items()}
+
+
+@pytest.mark.parametrize("to_all", [False, True])
+def test_state_is_that_of_the_whole_model(to_all: bool) -> None:
+    run_in_threads(compare_state, 2, to_all)
+
+
+def compare_state(group: dist.ProcessGroup, to_all: bool) -> None:
+    model, expected = divided(group), trained().state_dict()
+    state = full_state_dict(model, OWNERSHIP, group, to_all)
+    if not to_all and group.rank() != 0:
+        assert state == {}
+        return
+    assert_same(state, expected)
+    assert state._metadata == expected._metadata
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    assert [parameter.is_meta for parameter in model.parameters()] == [
+        not OWNERSHIP.is_mine(name, group.rank()) for name, _ in model.named_parameters()
+    ]
+    assert bool((model.norm.running_mean == 0).all()) is (group.rank() == 0)  # its own is as it was
+
+
+class Renaming(nn.Module):
+    """State hooks that compute with parameters: they have to see all values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.register_state_dict_post_hook(self.fuse)
+
+    @staticmethod
+    def fuse(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["fused"] = state.pop("first.weight") @ state.pop("second.weight")
+
+
+def test_state_hooks_see_all_values() -> None:
+    run_in_threads(fused_state, 2)
+
+
+def fused_state(group: dist.ProcessGroup) -> None:
+    model = seeded(Renaming)
+    ownership = Ownership({"first.weight": (0,), "second.weight": (1,)}, {}, 2)
+    release(model, ownership, group.rank())
+    assert_same(full_state_dict(model, ownership, group, to_all=True), seeded(Renaming).state_dict())
+
+
+def test_a_state_loads_into_the_parts() -> None:
+    run_in_threads(load_state, 2)
+
+
+def load_state(group: dist.ProcessGroup) -> None:
+    model, other = divided(group), tied(seed=1)
+    other.note = "loaded"
+    load_full_state_dict(model, other.state_dict())
+    assert model.note == "loaded"
+    assert_same(full_state_dict(model, OWNERSHIP, group, to_all=True), other.state_dict())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wrong_state_is_refused_as_in_the_whole_model(rank: int) -> None:
+    state = tied().state_dict()
+    state["unknown"] = torch.zeros(1)
+    del state["body.weight"]
+    messages = []
+    for model in (tied(), tied()):
+        if messages:
+            release(model, OWNERSHIP, rank)
+        with pytest.raises(RuntimeError) as info:
+            load_full_state_dict(model, state)
+        messages.append(str(info.value))
+    assert messages[0] == messages[1]
+    assert load_full_state_dict(model, state, strict=False) == tied().load_state_dict(state, strict=False)
+    state["head.bias"] = torch.zeros(3)
+    with pytest.raises(
+        RuntimeError, match=r"size mismatch for head.bias: copying a param with shape torch.Size\(\[3\]"
+    ):
+        load_full_state_dict(model, state, strict=False)
+
+
+def test_the_whole_model_comes_back_as_the_same_objects() -> None:
+    run_in_threads(come_back, 2)
+
+
+def come_back(group: dist.ProcessGroup) -> None:
+    model = trained()
+    before = list(model.parameters())
+    release(model, OWNERSHIP, group.rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_meta:
+                parameter.add_(1)
+    gather_full(model, OWNERSHIP, group)
+    assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
+    assert model.favourites[1] is model.body.weight
+    for parameter, reference in zip(model.parameters(), trained().parameters(), strict=True):
+        assert_same(parameter.detach(), reference.detach() + 1)
+    model(torch.arange(5)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    release(model, OWNERSHIP, group.rank())  # and once more
+    gather_full(model, OWNERSHIP, group)
+
+
+def test_every_rank_starts_from_the_first() -> None:
+    states = run_in_threads(start, 3, lambda rank: tied(seed=rank))
+    for state in states:
+        assert_same(state, tied(seed=0).state_dict())
+
+
+def start(group: dist.ProcessGroup, build: Callable[[int], Tied]) -> dict[str, Any]:
+    model = build(group.rank())
+    model.norm.running_mean += group.rank()
+    broadcast_initial(model, group)
+    return model.state_dict()
+
+
+def test_what_has_no_memory_is_not_broadcast() -> None:
+    def build(rank: int) -> Tied:
+        model = tied(seed=rank)
+        release(model, OWNERSHIP, 0)
+        return model
+
+    states = run_in_threads(start, 2, build)
+    assert_same(states[1]["body.weight"], tied(seed=0).body.weight.detach())
+    assert states[1]["head.bias"].is_meta
+
+
+def test_different_models_are_refused_on_every_rank() -> None:
+    def build(rank: int) -> Tied:
+        model = tied()
+        model.body = nn.Linear(6, 6 + rank)
+        return model
+
+    for message in run_in_threads(refuse, 2, build):
+        assert "models of rank 0 and rank 1 differ, first in [['body.weight', [7, 6]" in message
+
+
+def refuse(group: dist.ProcessGroup, build: Callable[[int], Tied]) -> str:
+    return message_of(ValueError, lambda: broadcast_initial(build(group.rank()), group))

@@ -1,0 +1,217 @@
+"""Gradients of tied parameters, the norm over all stages, and loss scaling."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from math import inf, nan
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.full_state import release
+from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
+from lightning_smddp.pipeline.ownership import Ownership, held_parameters
+from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
+from tests.communication.errors import message_of
+from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step
+from tests.ranks import run_in_threads, run_ranks
+
+CPU = torch.device("cpu")
+TIED = Ownership({"0": (0, 1), "1": (1, 0), "2": (0,), "3": (0, 1), "4": (0, 1)}, {}, 2)
+
+
+def values_of(gradient: Tensor | None) -> set[float] | None:
+    return None if gradient is None else set(gradient.to_dense().flatten().tolist())
+
+
+def tied_sums(group: dist.ProcessGroup, none_on: dict[str, tuple[int, ...]], sparse: bool) -> dict[str, object]:
+    rank = group.rank()
+    model = nn.ParameterList(torch.zeros(2, 3, dtype=torch.float64 if i == 1 else torch.float32) for i in range(5))
+    model[4].requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if rank not in none_on.get(name, ()) and parameter.requires_grad:
+            gradient = torch.full_like(parameter, 10.0**rank * (1 + int(name)))
+            parameter.grad = gradient.to_sparse() if sparse else gradient
+    gradients = [parameter.grad for parameter in model]
+    TiedGradients(model, TIED, rank, {(0, 1): group}).sum()
+    if not sparse:  # in place: it may be a view of a bucket
+        assert all(p.grad is old for p, old in zip(model, gradients, strict=True) if old is not None)
+    return {
+        name: None if p.grad is None else set(p.grad.to_dense().flatten().tolist())
+        for name, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tied_gradients_are_summed_over_their_holders(sparse: bool) -> None:
+    none_on = {"0": (1,), "3": (0, 1)}
+    first, second = run_in_threads(tied_sums, 2, none_on, sparse)
+    assert first == {"0": {1.0}, "1": {22.0}, "2": {3.0}, "3": None, "4": None}
+    assert second == {**first, "2": {30.0}}  # 0 is nobody's on rank 1, which gets one; 2 is not shared
+
+
+THREE = Ownership({"a": (0, 2), "b": (1, 2), "c": (2, 0), "d": (1,)}, {}, 3)
+
+
+def tied_in_two_replicas() -> dict[str, float]:
+    pipelines = [[0, 2, 4], [1, 3, 5]]
+    rank, replica = divmod(dist.get_rank(), 2)
+    groups = create_tied_groups(THREE, pipelines, timedelta(seconds=20))
+    assert set(groups) == {ranks for ranks in [(0, 2), (1, 2)] if rank in ranks}
+    model = nn.ParameterDict({name: torch.zeros(1) for name in "abcd"})
+    for name in THREE.held_by(rank):
+        model[name].grad = torch.full((1,), 100.0**replica * 10.0**rank)
+    TiedGradients(model, THREE, rank, groups).sum()
+    return {name: model[name].grad.item() for name in THREE.held_by(rank)}
+
+
+def test_each_replica_has_groups_of_its_own() -> None:
+    results = run_ranks(tied_in_two_replicas, 6)
+    for replica, factor in enumerate((1, 100)):
+        of_rank = results[replica::2]
+        assert of_rank[0] == {"a": 101 * factor, "c": 101 * factor}
+        assert of_rank[1] == {"b": 110 * factor, "d": 10 * factor}
+        assert of_rank[2] == {"a": 101 * factor, "b": 110 * factor, "c": 101 * factor}
+
+
+def gradients(scale: float = 1.0) -> dict[str, Tensor]:
+    model = tied()
+    train_step(model, 0)
+    return {name: parameter.grad * scale for name, parameter in model.named_parameters()}
+
+
+def clipped(group: dist.ProcessGroup, max_norm: float, norm_type: float, scale: float, spoil: float | None) -> tuple:
+    model = tied()
+    release(model, OWNERSHIP, group.rank())
+    mine = held_parameters(model, OWNERSHIP, group.rank())
+    everything = gradients(scale)
+    for name, parameter in mine.items():
+        parameter.grad = everything[name].clone()
+    if spoil is not None and group.rank() == 1:
+        model.head.bias.grad[0] = spoil
+    norm = clip_by_norm(mine, OWNERSHIP, group, max_norm, norm_type)
+    return norm, {name: parameter.grad for name, parameter in mine.items()}
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1, 3.5, inf])
+@pytest.mark.parametrize(("max_norm", "scale"), [(0.05, 1.0), (1e6, 1.0), (1.0, 1e25)])
+def test_norm_is_that_of_one_process(norm_type: float, max_norm: float, scale: float) -> None:
+    if scale > 1 and norm_type == 3.5:
+        scale = 1e10
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients().values()]
+    for parameter, gradient in zip(parameters, gradients(scale).values(), strict=True):
+        parameter.grad = gradient
+    expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    results = run_in_threads(clipped, 2, max_norm, norm_type, scale, None)
+    names = list(gradients())
+    for norm, after in results:
+        assert norm == results[0][0]
+        if expected.isfinite():
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+            for name, gradient in after.items():
+                torch.testing.assert_close(gradient, parameters[names.index(name)].grad, rtol=2e-6, atol=1e-12)
+    assert torch.equal(results[0][1]["embedding.weight"], results[1][1]["embedding.weight"])
+
+
+@pytest.mark.parametrize("spoil", [nan, inf])
+@pytest.mark.parametrize("norm_type", [2.0, inf])
+def test_what_is_not_finite_on_one_stage_shows_on_all(spoil: float, norm_type: float) -> None:
+    norms = [norm.item() for norm, _ in run_in_threads(clipped, 2, 1.0, norm_type, 1.0, spoil)]
+    assert [norm if norm == norm else None for norm in norms] == [inf if spoil == inf else None] * 2
+
+
+def refused(group: dist.ProcessGroup) -> str:
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([inf if group.rank() == 1 else 1.0])
+    ownership = Ownership({"0": (0,), "1": (1,)}, {}, 2)
+    mine = {str(group.rank()): parameter}
+    message = message_of(RuntimeError, lambda: clip_by_norm(mine, ownership, group, 1.0, error_if_nonfinite=True))
+    assert parameter.grad.item() in (1.0, inf)
+    return message
+
+
+def test_an_infinite_norm_can_be_refused_on_all_ranks() -> None:
+    assert all("total norm of order 2.0 of all stages' gradients is inf" in m for m in run_in_threads(refused, 2))
+
+
+def test_a_norm_that_is_none() -> None:
+    with pytest.raises(ValueError, match="norm_type=0.0 has to be positive"):
+        clip_by_norm({}, OWNERSHIP, dist.group.WORLD, 1.0, norm_type=0)
+
+
+def no_gradients(group: dist.ProcessGroup) -> float:
+    return clip_by_norm({"d": nn.Parameter(torch.zeros(1))}, THREE, group, 1.0).item()
+
+
+def test_no_gradient_at_all() -> None:
+    assert run_in_threads(no_gradients, 3) == [0.0] * 3
+
+
+ONE_SIDED = Ownership({"weight": (0,), "bias": (0,)}, {}, 2)  # rank 1 has nothing
+
+
+def scaled_steps(group: dist.ProcessGroup, overflow_on: int | None, ownership: Ownership) -> tuple[list[float], Tensor]:
+    """Three steps, of which the second overflows; as Lightning's precision plugin does them."""
+    rank = group.rank()
+    model = seeded(lambda: nn.Linear(3, 2))
+    reference = seeded(lambda: nn.Linear(3, 2))
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    release(model, ownership, rank)
+    partition = OptimizerPartition(optimizer, names, ownership, rank)
+    placeholder = partition.add_placeholder(CPU)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    scales = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = scaler.scale(reference(torch.ones(1, 3)).square().sum())
+        reference.zero_grad()
+        loss.backward()
+        for name, parameter in held_parameters(model, ownership, rank).items():
+            parameter.grad = dict(reference.named_parameters())[name].grad.clone()
+        if step == 1 and overflow_on == rank:
+            partition.parameters[0].grad.view(-1)[0] = inf
+        overflowed = share_overflow(partition.parameters, placeholder, group)
+        assert overflowed is (step == 1 and overflow_on is not None)
+        scaler.unscale_(optimizer)
+        before = [p.detach().clone() for p in partition.parameters]
+        scaler.step(optimizer)
+        changed = any(not torch.equal(p, old) for p, old in zip(partition.parameters, before, strict=True))
+        assert changed is (not overflowed and bool(partition.parameters))
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, placeholder.detach()
+
+
+@pytest.mark.parametrize("overflow_on", [None, 0, 1])
+def test_every_ranks_scaler_skips_the_same_step(overflow_on: int | None) -> None:
+    ownership = Ownership({"weight": (0,), "bias": (1,)}, {}, 2)
+    expected = [8.0, 16.0, 16.0, 32.0] if overflow_on is None else [8.0, 4.0, 4.0, 8.0]
+    for scales, placeholder in run_in_threads(scaled_steps, 2, overflow_on, ownership):
+        assert scales == expected
+        assert placeholder.item() == 0
+
+
+def test_a_rank_without_parameters_scales_along() -> None:
+    for scales, _ in run_in_threads(scaled_steps, 2, 0, ONE_SIDED):
+        assert scales == [8.0, 4.0, 4.0, 8.0]
+
+
+def mixed_overflow(group: dist.ProcessGroup, value: float) -> bool:
+    parameters = [nn.Parameter(torch.ones(3, 2, dtype=d)) for d in (torch.float16, torch.float32, torch.bfloat16)]
+    for parameter in parameters[:2]:
+        parameter.grad = torch.ones_like(parameter)
+    table = nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    if group.rank() == 1:
+        parameters[0].grad[0, 1] = value
+    placeholder = nn.Parameter(torch.zeros(1, 1))
+    return share_overflow([*parameters, table.weight, placeholder], placeholder, group)
+
+
+@pytest.mark.parametrize(("value", "overflowed"), [(nan, True), (-inf, True), (65504.0, False)])
+def test_overflow_in_any_dtype(value: float, overflowed: bool) -> None:
+    assert run_in_threads(mixed_overflow, 2, value) == [overflowed] * 2

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.materialise import materialise, parameters_on_meta
+from tests.pipeline.models import OWNERSHIP, Tied, assert_same
+
+CPU = torch.device("cpu")
+
+
+class Scaled(nn.Module):
+    """Draws random numbers for two parameters, and replaces one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(4))
+        self.register_buffer("frequencies", torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.first = nn.Parameter(torch.randn(4))
+        nn.init.normal_(self.second)
+        self.frequencies = torch.arange(3.0)
+
+
+class Uninitialised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+
+class Forgetful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class Root(nn.Module):
+    """As transformers' models: one method for all modules inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(500, 500), Uninitialised())
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, Uninitialised):
+            nn.init.ones_(module.weight)
+
+
+def on_meta(kind: type[nn.Module]) -> nn.Module:
+    with parameters_on_meta():
+        return kind()
+
+
+def all_names(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters()]
+
+
+def test_only_parameters_are_on_meta() -> None:
+    model = on_meta(Tied)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.head.weight is model.embedding.weight is model.favourites[0]
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    assert not nn.Linear(2, 2).weight.is_meta  # the context is over
+
+
+def test_values_given_to_a_parameter_stay() -> None:
+    class Pretrained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.layer.weight = nn.Parameter(torch.eye(2))
+
+    model = on_meta(Pretrained)
+    assert model.layer.bias.is_meta
+    materialise(model, all_names(model), CPU, seed=0)
+    assert torch.equal(model.layer.weight, torch.eye(2))
+
+
+def test_values_do_not_depend_on_the_division() -> None:
+    whole = on_meta(Tied)
+    materialise(whole, all_names(whole), CPU, seed=3)
+    for rank in range(2):
+        part = on_meta(Tied)
+        torch.manual_seed(rank)  # and not on the ranks' generators, which stay as they are
+        state = torch.get_rng_state()
+        materialise(part, OWNERSHIP.held_by(rank), CPU, seed=3)
+        assert torch.equal(state, torch.get_rng_state())
+        for name, parameter in part.named_parameters():
+            if OWNERSHIP.is_mine(name, rank):
+                assert_same(parameter.detach(), dict(whole.named_parameters())[name].detach())
+            else:
+                assert parameter.is_meta
+        assert part.head.weight is part.embedding.weight is part.favourites[0]
+    other = on_meta(Tied)
+    materialise(other, all_names(other), CPU, seed=4)
+    assert not torch.equal(other.body.weight, whole.body.weight)
+
+
+def test_values_are_those_of_the_constructor_in_distribution() -> None:
+    model = on_meta(lambda: nn.Linear(400, 400))
+    materialise(model, all_names(model), CPU, seed=0)
+    assert 0.045 < model.weight.abs().max() <= 0.05  # uniform up to 1 / sqrt(400)
+    (model(torch.ones(1, 400)).sum()).backward()
+    assert model.weight.grad is not None
+
+
+@pytest.mark.parametrize("names", [["first", "second"], ["second"]])
+def test_one_parameter_of_a_module_draws_what_it_draws_in_the_whole(names: list[str]) -> None:
+    whole, part = on_meta(Scaled), on_meta(Scaled)
+    assert not whole.first.is_meta  # replaced by the constructor's own initialisation: taken for given values
+    whole, part = Scaled().to("meta"), Scaled().to("meta")
+    first = part.first
+    materialise(whole, ["first", "second"], CPU, seed=1)
+    materialise(part, names, CPU, seed=1)
+    assert torch.equal(part.second, whole.second)
+    assert part.first is first
+    assert first.is_meta is ("first" not in names)
+    assert torch.equal(part.frequencies, torch.arange(3.0))
+
+
+def test_buffers_on_meta_get_values_on_every_rank() -> None:
+    model = Tied().to("meta")
+    materialise(model, OWNERSHIP.held_by(0), CPU, seed=0)
+    assert model.norm.weight.is_meta
+    assert torch.equal(model.norm.running_var, torch.ones(6))
+    assert model.norm.num_batches_tracked.item() == 0
+
+
+def test_the_model_around_initialises_what_is_inside() -> None:
+    model = on_meta(Root)
+    materialise(model, all_names(model), CPU, seed=0)
+    assert abs(model.inner[0].weight.std().item() - 0.02) < 1e-3
+    assert torch.equal(model.inner[1].weight, torch.ones(2))
+
+
+def test_attention_of_torch() -> None:
+    model = on_meta(lambda: nn.TransformerEncoderLayer(8, 2, 8))
+    materialise(model, all_names(model), CPU, seed=0)
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
+def test_a_module_without_initialiser_is_named() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Uninitialised()))
+    with pytest.raises(
+        ValueError, match=r"Uninitialised '1' has weight on the meta .* Define `reset_parameters\(self\)`"
+    ):
+        materialise(model, all_names(model), CPU, seed=0)
+    materialise(model, ["0.weight"], CPU, seed=0)  # not this rank's
+    assert model[1].weight.is_meta
+
+
+def test_real_parameters_stay_as_they_are() -> None:
+    model = on_meta(Root)
+    model.inner[0].weight = nn.Parameter(torch.full((500, 500), 7.0))  # `_init_weights` would fill it
+    materialise(model, all_names(model), CPU, seed=0)
+    assert bool((model.inner[0].weight == 7).all())
+    assert not model.inner[1].weight.is_meta
+
+
+def test_what_an_initialiser_forgets_is_named() -> None:
+    model = on_meta(lambda: nn.ModuleDict({"a": Forgetful()}))
+    with pytest.raises(ValueError, match=r"initialisation of Forgetful 'a' leaves bias without values"):
+        materialise(model, all_names(model), CPU, seed=0)
+
+
+def test_a_buffer_without_initialiser_is_named() -> None:
+    model = nn.Module()
+    model.register_buffer("mask", torch.zeros(2, device="meta"))
+    with pytest.raises(ValueError, match="Module has mask on the meta device"):
+        materialise(model, [], CPU, seed=0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_models_of_transformers(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+    if family == "gpt2":
+        config = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, n_positions=16, **common)
+        kind = transformers.GPT2LMHeadModel
+    else:
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.LlamaConfig(**sizes, **common)
+        kind = transformers.LlamaForCausalLM
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with parameters_on_meta():
+            model = kind(config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialise(model, all_names(model), CPU, seed=0)
+    expected = kind(config)
+    for (name, parameter), reference in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert close(parameter, reference), name
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(8).view(1, 8)).logits
+    assert bool(logits.isfinite().all())
+
+
+def close(left: Tensor, right: Tensor) -> bool:
+    """Of one distribution, roughly."""
+    spread = right.std().item()
+    return abs(left.std().item() - spread) <= 0.2 * spread and abs((left.mean() - right.mean()).item()) < 0.02

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
+
+from lightning_smddp.pipeline.full_state import release
+from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
+from tests.communication.errors import message_of
+from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied, train_step
+from tests.ranks import run_in_threads
+
+Build = Callable[[nn.Module], Optimizer]
+
+
+def two_groups(model: nn.Module) -> Optimizer:
+    """Weight decay for matrices only, as is usual; the first group of rank 1 is empty but for the tied weight."""
+    parameters = dict(model.named_parameters())
+    decayed = [p for p in parameters.values() if p.dim() > 1]
+    rest = [p for p in parameters.values() if p.dim() < 2]
+    return AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+OPTIMIZERS: dict[str, Build] = {
+    "SGD": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "SGD without state": lambda model: SGD(model.parameters(), lr=0.1),
+    "Adam": lambda model: Adam(model.parameters(), lr=0.01, amsgrad=True),
+    "AdamW in groups": two_groups,
+    "AdamW by name": lambda model: AdamW(model.named_parameters(), lr=0.01),
+    "Adafactor": lambda model: Adafactor(model.parameters(), lr=0.01),
+    "RMSprop": lambda model: RMSprop(model.parameters(), lr=0.01, centered=True),
+}
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+class Rank:
+    """One rank's part of a model in training: gradients and values come from a whole model beside it."""
+
+    def __init__(self, group: dist.ProcessGroup, build: Build) -> None:
+        self.group, self.whole, self.model = group, tied(), tied()
+        self.optimizer, self.reference = build(self.model), build(self.whole)
+        release(self.model, OWNERSHIP, group.rank())
+        self.partition = OptimizerPartition(self.optimizer, names_of(self.model), OWNERSHIP, group.rank())
+
+    def step(self, seed: int) -> None:
+        self.whole.zero_grad()
+        train_step(self.whole, seed)
+        for part, whole in zip(self.model.parameters(), self.whole.parameters(), strict=True):
+            part.grad = None if part.is_meta else whole.grad.clone()
+        self.reference.step()
+        self.optimizer.step()
+
+    def compare(self) -> dict[str, Any]:
+        for part, whole in zip(self.model.parameters(), self.whole.parameters(), strict=True):
+            assert part.is_meta or torch.equal(part, whole)
+        state = self.partition.full_state_dict(self.group)
+        if self.group.rank() == 0:
+            assert_same(state, self.reference.state_dict())
+        else:
+            assert state == {}
+        return state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_is_that_of_the_whole_optimizer_and_back(name: str) -> None:
+    run_in_threads(save_and_load, 2, OPTIMIZERS[name])
+
+
+def save_and_load(group: dist.ProcessGroup, build: Build) -> None:
+    rank = Rank(group, build)
+    rank.compare()  # before the first step
+    mine = {id(p) for p in rank.model.parameters() if not p.is_meta}
+    assert {id(p) for p in rank.partition.parameters} == mine
+    for seed in range(3):
+        rank.step(seed)
+    rank.compare()
+    assert {id(p) for g in rank.optimizer.param_groups for p in g["params"]} == mine
+    assert {id(p) for p in rank.optimizer.state} <= mine
+    # the state loads in plain torch, and back into fresh parts, which go on alike
+    state = copy.deepcopy(rank.partition.full_state_dict(group, to_all=True))
+    again = Rank(group, build)
+    again.whole.load_state_dict(rank.whole.state_dict())
+    again.reference.load_state_dict(copy.deepcopy(state))
+    for part, whole in zip(again.model.parameters(), rank.model.parameters(), strict=True):
+        part.data.copy_(whole)
+    unchanged = copy.deepcopy(state)
+    again.partition.load_full_state_dict(state)
+    assert_same(state, unchanged)
+    again.compare()
+    for seed in range(3, 5):
+        again.step(seed)
+    again.compare()
+
+
+def test_groups_added_during_training() -> None:
+    run_in_threads(add_group, 2)
+
+
+def add_group(group: dist.ProcessGroup) -> None:
+    def body_first(model: Tied) -> Optimizer:
+        return SGD(model.body.parameters(), lr=0.1, momentum=0.9)
+
+    rank = Rank(group, body_first)
+    assert len(rank.optimizer.param_groups[0]["params"]) == (2 if group.rank() == 0 else 0)
+    rank.step(0)
+    for optimizer, model in ((rank.optimizer, rank.model), (rank.reference, rank.whole)):
+        optimizer.add_param_group({"params": [*model.norm.parameters(), *model.embedding.parameters()], "lr": 0.05})
+    rank.partition.refresh()
+    for seed in range(1, 3):
+        rank.step(seed)
+    rank.compare()
+    del rank.optimizer.param_groups[1]
+    with pytest.raises(ValueError, match="SGD has 1 parameter groups, it had 2"):
+        rank.partition.refresh()
+
+
+def test_schedulers_and_the_placeholder_do_not_show() -> None:
+    run_in_threads(with_placeholder, 2)
+
+
+def with_placeholder(group: dist.ProcessGroup) -> None:
+    rank = Rank(group, two_groups)
+    placeholder = rank.partition.add_placeholder(torch.device("cpu"))
+    assert rank.partition.add_placeholder(torch.device("cpu")) is placeholder
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (rank.optimizer, rank.reference)]
+    for seed in range(2):
+        placeholder.grad = torch.zeros(1, 1)
+        rank.step(seed)
+        for scheduler in schedulers:
+            scheduler.step()
+    rank.compare()
+    assert any(p is placeholder for p in rank.optimizer.param_groups[0]["params"])
+    assert rank.optimizer.state[placeholder]["step"] == 2
+    assert placeholder.item() == 0
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    model = tied()
+    partition = OptimizerPartition(SGD(model.parameters(), lr=0.1), names_of(model), OWNERSHIP, 0)
+    other = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        partition.load_full_state_dict(other.state_dict())
+
+
+def test_lbfgs_is_refused() -> None:
+    model = tied()
+    with pytest.raises(ValueError, match="LBFGS cannot be used with a pipeline: each step needs"):
+        OptimizerPartition(LBFGS(model.parameters()), names_of(model), OWNERSHIP, 0)
+
+
+def test_a_tensor_that_is_no_parameter_is_refused() -> None:
+    model = tied()
+    optimizer = SGD([*model.parameters(), torch.zeros(3, requires_grad=True)], lr=0.1)
+    with pytest.raises(ValueError, match=r"SGD has a tensor of shape \(3,\) \(number 6 of its group\)"):
+        OptimizerPartition(optimizer, names_of(model), OWNERSHIP, 0)
+
+
+class Peculiar(SGD):
+    """Keeps nested state, and once something that no message carries."""
+
+    odd: Any = None
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"nested": [{"t": p.detach() * 2}, (1, None)], "text": "a", "odd": self.odd}
+
+
+def test_nested_state() -> None:
+    run_in_threads(nested, 2)
+
+
+def nested(group: dist.ProcessGroup) -> None:
+    rank = Rank(group, lambda model: Peculiar(model.parameters(), lr=0.1))
+    rank.step(0)
+    rank.compare()
+
+
+def test_state_that_cannot_travel_is_named_on_every_rank() -> None:
+    for message in run_in_threads(odd_state, 2):
+        assert "Peculiar's state cannot be gathered: norm.weight/odd is a ndarray." in message
+
+
+def odd_state(group: dist.ProcessGroup) -> str:
+    rank = Rank(group, lambda model: Peculiar(model.parameters(), lr=0.1))
+    rank.step(0)
+    if group.rank() == 1:
+        rank.optimizer.state[rank.model.norm.weight]["odd"] = np.zeros(2)
+    return message_of(ValueError, lambda: rank.partition.full_state_dict(group))

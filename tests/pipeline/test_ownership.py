@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from lightning_smddp.pipeline.full_state import release
+from lightning_smddp.pipeline.ownership import Ownership, held_parameters
+from tests.pipeline.models import OWNERSHIP, tied
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_who_holds_and_who_speaks() -> None:
+    assert OWNERSHIP.held_by(0) == ["embedding.weight", "body.weight", "body.bias"]
+    assert OWNERSHIP.held_by(1) == ["embedding.weight", "norm.weight", "norm.bias", "head.bias"]
+    assert OWNERSHIP.owner("embedding.weight") == 1
+    assert OWNERSHIP.owner("norm.running_mean") == 1
+    assert OWNERSHIP.is_mine("embedding.weight", 0)
+    assert not OWNERSHIP.is_mine("head.bias", 0)
+    assert OWNERSHIP.shared() == {(0, 1): ["embedding.weight"]}
+    assert list(held_parameters(tied(), OWNERSHIP, 0)) == OWNERSHIP.held_by(0)
+
+
+def test_digest_tells_partitions_apart() -> None:
+    again = Ownership(dict(OWNERSHIP.parameters), dict(OWNERSHIP.buffers), 2)
+    assert again.digest() == OWNERSHIP.digest()
+    moved = dataclasses.replace(OWNERSHIP, parameters={**OWNERSHIP.parameters, "body.bias": (1,)})
+    assert moved.digest() != OWNERSHIP.digest()
+
+
+def test_a_module_that_changed_after_it_was_divided_is_refused() -> None:
+    model = tied()
+    model.late = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"Tied's parameters changed .*\['late.bias', 'late.weight'\] came, none went"):
+        release(model, OWNERSHIP, 0)
+
+
+def test_release_keeps_objects_and_drops_values() -> None:
+    model = tied()
+    model.head.bias.requires_grad_(False)
+    model.body.weight.note = "kept"
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    buffer = model.norm.running_mean
+    release(model, OWNERSHIP, 1)
+    release(model, OWNERSHIP, 1)  # again: nothing changes
+    assert dict(model.named_parameters()) == parameters
+    assert all(a is b for a, b in zip(model.parameters(), parameters.values(), strict=True))
+    assert model.head.weight is model.embedding.weight
+    assert model.favourites[1] is model.body.weight
+    assert optimizer.param_groups[0]["params"][1] is model.body.weight
+    for name, parameter in parameters.items():
+        mine = OWNERSHIP.is_mine(name, 1)
+        assert parameter.is_meta is not mine
+        assert (parameter.grad is None) is not mine
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad is (name != "head.bias")
+    assert model.body.weight.shape == (6, 6)
+    assert model.body.weight.note == "kept"
+    assert model.norm.running_mean is buffer
+    assert not buffer.is_meta
+
+
+@pytest.mark.parametrize("holder", ["weak reference", "fake tensors", "autograd graph", "hooks"])
+def test_release_whatever_else_knows_the_parameter(holder: str) -> None:
+    model = tied()
+    kept: list[object] = []
+    if holder == "weak reference":
+        kept.append(weakref.ref(model.body.weight))
+    elif holder == "fake tensors":
+        kept += [mode := FakeTensorMode(), mode.from_tensor(model.body.weight)]
+    elif holder == "hooks":
+        model.body.weight.register_hook(lambda gradient: gradient)
+    else:
+        kept.append((model.body.weight * model.body.weight).sum())
+    weight = model.body.weight
+    release(model, OWNERSHIP, 1)
+    assert model.body.weight is weight
+    assert weight.is_meta
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory from /proc")
+def test_memory_is_really_given_back() -> None:
+    model = nn.Sequential(nn.Linear(4000, 4000, bias=False), nn.Linear(4000, 4000, bias=False))  # 61 MiB each
+    ownership = Ownership({"0.weight": (0,), "1.weight": (1,)}, {}, 2)
+    model(torch.zeros(1, 4000)).sum().backward()  # gradients: as much again
+    gc.collect()
+    before = resident_mib()
+    release(model, ownership, 0)
+    assert before - resident_mib() > 110

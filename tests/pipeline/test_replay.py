@@ -1,0 +1,52 @@
+"""Stages of all kinds of steps compute what the whole step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.pipeline.emulation import Step, assert_every_cut, assert_transparent, assert_transparent_apart
+from tests.pipeline.zoo import ZOO, D
+
+
+class Root(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+
+def root_of(name: str) -> Root:
+    torch.manual_seed(0)
+    return Root(ZOO[name]())
+
+
+def step_of(root: nn.Module) -> Step:
+    batch = torch.linspace(-2, 2, 4 * D).reshape(4, D).sin() * 2
+    return lambda: root.net(batch.clone())
+
+
+def children(name: str) -> bool:
+    return name != "net"
+
+
+def leaf_modules(name: str) -> bool:
+    return name.count(".") > 1 or name in ("net.a", "net.b", "net.c", "net.d")
+
+
+def nothing(name: str) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("is_small", [children, leaf_modules, nothing])
+@pytest.mark.parametrize("name", ZOO)
+def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
+    assert_every_cut(root_of(name), step_of, is_small)
+
+
+@pytest.mark.parametrize("is_small", [children, nothing])
+@pytest.mark.parametrize("name", ZOO)
+def test_four_stages(name: str, is_small: Callable[[str], bool]) -> None:
+    assert_transparent(root_of(name), step_of, is_small, 4)

@@ -1,0 +1,64 @@
+"""Spans show what each rank did when, and when it had to wait."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.pipeline.spans import Recorder, Span
+from tests.pipeline import chains
+from tests.pipeline.chains import HIDDEN, two_stages
+from tests.ranks import run_ranks
+
+
+def recorded(name: str) -> list[Span]:
+    bodies = two_stages()
+    slow, healthy = dist.get_world_size() - 1, bodies[-1].function
+
+    def sleep_first(*arguments: Any) -> tuple[Tensor, ...]:
+        time.sleep(0.1)
+        return healthy(*arguments)
+
+    bodies[slow].function = sleep_first
+    recorder = Recorder(dist.get_rank(), chains.CPU)
+    engine = chains.engine_for(name, bodies, recorder=recorder)
+    start = time.perf_counter()
+    engine.train(2, [[[HIDDEN]]] * 2)
+    engine.evaluate(1, [[[HIDDEN]]])
+    spans = recorder.take()
+    assert recorder.take() == []
+    assert spans[0].start >= start
+    assert spans[-1].end <= time.perf_counter()
+    return spans
+
+
+def test_spans_tell_what_each_rank_did_and_for_whom_it_waited() -> None:
+    first, last = run_ranks(recorded, 2, "gpipe")
+    for rank, spans in enumerate((first, last)):
+        work = [(span.kind, span.microbatch) for span in spans if span.kind not in ("wait", "send")]
+        assert work == [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("forward", 0)]
+        assert {(span.rank, span.stage) for span in spans} == {(rank, rank)}
+        for before, after in zip(spans, spans[1:], strict=False):
+            assert before.end <= after.start or before.end == pytest.approx(after.start)
+            assert before.start <= before.end
+    seconds: Counter[tuple[int, str]] = Counter()
+    for span in (*first, *last):
+        seconds[span.rank, span.kind] += span.end - span.start
+    assert seconds[1, "forward"] >= 0.3
+    assert seconds[0, "wait"] > 0.15  # for the last rank's two forwards before its first backward
+    assert seconds[0, "forward"] < 0.25
+
+
+def split_kinds() -> set[str]:
+    recorder = Recorder(0, chains.CPU)
+    chains.engine_for("interleaved_zero_bubble", two_stages(), recorder=recorder).train(2, [[[HIDDEN]]] * 2)
+    return {span.kind for span in recorder.take()}
+
+
+def test_spans_of_split_backwards() -> None:
+    assert run_ranks(split_kinds, 1) == [{"forward", "backward_input", "backward_weight", "wait", "send"}]

@@ -1,0 +1,66 @@
+"""The partition's definition, spelled out over every possible choice of cuts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import combinations
+
+from lightning_smddp.planner.partition import PartitionProblem
+
+Score = tuple[float, float, float]  # slowest stage, slowest rank, bytes sent
+
+
+def possible_cuts(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
+    n = len(problem.items)
+    for cuts in combinations(range(1, n), problem.num_stages - 1):
+        bounds = list(zip((0, *cuts), (*cuts, n), strict=True))
+        if all(problem.cut_bytes[cut] < math.inf for cut in cuts) and all(
+            any(item.is_unit for item in problem.items[a:b]) for a, b in bounds
+        ):
+            yield cuts
+
+
+def boundary_s(problem: PartitionProblem, stage: int, cut: int) -> float:
+    """Between ``stage - 1`` and ``stage``."""
+    if problem.rank_of_stage[stage - 1] == problem.rank_of_stage[stage]:
+        return 0.0
+    return 2 * (problem.latency_s + problem.cut_bytes[cut] / problem.bytes_per_s)
+
+
+def stage_seconds(problem: PartitionProblem, cuts: tuple[int, ...]) -> list[float]:
+    bounds = zip((0, *cuts), (*cuts, len(problem.items)), strict=True)
+    seconds = [float(sum(item.forward_s + item.backward_s for item in problem.items[a:b])) for a, b in bounds]
+    for stage, cut in enumerate(cuts, start=1):
+        seconds[stage - 1] += boundary_s(problem, stage, cut)
+        seconds[stage] += boundary_s(problem, stage, cut)
+    return seconds
+
+
+def rank_memory(problem: PartitionProblem, cuts: tuple[int, ...]) -> dict[int, int]:
+    bounds = list(zip((0, *cuts), (*cuts, len(problem.items)), strict=True))
+    memory = {}
+    for rank in set(problem.rank_of_stage):
+        names, total = set(), 0
+        for stage, (a, b) in enumerate(bounds):
+            if problem.rank_of_stage[stage] == rank:
+                total += problem.in_flight[stage] * sum(item.activation_bytes for item in problem.items[a:b])
+                names |= {name for item in problem.items[a:b] for name in item.parameters}
+        memory[rank] = total + sum(problem.parameter_bytes[name] for name in names)
+    return memory
+
+
+def score(problem: PartitionProblem, cuts: tuple[int, ...]) -> Score:
+    seconds = stage_seconds(problem, cuts)
+    totals = dict.fromkeys(problem.rank_of_stage, 0.0)
+    for rank, value in zip(problem.rank_of_stage, seconds, strict=True):
+        totals[rank] += value
+    ranks = problem.rank_of_stage
+    sent = sum(problem.cut_bytes[cut] for k, cut in enumerate(cuts, start=1) if ranks[k - 1] != ranks[k])
+    return max(seconds), max(totals.values()), sent
+
+
+def best_score(problem: PartitionProblem) -> Score | None:
+    limit = math.inf if problem.memory_limit is None else problem.memory_limit
+    fitting = (cuts for cuts in possible_cuts(problem) if max(rank_memory(problem, cuts).values()) <= limit)
+    return min((score(problem, cuts) for cuts in fitting), default=None)

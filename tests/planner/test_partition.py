@@ -1,0 +1,197 @@
+"""The best partition against every possible one, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+
+import pytest
+
+from lightning_smddp.planner.partition import Item, PartitionError, PartitionProblem, best_partition, partition_at
+from tests.planner.brute_force import best_score, possible_cuts, rank_memory, score, stage_seconds
+from tests.planner.problems import PLACEMENTS, chain, random_problem
+
+PLACES = pytest.mark.parametrize("placement", PLACEMENTS)
+
+
+def tightened(problem: PartitionProblem, draw: random.Random) -> PartitionProblem:
+    """With a limit somewhere from just too small to never reached."""
+    every = [max(rank_memory(problem, cuts).values()) for cuts in possible_cuts(problem)]
+    return dataclasses.replace(problem, memory_limit=draw.randint(min(every) - 2, max(every))) if every else problem
+
+
+@PLACES
+@pytest.mark.parametrize("limited", [False, True])
+def test_equal_to_brute_force(placement: str, limited: bool) -> None:
+    solved = 0
+    for seed in range(120):
+        draw = random.Random(f"{placement} {seed}")
+        problem = random_problem(
+            seed,
+            draw.randint(6, 11),
+            PLACEMENTS[placement](draw.randint(1, 3)),
+            tied=draw.choice([0, 0.4]),
+            forbidden=draw.choice([0, 0.3]),
+            non_units=draw.choice([0, 0.3]),
+            largest=draw.choice([1, 9]),
+        )
+        if limited:
+            problem = tightened(problem, draw)
+        expected = best_score(problem)
+        if expected is None:
+            with pytest.raises(PartitionError):
+                best_partition(problem)
+            continue
+        solved += 1
+        found = best_partition(problem)
+        assert score(problem, found.cuts) == expected
+        assert found.is_proven
+    assert solved > 60
+
+
+@PLACES
+def test_figures_are_those_of_the_definition(placement: str) -> None:
+    for seed in range(20):
+        problem = random_problem(seed, 9, PLACEMENTS[placement](2), tied=0.4)
+        found = best_partition(problem)
+        assert list(found.stage_seconds) == pytest.approx(stage_seconds(problem, found.cuts))
+        assert found.rank_memory == rank_memory(problem, found.cuts)
+        assert (max(found.stage_seconds), max(found.rank_seconds.values()), found.bytes_sent) == pytest.approx(
+            score(problem, found.cuts)
+        )
+        assert found == partition_at(problem, found.cuts)
+
+
+def test_a_tied_parameter_counts_once_for_each_stage_and_each_rank() -> None:
+    problem = chain(4, [0, 1, 1], tied={0: "wte", 1: "wte", 3: "wte"}, sizes={"wte": 100})
+    found = partition_at(problem, (2, 3))
+    assert found.stage_memory == (100, 0, 100)
+    assert found.rank_memory == {0: 100, 1: 100}
+    assert partition_at(dataclasses.replace(problem, rank_of_stage=[0, 1, 0]), (2, 3)).rank_memory == {0: 100, 1: 0}
+
+
+def test_tied_parameters_draw_their_users_to_one_rank() -> None:
+    problem = chain(4, [0, 1, 1, 0], tied={0: "wte", 3: "wte"}, sizes={"wte": 100})
+    limited = dataclasses.replace(problem, memory_limit=100)
+    assert best_partition(limited).rank_memory == {0: 100, 1: 0}
+    with pytest.raises(PartitionError, match="memory_limit=99 bytes"):
+        best_partition(dataclasses.replace(problem, memory_limit=99))
+
+
+def test_boundaries_cost_both_ends_unless_they_share_a_rank() -> None:
+    problem = chain(4, [0, 1, 1, 0], cut_bytes=[0, 10, 20, 30, 0], bytes_per_s=10, latency_s=1)
+    found = partition_at(problem, (1, 2, 3))
+    assert found.stage_seconds == (3 + 4, 3 + 4, 3 + 8, 3 + 8)
+    assert found.rank_seconds == {0: 18, 1: 18}
+    assert found.bytes_sent == 10 + 30
+
+
+def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
+    cuts = [0, 100, 100, 100, 1, 100, 0]
+    assert best_partition(chain(6, [0, 1], cut_bytes=cuts, bytes_per_s=math.inf)).cuts == (3,)
+    assert best_partition(chain(6, [0, 1], cut_bytes=cuts, bytes_per_s=10.0)).cuts == (4,)
+
+
+def test_one_stage_is_the_whole_step() -> None:
+    found = best_partition(chain(3, [0]))
+    assert (found.cuts, found.bounds, found.stage_seconds) == ((), [(0, 3)], (9,))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_memory_errors_name_the_smallest_limit(num_ranks: int) -> None:
+    for seed in range(40):
+        problem = random_problem(seed, 8, list(range(num_ranks)), tied=0.3)
+        smallest = min(max(rank_memory(problem, cuts).values()) for cuts in possible_cuts(problem))
+        assert max(best_partition(dataclasses.replace(problem, memory_limit=smallest)).rank_memory.values()) == smallest
+        with pytest.raises(PartitionError, match=rf"smallest limit that would do is {smallest} bytes\b.*checkpointing"):
+            best_partition(dataclasses.replace(problem, memory_limit=smallest - 0.5))
+
+
+def test_memory_errors_name_the_unit_that_is_too_big_alone() -> None:
+    problem = dataclasses.replace(chain(4, [0, 1], tied={2: "head"}, sizes={"head": 2**30}), memory_limit=2**20)
+    with pytest.raises(PartitionError, match=r"unit 'net\.2' alone needs 1073741824 bytes \(1\.000 GiB\)"):
+        best_partition(problem)
+
+
+def test_a_limit_that_is_named_for_shared_ranks_does() -> None:
+    problem = random_problem(3, 9, [0, 1, 0, 1], tied=0.3)
+    with pytest.raises(PartitionError) as error:
+        best_partition(dataclasses.replace(problem, memory_limit=1))
+    enough = int(str(error.value).split("a limit that would do is ")[1].split()[0])
+    assert best_partition(dataclasses.replace(problem, memory_limit=enough))
+
+
+def test_more_stages_than_units() -> None:
+    items = [Item("net.0", 1, 2, 0), Item("code", 1, 2, 0, is_unit=False), Item("net.1", 1, 2, 0)]
+    problem = PartitionProblem(items, {}, [0] * 4, [0, 1, 2], [1] * 3)
+    with pytest.raises(PartitionError, match=r"3 stages .* only 2 units \(net\.0, net\.1\): lower .* at most 2"):
+        best_partition(problem)
+
+
+def test_forbidden_cuts_that_leave_too_few_stages() -> None:
+    problem = chain(5, [0, 1, 2], cut_bytes=[0, math.inf, math.inf, 1, math.inf, 0])
+    with pytest.raises(PartitionError, match=r"at most 2: .* from 'net\.0' to 'net\.2'; from 'net\.3' to 'net\.4'"):
+        best_partition(problem)
+
+
+@pytest.mark.parametrize(
+    ("cuts", "message"),
+    [
+        ((1,), "3 stages need 2 cuts"),
+        ((2, 2), "stage 1 would have no unit"),
+        ((3, 1), "stage 1 would have no unit"),
+        ((0, 2), "from 1 to 4"),
+        ((1, 5), "from 1 to 4"),
+        ((1, 4), r"between 'net\.3' and 'net\.4'"),
+    ],
+)
+def test_cuts_that_make_no_partition(cuts: tuple[int, ...], message: str) -> None:
+    problem = chain(5, [0, 1, 2], cut_bytes=[0, 1, 1, 1, math.inf, 0])
+    with pytest.raises(PartitionError, match=message):
+        partition_at(problem, cuts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cut_bytes": [0, 1]}, "3 items need 4 cut_bytes, got 2"),
+        ({"cut_bytes": [0, -1, 0, 0]}, "cut_bytes must be >= 0"),
+        ({"in_flight": [1]}, "one value for each stage"),
+        ({"rank_of_stage": [], "in_flight": []}, "at least one"),
+        ({"bytes_per_s": 0.0}, "bytes_per_s=0.0"),
+        ({"latency_s": -1.0}, "latency_s=-1.0"),
+        ({"items": [Item("a", math.nan, 1, 0)] * 3}, "'a' takes forward_s=nan"),
+        ({"items": [Item("a", 1, 1, 0, ("w",))] * 3}, r"without parameter_bytes: \['w'\]"),
+    ],
+)
+def test_problems_that_make_no_sense(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(chain(3, [0, 1]), **change)
+
+
+@pytest.mark.parametrize("ranks", [list(range(16)), list(range(8)) * 2, [*range(8), *range(7, -1, -1)]])
+def test_many_items_are_cut_quickly(ranks: list[int]) -> None:
+    draw = random.Random(0)
+    items = []
+    for index in range(400):
+        seconds = draw.lognormvariate(0, 0.7) * 1e-3
+        items.append(Item(f"net.{index}", seconds, 2 * seconds, int(seconds * 1e9), (f"net.{index}.w", "tied")))
+    sizes = {item.parameters[0]: draw.randint(10**6, 10**7) for item in items} | {"tied": 10**7}
+    crossing = [draw.choice([1e5, 2e5, 4e6]) for _ in range(401)]
+    problem = PartitionProblem(items, sizes, crossing, ranks, [8] * 16, bytes_per_s=1e10, latency_s=1e-5)
+
+    start = time.perf_counter()
+    found = best_partition(problem)
+    free_s = time.perf_counter() - start
+    limit = 1.03 * sum(found.rank_memory.values()) / len(found.rank_memory)
+    limited = best_partition(dataclasses.replace(problem, memory_limit=limit))
+    limited_s = time.perf_counter() - start - free_s
+
+    mean = sum(found.stage_seconds) / 16
+    assert mean < max(found.stage_seconds) < 1.1 * mean
+    assert found.is_proven
+    assert max(limited.rank_memory.values()) <= limit
+    assert free_s < 2  # 0.2 s on an idle machine
+    assert limited_s < 20  # at most 4 s on an idle machine
