@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
@@ -92,6 +93,15 @@ def swap_contents(tensor: Tensor, other: Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, other)
 
 
+def forget_hooks(tensor: Tensor) -> None:
+    """After :func:`swap_contents`: ``tensor`` has no hooks, and knows it.
+
+    The Python object remembers that it had some, and adds new ones to those, which nobody calls any more.
+    """
+    tensor._backward_hooks = None
+    tensor._post_accumulate_grad_hooks = None
+
+
 def write_count(tensor: Tensor) -> int:
     """How often ``tensor`` was written in place. Documented by torch, yet without a public name."""
     return tensor._version
@@ -113,24 +123,27 @@ def register_ddp_comm_hook(model: DistributedDataParallel, state: object, hook: 
         model.register_comm_hook(state=state, hook=hook)
 
 
-@contextmanager
-def without_function_mode(mode: TorchFunctionMode) -> Iterator[None]:
-    """Run without ``mode`` if it is the innermost one, which saves every operation a call into Python.
+class WithoutFunctionMode:
+    """A context without ``mode`` if it is the innermost one, which saves every operation a call into Python.
 
     Private because a mode can only be left in the order in which modes were entered. Where another mode was
     entered since (``torch.device`` as a context, say), ``mode`` stays active.
     """
-    innermost = torch._C._len_torch_function_stack() > 0 and (
-        torch._C._get_function_stack_at(torch._C._len_torch_function_stack() - 1) is mode
-    )
-    if not innermost:
-        yield
-        return
-    torch._C._pop_torch_function_stack()
-    try:
-        yield
-    finally:
-        torch._C._push_on_torch_function_stack(mode)
+
+    __slots__ = ("innermost", "mode")  # no generator: entered for every call of a unit
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self.mode, self.innermost = mode, False
+
+    def __enter__(self) -> None:
+        depth = torch._C._len_torch_function_stack()
+        self.innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self.mode
+        if self.innermost:
+            torch._C._pop_torch_function_stack()
+
+    def __exit__(self, *error: object) -> None:
+        if self.innermost:
+            torch._C._push_on_torch_function_stack(self.mode)
 
 
 def storage_key(tensor: Tensor) -> StorageWeakRef | None:
@@ -154,6 +167,21 @@ def in_checkpoint() -> bool:
     return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
 
 
+def idle_node() -> Any:
+    """A node of the autograd graph to which no gradient ever comes, for hooks that must not fire here.
+
+    ``register_full_backward_hook`` insists on nodes of a private Function. Remove when it takes others.
+    """
+    with torch.enable_grad():
+        return BackwardHookFunction.apply(torch.zeros((), requires_grad=True))[0].grad_fn
+
+
+def has_full_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether ``register_full_backward_hook`` or its ``pre`` kind was used on ``module``. Remove when it can be asked."""
+    return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
+
+
+BACKWARD_HOOK = "BackwardHookFunction.apply"  # what these hooks do to a module's inputs and outputs
 _apply_lock = threading.Lock()
 _apply_users = 0
 _plain_apply = torch.autograd.Function.__dict__["apply"]
@@ -166,6 +194,9 @@ def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         function, preserve_rng_state, *rest = args
         return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
     return handle_torch_function(cls.apply, [a for a in args if isinstance(a, Tensor)], *args, **kwargs)
+
+
+_visible_apply.__name__ = "apply"
 
 
 @contextmanager
@@ -230,6 +261,10 @@ def without_torch_functions() -> Iterator[None]:
 
     Private because modes can only be left in the order in which they were entered.
     """
+    if torch._C._len_torch_dispatch_stack() == 0:
+        with torch._C.DisableTorchFunction():
+            yield
+        return
     from torch.utils._python_dispatch import _disable_current_modes
 
     with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -276,3 +311,28 @@ def keeps_user_samplers(trainer: Any, keep: bool) -> Iterator[None]:
         yield
     finally:
         connector.use_distributed_sampler = before
+
+
+@contextmanager
+def finetuning_by_identity(
+    callbacks: Iterable[Any], parameters_of: Callable[[Any], Iterable[Tensor]]
+) -> Iterator[None]:
+    """Lightning's ``BaseFinetuning`` looks for parameters in an optimizer as objects, not by their values.
+
+    ``filter_on_optimizer`` compares values, which parameters of other ranks do not have. Remove when it does not.
+    ``parameters_of`` gives an optimizer's parameters, of all ranks.
+    """
+    classes = {cls for c in callbacks for cls in type(c).__mro__ if "filter_on_optimizer" in vars(cls)}
+    before = [(cls, vars(cls)["filter_on_optimizer"]) for cls in classes]
+
+    def filter_on_optimizer(optimizer: Any, params: Iterable[Any]) -> list[Any]:
+        known = {id(parameter) for parameter in parameters_of(optimizer)}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    for cls in classes:
+        cls.filter_on_optimizer = staticmethod(filter_on_optimizer)
+    try:
+        yield
+    finally:
+        for cls, function in before:
+            cls.filter_on_optimizer = function

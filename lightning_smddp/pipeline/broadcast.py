@@ -22,6 +22,7 @@ from torch import Tensor
 from lightning_smddp.pipeline.structure import Path, items, leaves, rebuild
 
 _ALIGNMENT = 16  # bytes, the largest element's size: a part of the buffer can be viewed as any type
+_SMALL = 2**16  # bytes of a buffer that may be sent in vain, because the header has changed
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -32,6 +33,11 @@ class HeaderCache:
     header: str = ""
     parsed: dict[str, Any] = field(default_factory=dict)  # the header, where it was received
     nbytes: int = _ALIGNMENT  # of the last buffer
+
+    @property
+    def notice_nbytes(self) -> int:
+        """Bytes of the first message: a buffer like the last one if it is small, else only the word that it comes."""
+        return self.nbytes if self.nbytes <= _SMALL else _ALIGNMENT
 
     def forget(self) -> None:
         """As new."""
@@ -57,8 +63,8 @@ def broadcast_structure(
         group: the ranks.
         src: rank in ``group``.
         device: where the group's collectives take their tensors from.
-        cache: this rank's cache for structures of this kind, or None: three collectives every time. With a cache it
-            is one while header and cache agree.
+        cache: this rank's cache for structures of this kind, or None: three collectives every time. While header and
+            cache agree it is one, or two for more than 64 KiB.
         like: a structure whose containers the received leaves are put into, if it has the same keys and lengths.
 
     Returns:
@@ -91,9 +97,11 @@ def _send(value: Any, group: dist.ProcessGroup, src: int, device: torch.device, 
         _send_header(json.dumps({"error": str(error)}), group, src, device, cache)
         cache.forget()
         raise
+    layout = _Layout.of(packing.specs, packing.count)
     if header != cache.header:
         _send_header(header, group, src, device, cache)
-    layout = _Layout.of(packing.specs, packing.count)
+    elif layout.nbytes != cache.notice_nbytes:
+        dist.broadcast(_notice(0, cache, device), group=group, group_src=src)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
     buffer[: layout.head] = torch.frombuffer(bytearray(packing.head()), dtype=torch.uint8)
     for tensor, offset in zip(packing.tensors, layout.offsets, strict=True):
@@ -104,30 +112,37 @@ def _send(value: Any, group: dist.ProcessGroup, src: int, device: torch.device, 
 
 
 def _send_header(header: str, group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> None:
-    """Instead of the buffer that the others expect, its length; then the header."""
     data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(device)
-    notice = torch.zeros(cache.nbytes, dtype=torch.uint8, device=device)
-    notice[:8] = torch.frombuffer(bytearray(struct.pack("<q", data.numel())), dtype=torch.uint8)
-    dist.broadcast(notice, group=group, group_src=src)
+    dist.broadcast(_notice(data.numel(), cache, device), group=group, group_src=src)
     dist.broadcast(data, group=group, group_src=src)
 
 
+def _notice(length: int, cache: HeaderCache, device: torch.device) -> Tensor:
+    """The length of the header that follows (0: none), as long as what the others wait for."""
+    notice = torch.zeros(cache.notice_nbytes, dtype=torch.uint8, device=device)
+    notice[:8] = torch.frombuffer(bytearray(struct.pack("<q", length)), dtype=torch.uint8)
+    return notice
+
+
 def _receive(group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> Any:
-    buffer = _received(cache.nbytes, group, src, device)
-    head = _bytes(buffer[: 8 + 8 * cache.parsed.get("numbers", 0)])
-    (length,) = struct.unpack_from("<q", head)
+    buffer = _received(cache.notice_nbytes, group, src, device)
+    (length,) = struct.unpack("<q", _bytes(buffer[:8]))
     if length:
-        cache.header = _bytes(_received(length, group, src, device)).decode()
-        cache.parsed = json.loads(cache.header)
-        if "error" in cache.parsed:
-            error = cache.parsed["error"]
-            cache.forget()
-            raise ValueError(error)
-        cache.nbytes = _Layout.of(cache.parsed["tensors"], cache.parsed["numbers"]).nbytes
+        _take_header(_bytes(_received(length, group, src, device)).decode(), cache)
+    if length or cache.nbytes != cache.notice_nbytes:
         buffer = _received(cache.nbytes, group, src, device)
-        head = _bytes(buffer[: 8 + 8 * cache.parsed["numbers"]])
-    tensors = _tensors(buffer, cache.parsed["tensors"], cache.parsed["numbers"])
-    return _Unpacking(head, tensors).decode(cache.parsed["tree"])
+    specs, numbers = cache.parsed["tensors"], cache.parsed["numbers"]
+    head = _bytes(buffer[: 8 + 8 * numbers])
+    return _Unpacking(head, _tensors(buffer, specs, numbers)).decode(cache.parsed["tree"])
+
+
+def _take_header(header: str, cache: HeaderCache) -> None:
+    parsed = json.loads(header)
+    if "error" in parsed:
+        cache.forget()
+        raise ValueError(parsed["error"])
+    cache.header, cache.parsed = header, parsed
+    cache.nbytes = _Layout.of(parsed["tensors"], parsed["numbers"]).nbytes
 
 
 def _received(nbytes: int, group: dist.ProcessGroup, src: int, device: torch.device) -> Tensor:

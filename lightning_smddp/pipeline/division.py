@@ -96,17 +96,16 @@ def divide(
     split: Sequence[str] | None,
     checkpointing: bool,
     with_reference: bool,
+    fetch: Callable[[str], Tensor] | None = None,
 ) -> Division:
     """Find out how to divide ``root`` by a step. Collective over all ranks; nothing of the model changes.
 
     Raises:
         SplitError: on every rank, when the step cannot be divided so; the message says why and what to do.
     """
-    traced = record(trial.traced, root, device, group)
+    traced = record(trial.traced, root, device, group, fetch)
     modules = Modules(traced, root)
-    units = _first_decides(
-        lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device
-    )
+    units = _first_decides(lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device)
     program = build_program(traced, modules, is_within(units))
     require_same(program, group, device)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp._compat import swap_contents
+from lightning_smddp._compat import forget_hooks, swap_contents
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.ownership import Ownership, named_tensors
 from lightning_smddp.pipeline.transfer import CPU, Spec, broadcast_tensors, gather_tensors
@@ -66,8 +66,9 @@ def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
 
 
 def set_contents(tensor: Tensor, value: Tensor) -> None:
-    """Give ``tensor`` the memory of ``value``, on whatever device; it stays the same object, without a gradient."""
+    """Give ``tensor`` the memory of ``value``, on whatever device; it stays the same object, without gradient and hooks."""
     swap_contents(tensor, value.detach().requires_grad_(tensor.requires_grad))
+    forget_hooks(tensor)
 
 
 def full_state_dict(

@@ -52,9 +52,15 @@ def name_of(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     if name in ("__get__", "__set__", "__delete__"):
         return str(getattr(owner, "__name__", name))
-    if name == "apply" and isinstance(owner, type):
+    if is_autograd_function(function):
         return f"{owner.__name__}.apply"
     return str(name or function)
+
+
+def is_autograd_function(function: Any) -> bool:
+    """Whether ``function`` is the ``apply`` of an ``autograd.Function``."""
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 @functools.lru_cache(maxsize=4096)

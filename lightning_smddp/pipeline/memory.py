@@ -20,6 +20,7 @@ class Memory:
         number: counts storages.
         call: the module call in which it was first seen (None: before or outside of all).
         bound: what is in it depends on a parameter or a random number.
+        changed: a bound operation changed it in place.
         known: it came out of an operation that a function mode saw.
         hidden: the event of the hidden operation that made it.
         parameter, buffer: first name of the parameter or buffer that lies in it.
@@ -29,6 +30,7 @@ class Memory:
     call: int | None
     key: StorageWeakRef | None
     bound: bool = False
+    changed: bool = False
     known: bool = False
     hidden: int | None = None
     parameter: str | None = None

@@ -235,7 +235,7 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     tensors of ``k * size`` rows, one k       concatenated
     0-d floating-point tensors, floats        mean, weighted by size
     0-d integer and bool tensors              sum (they count)
-    differing ints                            sum
+    ints that differ, or are the sizes > 1    sum
     lists of ``size`` entries                 concatenated (tuples only where their lengths differ)
     mappings, dataclasses, other sequences    member by member
     anything else that is equal everywhere    that value
@@ -263,6 +263,8 @@ def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...]) -> Any:
         return type(first)(entry for value in values for entry in value)
     if (children := _children(first)) is not None:
         return _combine_members(values, sizes, children, path)
+    if type(first) is int and values == sizes and max(sizes) > 1:
+        return sum(values)
     if all(_equal(value, first) for value in values):
         return first
     if type(first) is int:

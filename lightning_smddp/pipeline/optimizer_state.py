@@ -49,6 +49,12 @@ class OptimizerPartition:
         """Those of this rank, in the optimizer's order."""
         return [parameter for group in self._groups for parameter in group if self._is_mine(parameter)]
 
+    @property
+    def everyones(self) -> list[nn.Parameter]:
+        """Those of all ranks, with groups that were added since."""
+        self.refresh()
+        return self._all()
+
     def refresh(self) -> None:
         """Take in groups that were added to the optimizer since; call it before each step. Not collective.
 

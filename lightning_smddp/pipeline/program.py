@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_smddp._compat import BACKWARD_HOOK
+from lightning_smddp.pipeline.functions import is_autograd_function
 from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
 
 
@@ -76,6 +78,7 @@ class Program:
         overwritten: value -> the first item that changes its memory. From there on it is gone.
         ties: which items must stay together.
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
+        returned: the values that the step returns.
     """
 
     items: list[Item]
@@ -88,6 +91,7 @@ class Program:
     overwritten: dict[int, int] = field(default_factory=dict)
     ties: list[Tie] = field(default_factory=list)
     reads_of_batch: tuple[str, ...] = ()
+    returned: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
@@ -101,6 +105,7 @@ class Program:
             for value in item.outputs:
                 self.producers.setdefault(value, item.index)
                 memories[self.values[value].memory].append(value)
+        self.last_use.update((value, len(self.items)) for value in self.returned if value in self.producers)
         self._tie_views()
         self._tie_buffers()
 
@@ -253,6 +258,8 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         units,
         trace.random_functions,
         trace.seconds,
+        ties=builder.backward_hooks(),
+        returned=trace.returned,
         reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
     )
 
@@ -278,6 +285,7 @@ class _Builder:
         self.children: dict[int | None, list[Call]] = defaultdict(list)
         for call in trace.calls:
             self.children[call.parent].append(call)
+        self.item_of: dict[int, int] = {}  # event -> item
         self.made: dict[int, list[int]] = defaultdict(list)
         for value in trace.values:
             self.made[value.event].append(value.index)
@@ -304,6 +312,20 @@ class _Builder:
                 "Let the module return all tensors that are used outside of it."
             )
         return obstacle is None and (seal is not None or self.is_small(name))
+
+    def backward_hooks(self) -> list[Tie]:
+        """The hooks at a module's inputs and outputs belong together."""
+        events, ties = self.trace.events, []
+        for call in self.trace.calls:
+            if not call.has_backward_hooks or call.first not in self.item_of:
+                continue
+            before = [e.index for e in events[max(call.first - 1, 0) : call.first] if e.name == BACKWARD_HOOK]
+            behind = (e.index for e in events[call.last :] if e.name == BACKWARD_HOOK and e.call == call.parent)
+            bounds = [*before, next(behind, call.last - 1)]
+            reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
+            if all(index in self.item_of for index in bounds):
+                ties.append(Tie(self.item_of[bounds[0]], self.item_of[bounds[-1]], reason))
+        return ties
 
     def _operations(self, first: int, last: int) -> None:
         for event in self.trace.events[first:last]:
@@ -334,6 +356,7 @@ class _Builder:
         seconds: float,
     ) -> None:
         first = events[0]
+        self.item_of.update((event.index, len(self.items)) for event in events)
         own = {value for event in events for value in self.made[event.index]}
         buffers = tuple(dict.fromkeys(name for event in events for name in event.buffers))
         buffers_read = tuple(dict.fromkeys(name for event in events for name in event.buffers_read))
@@ -353,7 +376,7 @@ class _Builder:
                 buffers_read=buffers_read,
                 returned=returned,
                 random=draws,
-                recomputable=call is None and bound_only and not watched,
+                recomputable=call is None and bound_only and not watched and not is_autograd_function(first.function),
                 reads=call is None and first.reads,
                 free=call is None and first.free,
                 checkpointed=call.checkpointed if call else first.checkpointed,

@@ -107,6 +107,7 @@ class Call:
     reads_bound: bool = False  # and of bound ones
     has_children: bool = False
     checkpointed: bool = False
+    has_backward_hooks: bool = False
     seconds: float = 0.0
 
 
@@ -116,6 +117,8 @@ class Trace:
 
     Attributes:
         random_functions: that were called without a bound input.
+        changed_buffers: first names of buffers that the step changes.
+        returned: the values that the step returned.
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
         backward_places: where the step starts a backward pass of its own.
         reads_of_batch: where Python code read a value of the batch: sizes or the course may depend on it.
@@ -126,6 +129,7 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     random_functions: frozenset[Any] = frozenset()
     changed_buffers: frozenset[str] = frozenset()
+    returned: tuple[int, ...] = ()
     draws_in_python: bool = False
     backward_places: list[str] = field(default_factory=list)
     reads_of_batch: list[str] = field(default_factory=list)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp._compat import without_function_mode
+from lightning_smddp._compat import WithoutFunctionMode
 from lightning_smddp.pipeline.ghosts import Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import patched_forwards
 from lightning_smddp.pipeline.program import Program
@@ -87,6 +87,7 @@ class Replay:
         shapes: Shapes,
         observe: Observer | None = None,
         record: Shapes | None = None,
+        reads: list[str] | None = None,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Run ``step`` for this stage, units patched by :func:`patched_units`.
 
@@ -97,6 +98,7 @@ class Replay:
             observe: called around each item that is done here.
             record: takes down what is made here looks like, instead of the check. With it, ``shapes`` need only know
                 the earlier stages, so that stage after stage can find the shapes of a new signature.
+            reads: takes down what Python code reads of the batch.
 
         Returns:
             What the next stage receives (empty on the last), and what the step returned (None unless last).
@@ -105,13 +107,15 @@ class Replay:
             ReplayError: the step took another course than when it was traced, or its values have other shapes.
         """
         given = dict(zip(self.plan.receives, map(self._prepare, self.plan.receives, received), strict=True))
-        run = Run(self, given, shapes, observe, record)
+        run = Run(self, given, shapes, observe, record, reads)
         outer, _active.run = getattr(_active, "run", None), run
         result = None
         try:
             with run:
                 result = step()
             self._check_end(run)
+            if self.is_last:
+                ((result,), _) = run.present((result,), {})
         except StageDone:
             pass
         finally:
@@ -119,7 +123,7 @@ class Replay:
         sent = tuple(run.environment[v] for v in self.plan.sends)
         if record is None:
             self._check_sent(sent, shapes)
-        return sent, (result if self.is_last else None)
+        return sent, result if self.is_last else None
 
     def _prepare(self, value: int, tensor: Tensor) -> Tensor:
         """Received tensors are contiguous leaves: give them the strides of old, and a copy if they are changed here."""
@@ -159,7 +163,7 @@ def patched_units(root: nn.Module, units: Sequence[str]) -> Iterator[None]:
             run: Run | None = getattr(_active, "run", None)
             if run is None or run.inside:
                 return forward(*args, **kwargs)
-            with without_function_mode(run):
+            with WithoutFunctionMode(run):
                 return run.unit(name, forward, args, kwargs)
 
         return unit

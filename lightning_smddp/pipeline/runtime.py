@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,18 +12,16 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.broadcast import broadcast_structure
 from lightning_smddp.pipeline.engine import PipelineEngine
-from lightning_smddp.pipeline.microbatches import MicroBatch, signature
+from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import Program
-from lightning_smddp.pipeline.replay import Observer, Replay, Shapes, patched_units
+from lightning_smddp.pipeline.replay import Observer, Replay, ReplayError, Shapes, patched_units
 from lightning_smddp.pipeline.schedules import Schedule
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.splitting import Splitting
 from lightning_smddp.pipeline.structure import map_leaves
-from lightning_smddp.pipeline.stage import Boundary, TensorSpec
 from lightning_smddp.pipeline.untouched import untouched
-
-_KEPT_SHAPES = 256  # signatures of micro-batches whose shapes are remembered
+from lightning_smddp.pipeline.variants import Course, StagedStep, rehearsal_plan
 
 
 class Step(Protocol):
@@ -37,27 +35,13 @@ class Step(Protocol):
         """Around each stage's replay of micro-batch ``index``; ``keep`` on the stage that sees the step's end."""
         ...
 
+    def forget(self) -> None:
+        """Throw away what was kept of replays so far."""
+        ...
+
     def loss(self, microbatch: MicroBatch, result: Any) -> Tensor:
         """The loss to differentiate, weighted: the batch's loss is their sum. Called where the step ends."""
         ...
-
-
-@dataclass
-class StagedStep:
-    """One step cut into stages: its program, this rank's replays, and shapes by signature."""
-
-    program: Program
-    splitting: Splitting
-    replays: dict[int, Replay]
-    shapes: dict[str, Shapes] = field(default_factory=dict)
-
-    def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
-        """What ``stage`` sends."""
-        specs = []
-        for value in self.splitting.live[stage]:
-            known = shapes.values[value]
-            specs.append(TensorSpec(known.shape, known.dtype, known.requires_grad and train))
-        return tuple(specs)
 
 
 class _Body:
@@ -75,10 +59,9 @@ class _Body:
 class _Running:
     """The step that the engine runs now."""
 
-    staged: StagedStep
+    courses: Sequence[Course]
     step: Step
     microbatches: Sequence[MicroBatch]
-    shapes: list[Shapes]
     train: bool
     results: list[Any]
     observe: Observer | None
@@ -127,11 +110,12 @@ class PipelineRuntime:
         """This rank's part of a step."""
         plans = splitting.plans(len(program.items))
         replays = {s: Replay(program, plans[s], self.root, self.device, self.checkpointing) for s in self.here}
-        return StagedStep(program, splitting, replays)
+        rehearsal = Replay(program, rehearsal_plan(program), self.root, self.device)
+        return StagedStep(program, splitting, replays, rehearsal)
 
     def run(
         self,
-        staged: StagedStep,
+        courses: Sequence[Course],
         step: Step,
         microbatches: Sequence[MicroBatch],
         train: bool,
@@ -139,15 +123,23 @@ class PipelineRuntime:
     ) -> list[Any]:
         """Run one step: forward, and in training backward, of all micro-batches. Collective over the pipeline.
 
+        Args:
+            courses: for each micro-batch the course that the step takes on it; see :class:`Variants`.
+            step: the user's.
+            microbatches: of one batch.
+            train: whether there is a backward.
+            observe: called around each item that is done here.
+
         Returns:
             What the step returned for each micro-batch, on the rank where it ends; else an empty list.
         """
-        shapes = [self._shapes(staged, step, microbatch, train) for microbatch in microbatches]
-        boundaries = [[staged.boundary(s, known, train) for s in range(self.num_stages - 1)] for known in shapes]
+        edges = range(self.num_stages - 1)
+        boundaries = [[staged.boundary(edge, shapes, train) for edge in edges] for staged, shapes in courses]
         count = len(microbatches)
-        self._running = _Running(staged, step, microbatches, shapes, train, [None] * count, observe)
+        self._running = _Running(courses, step, microbatches, train, [None] * count, observe)
+        units = dict.fromkeys(unit for staged, _ in courses for unit in staged.program.units)
         try:
-            with patched_units(self.root, staged.program.units):
+            with patched_units(self.root, tuple(units)):
                 if train:
                     self.engine.train(count, boundaries)
                 else:
@@ -161,57 +153,59 @@ class PipelineRuntime:
         running = self._running
         assert running is not None
         microbatch, is_last = running.microbatches[index], stage == self.num_stages - 1
-        replay = running.staged.replays[stage]
+        staged, shapes = running.courses[index]
         with running.step.around(index, microbatch, keep=is_last):
-            sent, result = replay.run(lambda: running.step(microbatch), received, running.shapes[index], running.observe)
+            sent, result = staged.replays[stage].run(
+                lambda: running.step(microbatch), received, shapes, running.observe
+            )
         if not is_last:
             return sent
         loss = running.step.loss(microbatch, result) if running.train else None
         running.results[index] = map_leaves(_detached, result)
         return () if loss is None else (loss,)
 
-    def _shapes(self, staged: StagedStep, step: Step, microbatch: MicroBatch, train: bool) -> Shapes:
-        """What values look like for a micro-batch like this; found out by a run through the stages if it is new."""
-        key = self._key(microbatch, train)
-        known = staged.shapes.pop(key, None)
-        if known is None:
-            known = self._survey(staged, step, microbatch, train)
-            while len(staged.shapes) >= _KEPT_SHAPES:
-                del staged.shapes[next(iter(staged.shapes))]
-        staged.shapes[key] = known  # the most recently used one is last
-        return known
+    def survey(self, staged: StagedStep, step: Step, microbatch: MicroBatch, train: bool) -> Shapes | None:
+        """What values look like for a micro-batch: one forward pass, each stage telling the next. Collective.
 
-    def _key(self, microbatch: MicroBatch, train: bool) -> str:
-        frozen = "".join("01"[p.requires_grad] for p in self.root.parameters())
-        return f"{signature(microbatch)}|{frozen}|{train}"
-
-    def remember(self, staged: StagedStep, microbatch: MicroBatch, train: bool) -> None:
-        """The program was traced with a micro-batch like this."""
-        staged.shapes[self._key(microbatch, train)] = Shapes.of(staged.program)
-
-    def _survey(self, staged: StagedStep, step: Step, microbatch: MicroBatch, train: bool) -> Shapes:
-        """One forward pass through the stages in turn, each telling the next what its values look like. Collective."""
+        Returns:
+            None on every rank if the step takes another course.
+        """
         shapes = Shapes(values={})
         received: list[Tensor] = []
         with untouched(self.root, self.device), patched_units(self.root, staged.program.units):
             for stage, rank in enumerate(self.rank_of_stage):
                 report: Any = None
                 if rank == self.groups.place:
-                    found = Shapes(values={})
-                    with torch.set_grad_enabled(train), step.around(0, microbatch, keep=False):
-                        sent, _ = staged.replays[stage].run(
-                            lambda: step(microbatch), received, shapes, record=found
-                        )
-                    report = {"shapes": found.to_json(), "sent": [t.detach() for t in sent]}
+                    report = self._survey_stage(staged.replays[stage], step, microbatch, train, received, shapes)
                 report = broadcast_structure(report, self.groups.pipeline, rank, self.device)
+                if report["other_course"]:
+                    return None
                 shapes.merge(Shapes.from_json(report["shapes"]))
+                live = staged.splitting.live[stage] if stage < self.num_stages - 1 else ()
                 received = [
-                    t.requires_grad_(train and shapes.values[v].requires_grad)
-                    for v, t in zip(staged.splitting.plans(len(staged.program.items))[stage].sends, report["sent"], strict=True)
+                    tensor.requires_grad_(train and shapes.values[value].requires_grad)
+                    for value, tensor in zip(live, report["sent"], strict=True)
                 ]
         return shapes
 
-
+    def _survey_stage(
+        self,
+        replay: Replay,
+        step: Step,
+        microbatch: MicroBatch,
+        train: bool,
+        received: Sequence[Tensor],
+        shapes: Shapes,
+    ) -> dict[str, Any]:
+        found = Shapes(values={})
+        try:
+            with torch.set_grad_enabled(train), step.around(0, microbatch, keep=replay.is_last):
+                sent, _ = replay.run(lambda: step(microbatch), received, shapes, record=found)
+        except ReplayError:
+            return {"other_course": True}
+        finally:
+            step.forget()
+        return {"other_course": False, "shapes": found.to_json(), "sent": [tensor.detach() for tensor in sent]}
 
 
 def _detached(leaf: Any) -> Any:

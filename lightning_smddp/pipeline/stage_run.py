@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from lightning_smddp._compat import in_checkpoint
+from lightning_smddp._compat import idle_node, in_checkpoint
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.ghosts import AS_TRACED, Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import user_place
@@ -47,10 +47,12 @@ class Run(TorchFunctionMode):
         shapes: Shapes,
         observe: Observer | None,
         record: Shapes | None,
+        reads: list[str] | None = None,
     ) -> None:
         super().__init__()
         self.replay, self.plan, self.items = replay, replay.plan, replay.program.items
         self.environment, self.shapes, self.observe, self.record = given, shapes, observe, record
+        self.reads = reads
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
         self.cursor, self.inside, self.diverged, self.done = 0, False, False, False
@@ -65,7 +67,7 @@ class Run(TorchFunctionMode):
         if item.index not in self.replay.mine:
             return self._stand_in(item, args, kwargs)
         if item.inputs:
-            args, kwargs = self._present(args, kwargs)
+            args, kwargs = self.present(args, kwargs)
         if self.observe is not None:
             self.observe(item, False, None)
         wanted = self.replay.checkpointing or (item.checkpointed and in_checkpoint())
@@ -91,13 +93,13 @@ class Run(TorchFunctionMode):
             return self._like(function, args, kwargs)
         if not (self._touches(args) or (kwargs and self._touches(kwargs.values()))):
             if function not in self.replay.program.random_functions:
-                return function(*args, **kwargs)
+                return self._free(function, args, kwargs)
         elif sets_flag(function) and isinstance(args[0], nn.Parameter):
             return function(*args, **kwargs)
         item = self._next(None, function)
         if item is not None and item.index not in self.replay.mine:
             return self._stand_in(item, args, kwargs)
-        args, kwargs = self._present(args, kwargs)
+        args, kwargs = self.present(args, kwargs)
         if item is None:
             return function(*args, **kwargs)
         if self.observe is not None:
@@ -110,6 +112,13 @@ class Run(TorchFunctionMode):
         if self.observe is not None:
             self.observe(item, True, result)
         return self._note(item, result, args, kwargs)
+
+    def _free(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on the batch alone."""
+        result = function(*args, **kwargs)
+        if self.reads is not None and not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
+            self.reads.append(repr(result))
+        return result
 
     # ---- items ----
 
@@ -187,6 +196,8 @@ class Run(TorchFunctionMode):
 
     def _stand_in(self, item: Item, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an item of another stage returns."""
+        if item.free and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
+            item.function(*args, **kwargs)  # a generator of the step's own goes on from here on each stage
         if item.rebinds:
             self._rebind(item, args, kwargs, done=False)
         sources = item.returned.sources
@@ -259,18 +270,18 @@ class Run(TorchFunctionMode):
                 return True
         return False
 
-    def _present(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def present(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with real tensors where a ghost, or a tensor changed elsewhere, stands for one."""
         if not any(self._is_stale(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)):
             return args, kwargs
 
-        def present(leaf: Any) -> Any:
+        def real(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             value = self._value_of(leaf)
             return leaf if value is None else self.environment.get(value, leaf)
 
-        changed: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(present, (args, kwargs))
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(real, (args, kwargs))
         return changed
 
     def _is_stale(self, tensor: Tensor) -> bool:
@@ -303,16 +314,16 @@ class Run(TorchFunctionMode):
             args = map_leaves(_pattern, args)
         result = function(*args, **kwargs)
         if result is None and name_of(function) == "grad_fn" and subject.requires_grad and self._is_elsewhere(subject):
-            return _idle_node()
+            return idle_node()
         return result
 
     def _describe(self, function: Any, subject: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Metadata of a ghost, or of a parameter of another stage (on the meta device), as if they were here."""
         name, device = name_of(function), self.replay.device
         if asks_for_place(name):
-            return place(name, subject.dtype, device)
+            return place(name, _pattern(subject).dtype, device)
         if name in ("__repr__", "__format__", "__str__"):
-            return f"<tensor of shape {tuple(subject.shape)} on another stage>"
+            return f"<tensor of shape {tuple(_pattern(subject).shape)} on another stage>"
         value = self._value_of(subject)
         if value is not None:
             requires_grad = self.shapes.values[value].requires_grad and torch.is_grad_enabled()
@@ -321,7 +332,7 @@ class Run(TorchFunctionMode):
             if name == "is_leaf":
                 return not requires_grad
             if name == "grad_fn":
-                return _idle_node() if requires_grad else None
+                return idle_node() if requires_grad else None
         return function(*map_leaves(_pattern, args), **map_leaves(_pattern, kwargs))
 
     def _is_elsewhere(self, tensor: Tensor) -> bool:
@@ -335,7 +346,7 @@ class Run(TorchFunctionMode):
         """Hooks on gradients belong where the value is made: elsewhere they would act a second time."""
         if not isinstance(args[0], Tensor) or not self._is_elsewhere(args[0]):
             return function(*args, **kwargs)
-        return None if name_of(function) == "retain_grad" else RemovableHandle({})
+        return None if name_of(function) == "retain_grad" else RemovableHandle(OrderedDict())
 
     def _like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         subject = args[0] if args else next(iter(kwargs.values()))
@@ -346,12 +357,6 @@ class Run(TorchFunctionMode):
 
 def _pattern(leaf: Any) -> Any:
     return leaf.pattern if type(leaf) is Ghost else leaf
-
-
-def _idle_node() -> Any:
-    """A node for hooks that must not fire here: no gradient ever comes to it."""
-    with torch.enable_grad():
-        return torch.zeros((), requires_grad=True).view(()).grad_fn
 
 
 def _plainly_saved() -> saved_tensors_hooks:

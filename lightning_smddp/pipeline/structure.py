@@ -11,19 +11,23 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Path: TypeAlias = tuple[str | int, ...]
+
+_LEAVES = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})
 
 
 def leaves(structure: Any) -> list[Any]:
     """What is in ``structure`` and is no container, in order."""
-    return [leaf for _, leaf in items(structure)]
+    found: list[Any] = []
+    _collect(structure, found)
+    return found
 
 
 def tensors(structure: Any) -> list[Tensor]:
     """The tensors in ``structure``, in order."""
-    return [leaf for _, leaf in items(structure) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves(structure) if isinstance(leaf, Tensor)]
 
 
 def items(structure: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -44,6 +48,8 @@ def rebuild(structure: Any, new_leaves: Sequence[Any]) -> Any:
 
 def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     """A copy of ``structure`` with ``function`` applied to each leaf, in order."""
+    if type(structure) in _LEAVES:
+        return function(structure)
     children = _children(structure)
     if children is None:
         return function(structure)
@@ -59,6 +65,26 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
         return type(structure)(*plain)
     return type(structure)(plain)  # type: ignore[call-arg]
+
+
+def _collect(structure: Any, found: list[Any]) -> None:
+    """Called for every argument of every operation of a step: the usual types first, as checks of others are slow."""
+    kind = type(structure)
+    if kind in _LEAVES:
+        found.append(structure)
+    elif kind is tuple or kind is list:
+        for child in structure:
+            _collect(child, found)
+    elif kind is dict:
+        for child in structure.values():
+            _collect(child, found)
+    else:
+        children = _children(structure)
+        if children is None:
+            found.append(structure)
+            return
+        for _, child in children:
+            _collect(child, found)
 
 
 def _children(structure: Any) -> list[tuple[str | int, Any]] | None:

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_smddp._compat import in_checkpoint
+from lightning_smddp._compat import has_full_backward_hooks, in_checkpoint
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.memory import Memories, Memory
 from lightning_smddp.pipeline.patches import patched_forwards, user_place
@@ -73,6 +73,7 @@ class _Tracer(TorchFunctionMode):
         self.trace = Trace(random_functions=known.random_functions, changed_buffers=known.changed_buffers)
         self.parameters = {id(p): name for name, p in module.named_parameters()}
         self.buffers = {id(b): name for name, b in module.named_buffers()}
+        self.modules = dict(module.named_modules())
         self.memories = Memories(module)
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.stack: list[Call] = []
@@ -85,8 +86,10 @@ class _Tracer(TorchFunctionMode):
         start = self._now()
         saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: None, lambda _: None)
         with patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
-            step()
+            result = step()
         self._note_python_draws()
+        found = [self._find(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        self.trace.returned = tuple(dict.fromkeys(value for value in found if value is not None))
         self.trace.seconds = self._now() - start - self.overhead
         return self.trace
 
@@ -117,7 +120,7 @@ class _Tracer(TorchFunctionMode):
         if parent is not None:
             parent.has_children = True
         call = Call(len(self.trace.calls), name, parent.index if parent else None, len(self.trace.events))
-        call.checkpointed = in_checkpoint()
+        call.checkpointed, call.has_backward_hooks = in_checkpoint(), has_full_backward_hooks(self.modules[name])
         self.trace.calls.append(call)
         self.stack.append(call)
         return call
@@ -163,11 +166,10 @@ class _Tracer(TorchFunctionMode):
         kind = kind_of(function, args)
         if kind is Kind.METADATA and args and self._is_elsewhere(args[0]) and asks_for_place(name_of(function)):
             return place(name_of(function), args[0].dtype, self.device)
-        if self.inside or kind is Kind.METADATA or _sets_parameter(function, args):
+        if self.inside:
             return function(*args, **kwargs)
-        if kind is Kind.WATCHER:
-            self._watch(args[0])
-            return function(*args, **kwargs)
+        if kind is Kind.METADATA or kind is Kind.WATCHER or _sets_parameter(function, args):
+            return self._look(function, args, kwargs)
         if kind is Kind.BACKWARD:
             self.trace.backward_places.append(user_place())
         begin, self.busy = self._now(), True
@@ -204,6 +206,16 @@ class _Tracer(TorchFunctionMode):
         self.busy = False
         self.overhead += (start - begin) + (self._now() - end)
         return result
+
+    def _look(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What changes no value and makes no tensor."""
+        self.busy = True
+        try:
+            if kind_of(function, args) is Kind.WATCHER:
+                self._watch(args[0])
+            return function(*args, **kwargs)
+        finally:
+            self.busy = False
 
     def _do(self, function: Any, args: Any, kwargs: Any) -> Any:
         if self.fetch is None or not any(id(leaf) in self.parameters for leaf in leaves((args, kwargs))):
@@ -275,7 +287,7 @@ class _Tracer(TorchFunctionMode):
 
     def _owns(self, call: Call, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an attribute of the called module or of one within."""
-        modules = self.module.get_submodule(call.module).modules()
+        modules = self.modules[call.module].modules()
         return any(value is tensor for module in modules for value in module.__dict__.values())
 
     def _watch(self, tensor: Any) -> None:
@@ -315,11 +327,13 @@ class _Tracer(TorchFunctionMode):
     def _rebind(self, mutated: list[Tensor], arguments: list[Any], event: int) -> Iterator[Rebind]:
         """New values for tensors changed in place, and for every other view of their memory."""
         positions = {id(leaf): position for position, leaf in enumerate(arguments)}
+        views = {id(tensor): tensor for tensor in mutated}
         for tensor in mutated:
-            if id(tensor) in self.parameters:
-                continue
-            views = [tensor, *(view for view in self.memories.live_views(self._memory(tensor)) if view is not tensor)]
-            for view in views:
+            memory = self._memory(tensor)
+            memory.changed = True
+            views.update((id(view), view) for view in self.memories.live_views(memory))
+        for view in views.values():
+            if id(view) not in self.parameters and id(view) not in self.buffers:  # these stay on their stage
                 old = self._find_tracked(view)
                 yield Rebind(old, self._track(view, event), positions.get(id(view)))
 
@@ -356,8 +370,7 @@ class _Tracer(TorchFunctionMode):
             return None
         if memory.hidden is not None:
             return self._track(tensor, memory.hidden)
-        shared = any(True for _ in self.memories.live_views(memory)) or memory.parameter is not None
-        return self._track(tensor, self._hide(memory.call, _ALIAS if shared else _EXTENSION).index)
+        return self._track(tensor, self._hide(memory.call, _ALIAS if memory.changed else _EXTENSION).index)
 
     def _template(self, result: Any, arguments: list[Any]) -> Template:
         positions = {id(leaf): position for position, leaf in enumerate(arguments) if not _is_plain(leaf)}

@@ -35,8 +35,8 @@ def bubble_bound(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
     """The share of time in which ranks compute at best, with equal stages and free messages.
 
     M v / (M v + p - 1) for M micro-batches, p ranks and v stages on each (Narayanan et al. 2021, arXiv:2104.04473).
-    Exact for gpipe and 1f1b (v = 1) and for interleaved 1f1b when p divides M. For other schedules see
-    ``simulated_bound``.
+    It is reached by gpipe and 1f1b (v = 1), looped BFS and interleaved 1f1b. Zero-bubble and V schedules do better:
+    see ``simulated_bound``.
     """
     work = num_microbatches * stages_per_rank
     return work / (work + num_ranks - 1)

@@ -10,7 +10,7 @@ from lightning_smddp.planner.spans import COMPUTE_KINDS, Span, SpanKind, busy_sh
 COLOURS: dict[SpanKind, str] = {  # told apart with any colour vision
     "forward": "#2f6db5",
     "backward": "#d9822b",
-    "backward_input": "#d9822b",
+    "backward_input": "#b8433a",
     "backward_weight": "#7b4fa3",
     "send": "#4d5866",
     "wait": "#eceff3",

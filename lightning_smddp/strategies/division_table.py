@@ -76,7 +76,10 @@ def describe(
     units = [item for item in division.program.items if item.module is not None]
     rows = [
         ("units", f"{len(dict.fromkeys(item.module for item in units))} modules, {len(units)} calls"),
-        ("schedule", f"{options.schedule.name}, {len(microbatches)} micro-batches of {' or '.join(map(str, sizes))} rows"),
+        (
+            "schedule",
+            f"{options.schedule.name}, {len(microbatches)} micro-batches of {' or '.join(map(str, sizes))} rows",
+        ),
     ]
     total = sum(division.stage_seconds) or 1.0
     counts = {name: p.numel() for name, p in module.named_parameters()}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_smddp._compat import keeps_user_samplers
+from lightning_smddp._compat import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
@@ -24,7 +24,7 @@ from lightning_smddp.pipeline.full_state import broadcast_initial
 from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.strategies.hand_over import connected
-from lightning_smddp.strategies.pipeline_checks import require_supported
+from lightning_smddp.strategies.pipeline_checks import require_supported, without_sync_advice
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Session, check_devices
@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
+
+_STEP_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 
 
 class PipelineParallel(_Base):
@@ -122,7 +129,7 @@ class PipelineParallel(_Base):
         self._groups: Groups | None = None
         self._staged: StagedModule | None = None
         self._accumulates = False
-        self._samplers = ExitStack()
+        self._changes = ExitStack()  # of Lightning, until teardown
 
     # ---- start and end ----
 
@@ -144,7 +151,10 @@ class PipelineParallel(_Base):
         assert self._groups is not None
         fits = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
-        self._samplers.enter_context(keeps_user_samplers(trainer, self._groups.grid.num_replicas == 1))
+        one_replica = self._groups.grid.num_replicas == 1
+        self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
+        self._changes.enter_context(without_sync_advice(one_replica))
+        self._changes.enter_context(finetuning_by_identity(trainer.callbacks, self._optimized))
         require_supported(self.lightning_module, fits)
         if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.replicas)
@@ -161,6 +171,9 @@ class PipelineParallel(_Base):
         if fits:
             self._staged.take_optimizers(self.optimizers, self.precision_plugin)
 
+    def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+        return self._require_staged().optimized(optimizer)
+
     def model_to_device(self) -> None:
         """Move what is not divided yet, if it fits."""
         assert self._staged is not None
@@ -171,7 +184,7 @@ class PipelineParallel(_Base):
         if self._staged is not None:
             self._staged.close(gather=not self._interrupted())
             self._staged = None
-        self._samplers.close()
+        self._changes.close()
         self._session.close()
         module = self._lightning_module
         if module is not None and any(p.is_meta for p in module.parameters()):
@@ -225,14 +238,8 @@ class PipelineParallel(_Base):
         return staged.evaluate(hook, batch, rest, may_wait=self._trainer.sanity_checking)
 
     def _step_context(self, hook: str) -> AbstractContextManager[Any]:
-        plugin = self.precision_plugin
-        contexts = {
-            "training_step": plugin.train_step_context,
-            "validation_step": plugin.val_step_context,
-            "test_step": plugin.test_step_context,
-            "predict_step": plugin.predict_step_context,
-        }
-        return contexts[hook]()
+        context: AbstractContextManager[Any] = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
+        return context
 
     def _zeroes_as_usual(self) -> bool:
         """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
@@ -262,7 +269,7 @@ class PipelineParallel(_Base):
         chosen = group if group is not None or self._groups is None else self._groups.replicas
         return mean_by_sum(super().reduce, tensor, chosen, reduce_op)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)

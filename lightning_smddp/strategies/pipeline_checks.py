@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from lightning_smddp._compat import is_compiled_module
@@ -31,3 +34,19 @@ def require_supported(module: LightningModule, fits: bool) -> None:
                 f"{name}.{hook} takes `dataloader_iter`. A pipeline has to see the batch to cut it into micro-batches: "
                 "take `batch` instead."
             )
+
+
+@contextmanager
+def without_sync_advice(wrong: bool) -> Iterator[None]:
+    """With ``wrong``, Lightning does not advise ``sync_dist=True``: all ranks of a pipeline log equal values."""
+    if not wrong:
+        yield
+        return
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+    entry = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if entry not in before:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list; typeshed shows a Sequence

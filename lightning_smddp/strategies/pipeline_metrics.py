@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,11 +72,12 @@ class PipelineMetrics:
     src: int
     device: torch.device
     replicas: dist.ProcessGroup | None = None
-    _changed: set[str] = field(default_factory=set)
-    _owners: dict[str, str] = field(default_factory=dict)
-    _metrics: dict[str, AnyMetric] = field(default_factory=dict)
-    _patched: dict[int, tuple[Metric, dict[str, Any]]] = field(default_factory=dict)
-    _local: bool = False
+    steps: int = field(default=0, init=False)  # that were noted
+    _changed: set[str] = field(default_factory=set, init=False)
+    _owners: dict[str, str] = field(default_factory=dict, init=False)
+    _metrics: dict[str, AnyMetric] = field(default_factory=dict, init=False)
+    _patched: dict[int, tuple[Metric, dict[str, Any]]] = field(default_factory=dict, init=False)
+    _local: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         """Patch the metrics."""
@@ -119,8 +120,11 @@ class PipelineMetrics:
         finally:
             self._local = before
 
-    def note_changes(self, metrics: Iterable[str]) -> None:
-        """A step has changed these, on the rank where it ends. To be called on every rank."""
+    def note_changes(self, metrics: Collection[str]) -> None:
+        """A step has changed these, on the rank where it ends. To be called after every step, on every rank."""
+        self.steps += 1
+        if not self._metrics.keys() >= set(metrics):
+            self.refresh(named_metrics(self.module))
         self._changed |= {self._owners.get(name, name) for name in metrics}
 
     def share(self, names: Iterable[str] | None = None) -> None:

@@ -43,6 +43,20 @@ class LightningStep:
         self.precision, self.capture, self.scale = precision, capture, scale
         self.offset = 0  # of the micro-batches that run now among the batch's
 
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward."""
+        return self.hook == "training_step"
+
+    @property
+    def key(self) -> Any:
+        """Which step this is: its name, and the index of its dataloader where Lightning gives one."""
+        return self.hook, self.arguments[1:]
+
+    def unscaled(self) -> LightningStep:
+        """The same step with its loss as it is."""
+        return LightningStep(self.module, self.hook, self.arguments, self.precision, self.capture)
+
     def __call__(self, microbatch: MicroBatch) -> Any:
         """Run the method's code once."""
         with self.precision():
@@ -51,6 +65,10 @@ class LightningStep:
     def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
         """See ``pipeline.runtime.Step``."""
         return self.capture.microbatch(self.offset + index, microbatch.size, keep=keep)
+
+    def forget(self) -> None:
+        """See ``pipeline.runtime.Step``."""
+        self.capture.clear()
 
     def alone(self, microbatch: MicroBatch) -> Callable[[], Any]:
         """A run for nothing: what it logs, and what it does to metrics, is thrown away."""
@@ -69,11 +87,11 @@ class LightningStep:
         return loss_of(result, self.hook) * (microbatch.weight * self.scale)
 
 
-def loss_of(result: Any, hook: str = "training_step") -> Tensor:
+def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:
     """The loss in what the step returned. Raises ``ValueError`` if there is none that a pipeline can differentiate."""
     loss = result.get("loss") if isinstance(result, dict) else result
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        if not loss.requires_grad:
+        if not (loss.requires_grad or detached):
             raise ValueError(
                 f"The loss that `{hook}` returned does not depend on any parameter that requires a gradient "
                 "(requires_grad=False): it was detached, or all of the last modules are frozen."
@@ -86,4 +104,6 @@ def loss_of(result: Any, hook: str = "training_step") -> Tensor:
             "alone. Return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
         )
     shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise ValueError(f"The loss that `{hook}` returned is {shape}. It has to be a scalar tensor, such as `loss.mean()`.")
+    raise ValueError(
+        f"The loss that `{hook}` returned is {shape}. It has to be a scalar tensor, such as `loss.mean()`."
+    )

@@ -93,22 +93,39 @@ class AttributeWatch:
 
 
 def combine_changes(
-    changes: Sequence[Changes], sizes: Sequence[int]
+    changes: Sequence[Changes], sizes: Sequence[int], per_row: dict[Place, bool]
 ) -> tuple[list[tuple[Place, list[Any]]], dict[str, Any]]:
     """What the batch would have appended and set, from what its micro-batches did.
 
     A list gains what one call would have appended: one item for each position, or one for each row where the step
     appends so. An attribute for which there is no rule is what the last micro-batch set it to.
+
+    Args:
+        changes: by micro-batch.
+        sizes: rows of the micro-batches.
+        per_row: which lists gain an item for each row, and which integers count rows. Kept from step to step:
+            micro-batches of one row do not show it.
     """
     appended: list[tuple[Place, list[Any]]] = []
     for place in dict.fromkeys(place for change in changes for place in change.appended):
         found = [(c.appended[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.appended]
-        appended.append((place, _combine_tails([tail for tail, _ in found], [size for _, size in found])))
+        tails, its_sizes = [tail for tail, _ in found], [size for _, size in found]
+        if max(its_sizes) > 1:
+            per_row[place] = _is_per_row(tails, its_sizes)
+        appended.append((place, _combine_tails(tails, its_sizes, per_row.get(place, False))))
     values = {}
     for name in dict.fromkeys(name for change in changes for name in change.values):
         pairs = [(c.values[name], size) for c, size in zip(changes, sizes, strict=True) if name in c.values]
-        before = pairs[0][0][0]
-        values[name] = _combine_values(before, [after for (_, after), _ in pairs], [size for _, size in pairs])
+        before, after = pairs[0][0][0], [value for (_, value), _ in pairs]
+        its_sizes = [size for _, size in pairs]
+        if all(type(value) is int for value in [before, *after]):
+            steps = [value - before for value in after]
+            if max(its_sizes) > 1:
+                per_row[name,] = steps == its_sizes
+            adds_up = per_row.get((name,), False) or len(set(steps)) > 1
+            values[name] = before + (sum(steps) if adds_up else steps[0])
+        else:
+            values[name] = _combine_values(after, its_sizes)
     return appended, values
 
 
@@ -125,37 +142,29 @@ def apply_changes(module: nn.Module, appended: Sequence[tuple[Place, list[Any]]]
             own[place[0]][place[1]].extend(tail)
 
 
-def _combine_tails(tails: list[list[Any]], sizes: list[int]) -> list[Any]:
-    lengths = [len(tail) for tail in tails]
-    everything = [item for tail in tails for item in tail]
-    if len(tails) == 1 or (lengths == sizes and max(sizes) > 1 and not _has_batch(tails, sizes)):
-        return everything  # an entry for each row of the batch
-    if len(set(lengths)) > 1:
-        return everything
-    try:
-        return [combine([tail[i] for tail in tails], sizes) for i in range(lengths[0])]
-    except ValueError:  # no value stands for all micro-batches', so the list gets each of them
-        return everything
-
-
-def _has_batch(tails: list[list[Any]], sizes: list[int]) -> bool:
-    """Whether items have one row for each of the micro-batch."""
-    return any(
+def _is_per_row(tails: list[list[Any]], sizes: list[int]) -> bool:
+    """Whether there is an item for each row; items that have the micro-batch's rows themselves are none."""
+    return [len(tail) for tail in tails] == sizes and not any(
         tensor.dim() and tensor.shape[0] == size
         for tail, size in zip(tails, sizes, strict=True)
         for tensor in tensors(tail)
     )
 
 
-def _combine_values(before: Any, values: list[Any], sizes: list[int]) -> Any:
+def _combine_tails(tails: list[list[Any]], sizes: list[int], per_row: bool) -> list[Any]:
+    everything = [item for tail in tails for item in tail]
+    if len(tails) == 1 or per_row or len({len(tail) for tail in tails}) > 1:
+        return everything
+    try:
+        return [combine([tail[i] for tail in tails], sizes) for i in range(len(tails[0]))]
+    except ValueError:  # no value stands for all micro-batches', so the list gets each of them
+        return everything
+
+
+def _combine_values(values: list[Any], sizes: list[int]) -> Any:
     """What an attribute is set to; where there is no rule, what the last micro-batch set it to."""
-    first = values[0]
-    if all(type(value) is int for value in values) and type(before) is int:
-        steps = [value - before for value in values]
-        counts_rows = steps == sizes and max(sizes) > 1
-        return before + (steps[0] if len(set(steps)) == 1 and not counts_rows else sum(steps))
-    if not any(tensors(value) for value in values) and all(value == first for value in values):
-        return first
+    if not any(tensors(value) for value in values) and all(value == values[0] for value in values):
+        return values[0]
     try:
         return combine(values, sizes)
     except ValueError:
@@ -163,8 +172,10 @@ def _combine_values(before: Any, values: list[Any], sizes: list[int]) -> Any:
 
 
 def detached(structure: Any) -> Any:
-    """``structure`` with its tensors off the graph."""
-    return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, structure)
+    """``structure`` with its tensors off the graph; those that are stay the objects that they are."""
+    return map_leaves(
+        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, structure
+    )
 
 
 def _begins_with(longer: list[Any], shorter: list[Any]) -> bool:

@@ -18,7 +18,7 @@ from lightning_smddp._compat import forward_cache, without_torch_functions
 from lightning_smddp.pipeline.microbatches import combine
 from lightning_smddp.pipeline.structure import leaves, map_leaves
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics, members, owners
-from lightning_smddp.strategies.step_attributes import AttributeWatch, Changes, combine_changes, detached
+from lightning_smddp.strategies.step_attributes import AttributeWatch, Changes, Place, combine_changes, detached
 from lightning_smddp.strategies.step_metrics import (
     AnyMetric,
     MetricCall,
@@ -106,11 +106,14 @@ class StepCapture:
         base: Any = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
         self._ignored = frozenset(vars(base()))  # Lightning's and torch's attributes
         self._signature = inspect.signature(base.log)
+        self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
         self._kept: dict[int, _Record] = {}
         self._metrics: dict[str, AnyMetric] | None = None  # None between steps
         self._names: dict[int, str] = {}
+        self._steps = 0
         self._known: dict[tuple[str, str], Any] = {}
         self._batch_sizes: dict[str, int] = {}
+        self._per_row: dict[Place, bool] = {}
         self._running: tuple[_Record, AttributeWatch] | None = None
 
     @contextmanager
@@ -167,7 +170,7 @@ class StepCapture:
             logs, metrics, returned = self._combine_events(records)
             marks = _Marks(returned)
             changes = [marks.put_on_changes(record) for record in records]
-            appended, attributes = marks.take_off(combine_changes(changes, sizes))
+            appended, attributes = marks.take_off(combine_changes(changes, sizes, self._per_row))
             marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
             output = marks.take_off(combine(marked, sizes))
         self.clear()
@@ -176,8 +179,9 @@ class StepCapture:
     # ---- micro-batches ----
 
     def _find_metrics(self) -> dict[str, AnyMetric]:
-        if self._metrics is None:  # the first micro-batch of a step
-            self._metrics = named_metrics(self.module)
+        steps = 0 if self.pipeline_metrics is None else self.pipeline_metrics.steps
+        if self._metrics is None or steps != self._steps:  # the first micro-batch of a step
+            self._metrics, self._steps = named_metrics(self.module), steps
             self._names = {id(metric): name for name, metric in self._metrics.items()}
             if self.pipeline_metrics is not None:
                 self.pipeline_metrics.refresh(self._metrics)
@@ -188,8 +192,7 @@ class StepCapture:
 
     def _recording_log(self, record: _Record, original: Callable[..., None]) -> Callable[..., None]:
         def log(*args: Any, **kwargs: Any) -> None:
-            options = dict(self._signature.bind(self.module, *args, **kwargs).arguments)
-            del options["self"]
+            options = self._options(args, kwargs)
             name, value = options.pop("name"), options.pop("value")
             metric = self._names.get(id(value), options.get("metric_attribute")) if isinstance(value, Metric) else None
             with without_torch_functions():
@@ -200,6 +203,14 @@ class StepCapture:
 
         return log
 
+    def _options(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What ``self.log`` was called with, by name."""
+        if len(args) == 2 and kwargs.keys() <= self._log_options:  # as nearly always; binding is slow
+            return {"name": args[0], "value": args[1], **kwargs}
+        options = dict(self._signature.bind(self.module, *args, **kwargs).arguments)
+        del options["self"]
+        return options
+
     @staticmethod
     def _is_loggable(name: str, value: Any, metric: str | None, options: dict[str, Any]) -> bool:
         if options.get("sync_dist_group") is not None:
@@ -209,7 +220,7 @@ class StepCapture:
             )
         rule = reduction_name(options.get("reduce_fx", "mean"))
         options["reduce_fx"] = rule or "mean"
-        is_number = isinstance(value, numbers.Number) or (isinstance(value, Tensor) and value.numel() == 1)
+        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Number)
         return rule is not None and (metric is not None or is_number)
 
     # ---- the batch ----

@@ -7,6 +7,7 @@ on the rank that sees the end of the step. There, and only there, is a metric's 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,21 +116,26 @@ class MetricRecorder:
     ) -> Any:
         if self.record is None:
             return self._zeros(name, metric, method)
-        result = None
-        if method == "forward":
-            with isolated(metric, keep_state=False):
-                result = original(*args, **kwargs)
-        elif method == "compute":
-            with isolated(metric, keep_state=True):
-                for earlier in self.calls:
-                    if earlier.metric == name:
-                        getattr(metric, earlier.method)(*earlier.args, **earlier.kwargs)
-                result = original(*args, **kwargs)
-        self.known[name, method] = map_leaves(_zero, result)
-        args, kwargs = map_leaves(_detach, (args, kwargs))
+        result = self._value(name, metric, method, lambda: original(*args, **kwargs))
         call = MetricCall(name, method, args, kwargs, result)
         self.calls.append(call)
         self.record(call)
+        return result
+
+    def _value(self, name: str, metric: AnyMetric, method: str, function: Callable[[], Any]) -> Any:
+        """What the call returns for the micro-batch; not a number if that has too few rows for this metric."""
+        if method in ("update", "reset"):
+            return None
+        with isolated(metric, keep_state=method == "compute"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about few rows; about the batch's, it will warn again
+            try:
+                for earlier in self.calls if method == "compute" else ():
+                    if earlier.metric == name:
+                        getattr(metric, earlier.method)(*earlier.args, **earlier.kwargs)
+                result = function()
+            except (ValueError, RuntimeError, IndexError):  # which the whole batch will raise again, if it is at fault
+                return map_leaves(lambda leaf: leaf + torch.nan, self._zeros(name, metric, method))
+        self.known[name, method] = map_leaves(_zero, result)
         return result
 
     def _zeros(self, name: str, metric: AnyMetric, method: str) -> Any:
@@ -171,10 +177,6 @@ def never() -> bool:
 
 def _zero(leaf: Any) -> Any:
     return torch.zeros_like(leaf, requires_grad=False) if isinstance(leaf, Tensor) else leaf
-
-
-def _detach(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf  # keeps the object if it can
 
 
 # ---- for the whole batch ---------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,13 +19,13 @@ _REDUCTIONS: list[tuple[Callable[..., Any], Rule]] = [
     (max, "max"),
     (min, "min"),
 ]
+_BY_NAME: dict[str, Rule] = {"avg": "mean", "mean": "mean", "sum": "sum", "max": "max", "min": "min"}
 
 
 def reduction_name(reduce_fx: Any) -> Rule | None:
     """The name of a ``reduce_fx`` that Lightning accepts, else None."""
     if isinstance(reduce_fx, str):
-        name = reduce_fx.lower()
-        return next((rule for rule in get_args(Rule)[:4] if rule == ("mean" if name == "avg" else name)), None)
+        return _BY_NAME.get(reduce_fx.lower())
     return next((rule for function, rule in _REDUCTIONS if function is reduce_fx), None)
 
 

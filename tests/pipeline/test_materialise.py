@@ -54,6 +54,8 @@ class Root(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Uninitialised):
             nn.init.ones_(module.weight)
+        if isinstance(module, Root):  # GPT-2's blocks scale what is inside them like this
+            nn.init.normal_(module.inner[0].weight, std=0.01)
 
 
 def on_meta(kind: type[nn.Module]) -> nn.Module:
@@ -139,7 +141,7 @@ def test_buffers_on_meta_get_values_on_every_rank() -> None:
 def test_the_model_around_initialises_what_is_inside() -> None:
     model = on_meta(Root)
     materialise(model, all_names(model), CPU, seed=0)
-    assert abs(model.inner[0].weight.std().item() - 0.02) < 1e-3
+    assert abs(model.inner[0].weight.std().item() - 0.01) < 1e-3
     assert torch.equal(model.inner[1].weight, torch.ones(2))
 
 
@@ -161,7 +163,7 @@ def test_a_module_without_initialiser_is_named() -> None:
 
 def test_real_parameters_stay_as_they_are() -> None:
     model = on_meta(Root)
-    model.inner[0].weight = nn.Parameter(torch.full((500, 500), 7.0))  # `_init_weights` would fill it
+    model.inner[0].weight = nn.Parameter(torch.full((500, 500), 7.0))  # `_init_weights(model)` would fill it
     materialise(model, all_names(model), CPU, seed=0)
     assert bool((model.inner[0].weight == 7).all())
     assert not model.inner[1].weight.is_meta

@@ -144,6 +144,16 @@ def with_placeholder(group: dist.ProcessGroup) -> None:
     assert placeholder.item() == 0
 
 
+def test_state_of_other_ranks_is_dropped() -> None:
+    model = tied()
+    optimizer = Adam(model.parameters())
+    train_step(model, 0)
+    optimizer.step()
+    partition = OptimizerPartition(optimizer, names_of(model), OWNERSHIP, 1)
+    assert [id(p) for p in optimizer.state] == [id(p) for p in partition.parameters]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in partition.parameters]
+
+
 def test_a_state_of_another_model_is_refused() -> None:
     model = tied()
     partition = OptimizerPartition(SGD(model.parameters(), lr=0.1), names_of(model), OWNERSHIP, 0)

@@ -17,7 +17,9 @@ def test_spread_puts_the_replicas_of_a_stage_on_neighbouring_ranks() -> None:
     assert Grid.of(8, 4, "spread").places == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
-@pytest.mark.parametrize(("letters", "name"), [("DP", "cluster"), ("DPT", "cluster"), ("PD", "spread"), ("TPD", "spread")])
+@pytest.mark.parametrize(
+    ("letters", "name"), [("DP", "cluster"), ("DPT", "cluster"), ("PD", "spread"), ("TPD", "spread")]
+)
 def test_letters_mean_what_they_mean_in_sagemaker(letters: str, name: str) -> None:
     assert Grid.of(8, 2, letters) == Grid.of(8, 2, name)
 

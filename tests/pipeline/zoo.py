@@ -382,7 +382,7 @@ def in_place() -> nn.Module:
         h.masked_fill_(x < -1, 1.0)
         total = torch.zeros(D, D)
         total.index_add_(0, torch.arange(len(x)), s.b(h))
-        total[0] += s.c(total[:1])[0]
+        total[0] += s.c(total[:1].clone())[0]
         rows = s.d(total)
         rows.mul_(2).add_(total)
         return rows.square().mean() + total.mean()
@@ -395,8 +395,9 @@ def in_place_on_views() -> nn.Module:
     def body(s: Net, x: Tensor) -> Tensor:
         h = s.a(x) * 1
         view = h.view(-1)
-        left, right = s.b(h).clone().chunk(2, -1)
         view.mul_(2)
+        pair = s.b(h) * 1
+        left, right = pair[:, :3], pair[:, 3:]
         left.add_(right)
         out = s.c(torch.cat([left, right], -1)).T.contiguous()
         out += 1
@@ -408,7 +409,7 @@ def in_place_on_views() -> nn.Module:
 @member
 def in_place_in_units() -> nn.Module:
     def change(s: Layer, x: Tensor) -> Tensor:
-        x += s.linear(x)
+        x += s.linear(x.clone())
         x *= 2
         return x
 
@@ -424,7 +425,7 @@ def in_place_in_units() -> nn.Module:
 @member
 def an_old_value_is_gone() -> nn.Module:
     def body(s: Net, x: Tensor) -> Tensor:
-        h = s.a(x).mean(-1, keepdim=True).exp()
+        h = s.a(x).mean(-1, keepdim=True)
         wide = h.expand(-1, D) + 0
         with torch.no_grad():
             h.mul_(3)

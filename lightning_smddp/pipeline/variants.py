@@ -1,0 +1,133 @@
+"""The courses that a step takes, and what its values look like on each: known, or found out before the schedule starts.
+
+What a step does between its units may depend on the batch: on its shapes, and on its values where Python code reads
+them (is anything padded? how long is the longest row?). All ranks of a pipeline have the same batch, so all find the
+same course, without talking to each other: they run the step's code once with nothing but ghosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_smddp.pipeline.ghosts import ReplayError, Shapes
+from lightning_smddp.pipeline.microbatches import MicroBatch, signature
+from lightning_smddp.pipeline.program import Program
+from lightning_smddp.pipeline.replay import Replay, StagePlan, patched_units
+from lightning_smddp.pipeline.splitting import Splitting
+from lightning_smddp.pipeline.stage import Boundary, TensorSpec
+
+if TYPE_CHECKING:
+    from lightning_smddp.pipeline.runtime import PipelineRuntime, Step
+
+_KEPT = 256  # courses of micro-batches that are remembered
+
+
+@dataclass
+class StagedStep:
+    """One course of a step, cut into stages: its program and this rank's replays."""
+
+    program: Program
+    splitting: Splitting
+    replays: dict[int, Replay]
+    rehearsal: Replay  # without any item
+
+    def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
+        """What ``stage`` sends."""
+        specs = []
+        for value in self.splitting.live[stage]:
+            known = shapes.values[value]
+            specs.append(TensorSpec(known.shape, known.dtype, known.requires_grad and train))
+        return tuple(specs)
+
+
+def rehearsal_plan(program: Program) -> StagePlan:
+    """A stage that does nothing, and leaves at the last item that belongs to a stage for sure."""
+    placed = [item.index for item in program.items if item.module is not None or item.parameters]
+    end = min([placed[-1] if placed else 0, *(item.index for item in program.items if item.reads)])
+    return StagePlan(-1, end, end, frozenset(), (), ())
+
+
+Course = tuple[StagedStep, Shapes]
+
+
+@dataclass
+class Variants:
+    """All known courses of one step.
+
+    Args:
+        runtime: of this rank.
+        steps: the known ones, at least one.
+        retrace: traces the step on a micro-batch that no known course fits. Collective.
+        train: whether the step has a backward.
+    """
+
+    runtime: PipelineRuntime
+    steps: list[StagedStep]
+    retrace: Callable[[Any, MicroBatch], StagedStep]
+    train: bool
+    _courses: dict[str, dict[tuple[str, ...], Course]] = field(default_factory=dict)
+
+    def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch) -> Course:
+        """``staged`` was traced with a micro-batch like this."""
+        return self._keep(self._key(microbatch), (staged, Shapes.of(staged.program)), step, microbatch)
+
+    def find(self, step: Step, microbatch: MicroBatch) -> Course:
+        """The course that ``step`` takes on ``microbatch``. Collective over the pipeline if it is new.
+
+        Raises:
+            ReplayError: on every rank, if it takes another course each time.
+        """
+        key = self._key(microbatch)
+        known = self._courses.get(key, {})
+        if () in known:
+            return known[()]
+        for course in list(known.values()):
+            history = self._rehearse(course, step, microbatch)
+            if history is not None and history in known:
+                return known[history]
+        for staged in self.steps:
+            shapes = self.runtime.survey(staged, step, microbatch, self.train)
+            if shapes is not None:
+                return self._keep(key, (staged, shapes), step, microbatch)
+        staged = self.retrace(step, microbatch)
+        self.steps.append(staged)
+        return self.remember(staged, step, microbatch)
+
+    def _keep(self, key: str, course: Course, step: Step, microbatch: MicroBatch) -> Course:
+        history: tuple[str, ...] | None = ()
+        if any(staged.program.reads_of_batch for staged in self.steps):
+            history = self._rehearse(course, step, microbatch)
+            if history is None:
+                raise ReplayError(
+                    "The step takes another course each time that it is run on the same batch, so that stages "
+                    "cannot agree. What it does between modules may depend on the batch, not on random numbers."
+                )
+        while len(self._courses) >= _KEPT and key not in self._courses:
+            del self._courses[next(iter(self._courses))]
+        assert history is not None
+        self._courses.setdefault(key, {})[history] = course
+        return course
+
+    def _rehearse(self, course: Course, step: Step, microbatch: MicroBatch) -> tuple[str, ...] | None:
+        """What Python code reads of the batch on this course; None if the step leaves it."""
+        staged, shapes = course
+        reads: list[str] = []
+        try:
+            with (
+                torch.random.fork_rng(devices=[]),
+                torch.set_grad_enabled(self.train),
+                patched_units(self.runtime.root, staged.program.units),
+                step.around(0, microbatch, keep=False),
+            ):
+                staged.rehearsal.run(lambda: step(microbatch), (), shapes, reads=reads)
+        except ReplayError:
+            return None
+        return tuple(reads) or ("",)
+
+    def _key(self, microbatch: MicroBatch) -> str:
+        frozen = "".join("01"[p.requires_grad] for p in self.runtime.root.parameters())
+        return f"{signature(microbatch)}|{frozen}"

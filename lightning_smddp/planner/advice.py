@@ -1,0 +1,150 @@
+"""One line of advice about a pipeline's settings, when a better one is obvious."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightning_smddp.planner.microbatches import auto_num_microbatches
+from lightning_smddp.planner.problem import Item
+from lightning_smddp.planner.schedules import bubble_bound
+
+WITH_FORMULA = ("gpipe", "simple", "1f1b", "interleaved_1f1b", "looped_bfs")
+ONE_STAGE_PER_RANK = ("gpipe", "simple", "1f1b")
+UNEVEN = 1.2  # a unit or stage this many times its even share is worth a word
+WORTH_IT = 0.03  # so much more of the ranks' time in use is worth a word
+IDLE = 0.75  # a bound below this is worth a word about the batch
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What advice is given on.
+
+    Attributes:
+        items: the step; their times are for one micro-batch.
+        stage_seconds: of the partition in use, for one micro-batch.
+        schedule: its name.
+        num_microbatches, num_ranks, stages_per_rank: of one pipeline.
+        batch_rows: rows in the batch of one replica.
+        is_split_given: the cuts are the user's own.
+        rule: which numbers of micro-batches the schedule can do with; None for all.
+        bound: micro-batches -> share of time in which ranks compute at best. By default ``bubble_bound``, for
+            schedules that it describes; for others there is no advice about micro-batches without it.
+    """
+
+    items: Sequence[Item]
+    stage_seconds: Sequence[float]
+    schedule: str
+    num_microbatches: int
+    num_ranks: int
+    batch_rows: int
+    stages_per_rank: int = 1
+    is_split_given: bool = False
+    rule: Callable[[int], bool] | None = None
+    bound: Callable[[int], float] | None = None
+
+    def bound_at(self, num_microbatches: int) -> float | None:
+        """The bound with this many micro-batches, if known."""
+        if self.bound is not None:
+            return self.bound(num_microbatches)
+        if self.schedule in WITH_FORMULA:
+            return bubble_bound(self.num_ranks, num_microbatches, self.stages_per_rank)
+        return None
+
+
+def advice(setting: Setting) -> str | None:
+    """The first of these that applies, or None.
+
+    A unit that no cut can balance; the user's own uneven cuts; more micro-batches; interleaved stages; a bigger
+    batch; units too coarse for the stages; 1f1b for its memory.
+    """
+    if setting.num_ranks == 1:
+        return None
+    rules = (_big_unit, _uneven_split, _more_microbatches, _interleaved, _bigger_batch, _coarse_units, _less_memory)
+    return next((line for line in (rule(setting) for rule in rules) if line is not None), None)
+
+
+def _big_unit(setting: Setting) -> str | None:
+    total = sum(_seconds(item) for item in setting.items)
+    biggest = max(setting.items, key=_seconds, default=None)
+    if biggest is None or not total or _seconds(biggest) / total < UNEVEN / setting.num_ranks:
+        return None
+    share = _seconds(biggest) / total
+    ranks = int(1 / share)
+    fewer = f", or use pipeline_parallel_size={ranks}" if ranks > 1 else ""
+    return (
+        f"unit {biggest.name!r} takes {share:.0%} of the step alone, where an even share of {setting.num_ranks} ranks"
+        f" is {1 / setting.num_ranks:.0%}: no cut can balance it. Split it into smaller modules{fewer}"
+    )
+
+
+def _uneven_split(setting: Setting) -> str | None:
+    found = _slowest(setting) if setting.is_split_given else None
+    return f"{found} with the given split: leave out split to have the cuts chosen" if found else None
+
+
+def _more_microbatches(setting: Setting) -> str | None:
+    now = setting.bound_at(setting.num_microbatches)
+    try:
+        more = auto_num_microbatches(setting.batch_rows, setting.num_ranks, setting.rule)
+    except ValueError:  # the batch is too small for the schedule: nothing to advise
+        return None
+    then = setting.bound_at(more)
+    if now is None or then is None or more <= setting.num_microbatches or then - now < WORTH_IT:
+        return None
+    return f"more micro-batches: num_microbatches={more} raises the bound from {now:.0%} to {then:.0%}"
+
+
+def _interleaved(setting: Setting) -> str | None:
+    count, ranks = setting.num_microbatches, setting.num_ranks
+    units = sum(item.is_unit for item in setting.items)
+    rounds = max(1, count // ranks)  # torch's interleaved schedules do their micro-batches in equal rounds
+    if setting.schedule not in ONE_STAGE_PER_RANK or units < 2 * ranks or count % rounds:
+        return None
+    now, then = bubble_bound(ranks, count), bubble_bound(ranks, count, 2)
+    if then - now < WORTH_IT:
+        return None
+    return (
+        f"several stages on each rank: schedule='interleaved_1f1b' with stages_per_rank=2 raises the bound from"
+        f" {now:.0%} to {then:.0%}"
+    )
+
+
+def _bigger_batch(setting: Setting) -> str | None:
+    now = setting.bound_at(setting.num_microbatches)
+    if now is None or now >= IDLE or setting.num_microbatches < setting.batch_rows:
+        return None
+    rows = setting.batch_rows
+    return (
+        f"a batch of {rows} {'row' if rows == 1 else 'rows'} keeps {setting.num_ranks} ranks busy for at most {now:.0%}"
+        f" of the time: use a bigger batch, or fewer ranks"
+    )
+
+
+def _coarse_units(setting: Setting) -> str | None:
+    found = _slowest(setting)
+    stages = len(setting.stage_seconds)
+    cure = "another number of stages, or smaller modules, would balance better"
+    return f"{found}, as the units are too coarse for {stages} stages: {cure}" if found else None
+
+
+def _less_memory(setting: Setting) -> str | None:
+    if setting.schedule not in ("gpipe", "simple") or setting.num_microbatches <= setting.num_ranks:
+        return None
+    return (
+        f"schedule='1f1b' is as fast and keeps the activations of at most {setting.num_ranks} micro-batches on a rank"
+        f" instead of {setting.num_microbatches}"
+    )
+
+
+def _slowest(setting: Setting) -> str | None:
+    mean = sum(setting.stage_seconds) / len(setting.stage_seconds)
+    slowest = max(setting.stage_seconds)
+    if slowest < UNEVEN * mean or not mean:
+        return None
+    stage = list(setting.stage_seconds).index(slowest)
+    return f"stage {stage} takes {slowest / mean:.1f} times the mean stage"
+
+
+def _seconds(item: Item) -> float:
+    return item.forward_s + item.backward_s

@@ -1,0 +1,247 @@
+"""A LightningModule after its first batch: divided among the ranks of a pipeline, with all that depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.pipeline.division import CHECK_SEED, Division, Trial, divide, record, require_same
+from lightning_smddp.pipeline.full_state import release, set_contents
+from lightning_smddp.pipeline.gradient_window import GradientWindow
+from lightning_smddp.pipeline.materialise import materialise
+from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.ownership import held_parameters
+from lightning_smddp.pipeline.placement import Groups
+from lightning_smddp.pipeline.program import Modules, build_program
+from lightning_smddp.pipeline.reference import seeding
+from lightning_smddp.pipeline.replicas import ReplicaGradients
+from lightning_smddp.pipeline.runtime import PipelineRuntime
+from lightning_smddp.pipeline.spans import Recorder
+from lightning_smddp.pipeline.splitting import Resources, follow, is_within
+from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.untouched import untouched
+from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
+from lightning_smddp.pipeline.verification import EXACT, MIXED, Finding, compare, gradient_norms, require_equal
+from lightning_smddp.strategies.pipeline_options import PipelineOptions
+from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+class DividedModule:
+    """Divides a module by one of its steps. Creation is collective over all ranks.
+
+    Args:
+        module: the user's.
+        options: the strategy's.
+        groups: this rank's place.
+        device: of this rank.
+        timeout: of collectives.
+        step: to divide by, on micro-batches like ``microbatches``.
+        microbatches: of the first batch.
+        resources: what there is to place stages on.
+        optimizers: empty if there is no training.
+        weights: values for parameters without memory, by name; else their modules initialise them.
+        seed: for that, the same on every rank.
+        recorder: see :class:`PipelineRuntime`.
+
+    Raises:
+        SplitError: on every rank: it cannot be divided so.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        options: PipelineOptions,
+        groups: Groups,
+        device: torch.device,
+        timeout: timedelta,
+        step: LightningStep,
+        microbatches: Sequence[MicroBatch],
+        resources: Resources,
+        optimizers: Sequence[Optimizer],
+        weights: dict[str, Tensor],
+        seed: int,
+        recorder: Recorder | None,
+    ) -> None:
+        self.module, self.options, self.groups, self.device = module, options, groups, device
+        self._weights, self._seed = weights, seed
+        self.division = self._divide(step, microbatches, resources)
+        self._place()
+        ownership, rank = self.division.ownership, groups.place
+        held = held_parameters(module, ownership, rank)
+        ranks = resources.rank_of_stage
+        here = [stage for stage, owner in enumerate(ranks) if owner == rank]
+        stages = {name: [stage for stage in self.division.homes[name] if stage in here] for name in held}
+        tied_groups = create_tied_groups(ownership, groups.grid.pipelines, timeout)
+        self.replicas = self._replicas(held, timeout) if groups.grid.num_replicas > 1 and optimizers else None
+        self.window = GradientWindow(held, stages, TiedGradients(module, ownership, rank, tied_groups), self.replicas)
+        of_stage: dict[int, list[nn.Parameter]] = {
+            stage: [held[name] for name in held if stage in stages[name]] for stage in here
+        }
+        self.runtime = PipelineRuntime(
+            module, groups, device, options.schedule, len(ranks), of_stage, options.activation_checkpointing, recorder
+        )
+        self._variants: dict[Any, Variants] = {}
+        staged = self.runtime.stage(self.division.program, self.division.splitting)
+        self._add(step, staged).remember(staged, step, microbatches[-1])
+        self.findings: list[Finding] = []
+        if step.trains and options.check and self.division.reference is not None:
+            self._check(step, microbatches[0])
+
+    # ---- steps ----
+
+    def courses(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
+        """The course of ``step`` on each micro-batch. Collective over the pipeline where it is new."""
+        variants = self._variants.get(step.key)
+        if variants is None:
+            staged = self._trace(step, microbatches[0])
+            variants = self._add(step, staged)
+            variants.remember(staged, step, microbatches[0])
+        return [variants.find(step, microbatch) for microbatch in microbatches]
+
+    def _add(self, step: LightningStep, staged: StagedStep) -> Variants:
+        retrace: Callable[[LightningStep, MicroBatch], StagedStep] = self._trace
+        self._variants[step.key] = variants = Variants(self.runtime, [staged], retrace, step.trains)
+        return variants
+
+    def _trace(self, step: LightningStep, microbatch: MicroBatch) -> StagedStep:
+        """Another step than the first, or another course of it: it follows the parameters. Collective over the pipeline.
+
+        Raises:
+            SplitError: on every rank of the pipeline: it does not fit the stages.
+        """
+        group = self.groups.pipeline
+        with torch.set_grad_enabled(step.trains):
+            traced = record(step.alone(microbatch), self.module, self.device, group, self._fetch)
+        program = build_program(traced, Modules(traced, self.module), is_within(self._units()))
+        require_same(program, group, self.device)
+        return self.runtime.stage(program, follow(program, self.division.homes, self.runtime.num_stages))
+
+    def _units(self) -> set[str]:
+        """Modules that stay whole in other steps: the units, and modules that the first step did not call."""
+        units = set(self.division.program.units)
+        opened = {parent for unit in units for parent in _parents(unit)}
+        return units | {name for name, _ in self.module.named_modules() if name and name not in opened}
+
+    def _fetch(self, name: str) -> Tensor:
+        """A parameter's values, from the rank that holds it. Collective over the pipeline."""
+        parameter = self.module.get_parameter(name)
+        value = parameter.detach() if not parameter.is_meta else torch.empty_like(parameter, device=self.device)
+        value = value.contiguous()
+        dist.broadcast(value, group=self.groups.pipeline, group_src=self.division.ownership.owner(name))
+        return value
+
+    # ---- division ----
+
+    def _divide(self, step: LightningStep, microbatches: Sequence[MicroBatch], resources: Resources) -> Division:
+        world = dist.group.WORLD
+        assert world is not None
+        first, last = microbatches[0], microbatches[-1]
+        trial = Trial(
+            step.alone(last), step.alone(first), lambda result: loss_of(result, step.hook) if step.trains else None
+        )
+        whole = is_whole(self.module, self.device)
+        with torch.set_grad_enabled(step.trains):
+            return divide(
+                trial,
+                self.module,
+                self.device,
+                world,
+                resources,
+                self.options.split,
+                self.options.activation_checkpointing,
+                with_reference=whole,
+                fetch=None if whole else self._initial,
+            )
+
+    def _initial(self, name: str) -> Tensor:
+        """A parameter's first values, before it is known who holds it."""
+        parameter = self.module.get_parameter(name)
+        if not parameter.is_meta:
+            return parameter.detach().to(self.device)
+        if name in self._weights:
+            return self._weights[name].to(self.device)
+        materialise(self.module, [name], self.device, self._seed)
+        value = parameter.detach()
+        set_contents(parameter, torch.empty_like(parameter, device="meta"))
+        return value
+
+    def _place(self) -> None:
+        """Keep this rank's parameters, with memory on its device, and no others."""
+        held = self.division.ownership.held_by(self.groups.place)
+        named = dict(self.module.named_parameters())
+        missing = [name for name in held if named[name].is_meta and name not in self._weights]
+        materialise(self.module, missing, self.device, self._seed)
+        for name in held:
+            if named[name].is_meta:
+                set_contents(named[name], self._weights[name].to(self.device, copy=True))
+            elif named[name].device.type != self.device.type:
+                set_contents(named[name], named[name].detach().to(self.device))
+        release(self.module, self.division.ownership, self.groups.place)
+        for buffer in self.module.buffers():
+            if buffer.device.type != self.device.type:
+                set_contents(buffer, buffer.to(self.device))
+        self._weights = {}
+
+    def _replicas(self, held: dict[str, nn.Parameter], timeout: timedelta) -> ReplicaGradients:
+        options = self.options.communication
+        return ReplicaGradients(
+            held,
+            self.groups.replicas,
+            self.device,
+            timeout,
+            options.algorithm,
+            options.compression,
+            options.bucket_cap_mb,
+            options.tuning_cache,
+        )
+
+    # ---- the check ----
+
+    def _check(self, step: LightningStep, first: MicroBatch) -> None:
+        """The pipeline's loss and gradients on one micro-batch against the reference's. Raises on every rank."""
+        division = self.division
+        assert division.reference is not None
+        alone, trial = MicroBatch(first.value, first.size, 1.0), step.unscaled()
+        with untouched(self.module, self.device):
+            outputs = self.runtime.run(self.courses(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
+            self.window.tied.sum()
+            norms = gradient_norms(self.window.parameters.items())
+        trial.forget()
+        mine = {name: norm for name, norm in norms.items() if division.ownership.owner(name) == self.groups.place}
+        loss = float(loss_of(outputs[0], step.hook, detached=True)) if outputs else None
+        reports = gather_json({"loss": loss, "norms": mine}, self.groups.pipeline, self.device)
+        self.findings = compare(
+            division.program.items,
+            division.stage_of_item,
+            division.reference.loss,
+            next(part["loss"] for part in reports if part["loss"] is not None),
+            division.reference.norms,
+            {name: norm for part in reports for name, norm in part["norms"].items()},
+        )
+        exact = all(value.dtype.itemsize >= 4 for value in division.program.values if value.dtype.is_floating_point)
+        require_equal(self.findings, EXACT if exact else MIXED)
+
+    def close(self) -> None:
+        """Free what averaging over replicas holds."""
+        if self.replicas is not None:
+            self.replicas.close()
+
+
+def is_whole(module: nn.Module, device: torch.device) -> bool:
+    """Whether all parameters have memory on ``device``."""
+    return all(parameter.device.type == device.type for parameter in module.parameters())
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts))]

@@ -1,0 +1,211 @@
+"""What may be a unit, where a step may be cut, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.live_sets import live_sets
+from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
+from lightning_smddp.pipeline.tracing import trace
+from tests.pipeline.emulation import CPU
+from tests.pipeline.zoo import D, Layer, Net
+
+
+def program(body: Callable[..., Tensor], is_small: Callable[[str], bool] | None = None, **modules: object) -> Program:
+    net = Net(body, **modules)  # type: ignore[arg-type]
+    root = nn.ModuleDict({"net": net})
+    x = torch.linspace(-2, 2, 4 * D).reshape(4, D).sin()
+    record = trace(lambda: net(x.clone()), root, CPU)
+    return build_program(record, Modules(record, root), is_small or (lambda name: name != "net"))
+
+
+def names(found: Program) -> list[str]:
+    return [item.name.partition(" at")[0] for item in found.items]
+
+
+def test_units_are_the_outermost_small_modules() -> None:
+    sequential = nn.Sequential(nn.Linear(D, D), nn.ReLU())
+    found = program(lambda s, x: (s.sequential(x) + s.a(x)).mean(), sequential=sequential)
+    assert names(found) == ["net.sequential", "net.a", "add", "mean"]
+    assert found.units == ("net.sequential", "net.a")
+    opened = program(
+        lambda s, x: (s.sequential(x) + s.a(x)).mean(), lambda name: name.count(".") > 1, sequential=sequential
+    )
+    assert names(opened) == ["net.sequential.0", "net.sequential.1", "linear", "add", "mean"]
+
+
+def test_items_say_which_parameters_they_need() -> None:
+    table = nn.Embedding(5, D)
+    found = program(lambda s, x: F.linear(s.table((x > 0).long()[:, 0]), s.table.weight).mean(), table=table)
+    assert [item.parameters for item in found.items] == [("net.table.weight",)] * 2 + [()]
+    assert [item.recomputable for item in found.items] == [False, False, True]
+
+
+def test_a_unit_holds_parameters_that_it_did_not_use() -> None:
+    layer = Layer(lambda s, x: x * 2)
+    found = program(lambda s, x: s.inner(s.a(x)).mean(), inner=layer)
+    assert found.items[1].parameters == ("net.inner.linear.weight", "net.inner.linear.bias")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda s, x: s.b(s.a(x)).mean() * (2 if x.sum() > 100 else 1),
+        lambda s, x: s.b(s.a(x)).mean() * x.sum().item() * float(x[0, 0]) * len(x.tolist()),
+    ],
+)
+def test_python_may_read_the_batch(body: Callable[..., Tensor]) -> None:
+    found = program(body)
+    assert found.last_cut() == (len(found.items), None)
+    assert all(place.partition(":")[0].endswith("test_program.py") for place in found.reads_of_batch)
+    assert found.reads_of_batch
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda h: h.mean().item(),
+        lambda h: float(h.detach().mean()),
+        lambda h: bool(h.mean() > 0),
+        lambda h: len(h.tolist()),
+        lambda h: h.detach().numpy().mean().item(),
+        lambda h: int(torch.allclose(h, h)),
+    ],
+)
+def test_nothing_is_cut_off_behind_what_python_reads(read: Callable[[Tensor], float]) -> None:
+    found = program(lambda s, x: s.c(s.b(h := s.a(x)) * read(h)).mean())
+    last, reader = found.last_cut()
+    assert reader is not None
+    assert "test_program.py:" in reader.name
+    assert names(found).index("net.a") < last < names(found).index("net.c")
+    assert found.cuts() == list(range(1, last + 1))
+    with pytest.raises(SplitError, match=r"net.c.*reads a value into Python"):
+        live_sets(found, [names(found).index("net.c")])
+
+
+def test_what_python_reads_within_a_unit_is_its_own_affair() -> None:
+    found = program(
+        lambda s, x: s.b(s.inner(x)).mean(), inner=Layer(lambda s, x: s.linear(x) * s.linear(x).mean().item())
+    )
+    assert found.last_cut() == (len(found.items), None)
+
+
+def test_escapes_open_a_module() -> None:
+    found: dict[str, Tensor] = {}
+
+    def write(s: Layer, x: Tensor) -> Tensor:
+        found["h"] = s.linear(x).relu()
+        return found["h"] * 2
+
+    made = program(lambda s, x: (s.inner(x) + found.pop("h")).mean(), inner=Layer(write))
+    assert names(made) == ["net.inner.linear", "relu", "mul", "add", "mean"]
+
+
+def test_neither_placed_nor_opened() -> None:
+    kept: list[Tensor] = []
+
+    def write(s: Layer, x: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            kept.append(x * 2)
+        return s.linear(x)
+
+    with pytest.raises(
+        SplitError, match=r"'net.inner' cannot be placed.*test_program.py.*cannot be opened.*return all"
+    ):
+        program(lambda s, x: (s.inner(s.a(x)) + kept.pop()).mean(), inner=Layer(write))
+
+
+def test_parameters_changed_in_the_step() -> None:
+    def average(s: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(s.b.parameters(), s.a.parameters(), strict=True):
+                slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+        return (s.a(x) - s.b(x)).mean()
+
+    root = nn.ModuleDict({"net": Net(average)})
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = root["net"]
+
+    outer = Outer()
+    x = torch.ones(4, D)
+    record = trace(lambda: average(outer.net, x), outer, CPU)
+    with pytest.raises(SplitError, match=r"test_program.py:\d+ .* changes parameter 'net.b.weight' in place.*on_train"):
+        build_program(record, Modules(record, outer), lambda name: True)
+
+
+@pytest.mark.parametrize("setter", ["requires_grad_", "requires_grad", "grad"])
+def test_flags_of_parameters_may_be_set(setter: str) -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        for parameter in s.b.parameters():
+            if setter == "requires_grad_":
+                parameter.requires_grad_(False)
+            else:
+                setattr(parameter, setter, None if setter == "grad" else False)
+        return s.b(s.a(x)).mean()
+
+    assert names(program(body)) == ["net.a", "net.b", "mean"]
+
+
+def test_views_stay_with_what_changes_them() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x) * 1
+        row = h[0]
+        h.add_(1)
+        return s.c(s.b(row) + s.d(h)).mean()
+
+    found = program(body)
+    cut = names(found).index("add_")
+    assert cut not in found.cuts()
+    assert cut + 1 in found.cuts()
+    with pytest.raises(SplitError, match="views are used later"):
+        live_sets(found, [cut])
+
+
+def test_a_buffer_stays_with_what_changes_it() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        return s.bn(s.c(s.bn(s.a(x)))).mean()
+
+    found = program(body, bn=nn.BatchNorm1d(D))
+    first, second = (i for i, name in enumerate(names(found)) if name == "net.bn")
+    assert set(found.cuts()) == {1, second + 1}
+    assert set(found.items[first].buffers) == {f"net.bn.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")}
+    assert found.obstacle_to(second) is not None
+
+
+def test_what_the_step_returns_is_needed_to_the_end() -> None:
+    net = Net(lambda s, x: s.a(x))
+    root = nn.ModuleDict({"net": net})
+    x = torch.ones(2, D)
+
+    def step() -> dict[str, Tensor]:
+        h = net.a(x)
+        return {"h": h, "loss": net.c(net.b(h)).mean()}
+
+    record = trace(step, root, CPU)
+    found = build_program(record, Modules(record, root), lambda name: True)
+    (h,) = found.items[0].outputs
+    assert all(h in found.needed_after(cut) for cut in found.cuts())
+
+
+def test_digest_is_the_same_for_the_same_step() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        return s.c(s.b(s.a(x)).relu()).mean()
+
+    assert program(body).digest() == program(body).digest()
+    assert program(body).digest() != program(lambda s, x: s.b(s.a(x)).mean()).digest()
+
+
+def test_times_are_those_of_the_module_not_of_the_trace() -> None:
+    found = program(lambda s, x: s.seq(x).mean(), seq=nn.Sequential(*(nn.Linear(D, D) for _ in range(30))))
+    operations = 30 * 20e-6
+    assert 0 < found.items[0].seconds < 50 * operations
+    assert found.items[0].activation_bytes == 30 * 4 * D * 4
+    assert found.forward_seconds >= found.items[0].seconds

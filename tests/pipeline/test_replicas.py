@@ -1,0 +1,362 @@
+"""Gradients of one stage are averaged over the replicas; several such groups live side by side in one world."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.pipeline.gradient_buckets import assign_buckets
+from lightning_smddp.pipeline.replicas import ReplicaGradients
+from tests.communication.errors import message_of
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+WIDTH, MICROBATCHES = 12, 3
+SMALL = 0.0006  # MiB: a bucket for each weight matrix, the biases in between
+
+
+def stage(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+def batch(replica: int, microbatch: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * replica + microbatch))
+
+
+def backward(model: nn.Module, replica: int, microbatches: int = MICROBATCHES) -> None:
+    for microbatch in range(microbatches):
+        model(batch(replica, microbatch)).square().mean().backward()
+
+
+def mean_gradients(replicas: int, **options: Any) -> list[Tensor]:
+    """Of :func:`stage`: by one process."""
+    model = stage(**options)
+    for replica in range(replicas):
+        backward(model, replica)
+    return [parameter.grad / replicas for parameter in model.parameters()]
+
+
+@contextmanager
+def averaging(model: nn.Module, group: dist.ProcessGroup | None = None, **options: Any) -> Iterator[ReplicaGradients]:
+    options = {"algorithm": "native", "bucket_cap_mb": SMALL, **options}
+    named = dict(model.named_parameters())
+    replicas = ReplicaGradients(named, group or dist.group.WORLD, CPU, timedelta(seconds=20), **options)
+    yield replicas
+    replicas.close()
+
+
+def assert_close(model: nn.Module, expected: list[Tensor], tolerance: float = 1e-6) -> None:
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=tolerance, atol=tolerance)
+
+
+def test_buckets_are_filled_in_the_order_of_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 4))
+    model[0].weight.data = model[0].weight.data.t()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    buckets = assign_buckets(list(model.parameters()), cap_bytes=90)
+    contents = [[names[id(parameter)] for parameter in bucket.parameters()] for bucket in buckets]
+    assert contents == [
+        ["2.bias", "2.weight"],
+        ["1.bias"],
+        ["1.weight"],  # 128 bytes: alone
+        ["0.bias", "0.weight"],
+    ]
+    assert [bucket.index() for bucket in buckets] == [0, 1, 2, 3]
+    assert [bucket.is_last() for bucket in buckets] == [False, False, False, True]
+    for bucket in buckets:
+        bucket.begin(keep=False)
+    assert model[0].weight.grad.stride() == model[0].weight.stride() == (1, 4)
+    assert sum(bucket.buffer().numel() for bucket in buckets) == 60
+
+
+def all_algorithms(names: list[str]) -> list[str]:
+    """In each pipeline rank's group of replicas, one algorithm after the other, each with groups of its own."""
+    rank, replica = divmod(dist.get_rank(), 2)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    expected = mean_gradients(2, seed=rank)
+    chosen = []
+    for name in names * 2:  # again: nothing of the first time is in the way
+        model = stage(seed=rank)
+        cap = 0.0006 if rank == 0 else 0.01  # the stages need not agree
+        with averaging(model, groups[rank], algorithm=name, bucket_cap_mb=cap) as replicas:
+            assert replicas.communicator.world_size == 2
+            for _ in range(2):
+                replicas.begin(MICROBATCHES)
+                backward(model, replica)
+                replicas.finish()
+                assert_close(model, expected)
+            report = replicas.report()
+            assert report is not None
+            chosen.append(replicas.plan.table[-1][1])
+        if rank == 1:
+            time.sleep(0.05)  # the groups do not go in step
+    return chosen
+
+
+@pytest.mark.parametrize("node_ids", ["aaaa", "abab", "aaab"])
+def test_two_stages_of_two_replicas(node_ids: str) -> None:
+    names = ["native", "auto", "hierarchical", "balanced"] if node_ids == "abab" else ["auto", "balanced"]
+    names = ["shared_memory", *names] if node_ids == "aaaa" else names
+    results = run_ranks(all_algorithms, 4, names, node_ids=node_ids)
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+
+
+def one_group_of_several_nodes() -> None:
+    """Replicas 0 to 3 on two nodes, and two ranks that know nothing of them."""
+    group = dist.new_group([0, 1, 2, 3])
+    if dist.get_rank() < 4:
+        for compression in (None, Compression.parse("bf16")):
+            for name in ("hierarchical", "balanced"):
+                model = stage()
+                with averaging(model, group, algorithm=name, compression=compression) as replicas:
+                    replicas.begin(MICROBATCHES)
+                    backward(model, dist.get_rank())
+                    replicas.finish()
+                    assert_close(model, mean_gradients(4), 1e-6 if compression is None else 2e-2)
+                    assert not replicas.state_dict() or set(replicas.state_dict()) == {"error_feedback"}
+
+
+@pytest.mark.slow
+def test_replicas_on_several_nodes() -> None:
+    run_ranks(one_group_of_several_nodes, 6, node_ids="aabbab")
+
+
+def steps() -> None:
+    for check in (
+        starts_during_backward,
+        accumulated,
+        without_hooks,
+        put_aside,
+        unused,
+        replaced_gradients,
+        thawed,
+        too_many_backwards,
+        nothing_to_train,
+    ):
+        check()
+
+
+def starts_during_backward() -> None:
+    model, launched = stage(), []
+    with averaging(model, algorithm="shared_memory") as replicas:
+        average = replicas._synchronizer.average
+
+        def record(bucket: Any) -> Any:
+            launched.append((bucket.index(), threading.current_thread() is threading.main_thread()))
+            return average(bucket)
+
+        replicas._synchronizer.average = record
+        replicas.begin(MICROBATCHES)
+        backward(model, dist.get_rank(), MICROBATCHES - 1)
+        assert launched == []
+        model(batch(dist.get_rank(), MICROBATCHES - 1)).square().mean().backward()
+        assert len(replicas._pending) == len(replicas.buckets) > 2
+        replicas.finish()
+        assert launched == [(index, False) for index in range(len(replicas.buckets))]
+        assert_close(model, mean_gradients(2))
+
+
+def accumulated() -> None:
+    model, expected = stage(), [3 * gradient for gradient in mean_gradients(2)]
+    with averaging(model) as replicas:
+        for index in range(3):
+            replicas.begin(MICROBATCHES if index == 2 else None, keep=index > 0)
+            backward(model, dist.get_rank())
+            replicas.finish(average=index == 2)
+            if index == 0:
+                alone = stage()
+                backward(alone, dist.get_rank())
+                assert_close(model, [parameter.grad for parameter in alone.parameters()])
+        assert_close(model, expected)
+
+
+def without_hooks() -> None:
+    """As schedules do that split backward in two."""
+    model = stage()
+    with averaging(model) as replicas:
+        replicas.begin(None)
+        for microbatch in range(MICROBATCHES):
+            loss = model(batch(dist.get_rank(), microbatch)).square().mean()
+            for parameter, gradient in zip(
+                model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+            ):
+                parameter.grad += gradient
+        replicas.stage_done(["2.weight", "2.bias"])
+        assert replicas._launched > 0
+        replicas.finish()
+        assert_close(model, mean_gradients(2))
+
+
+def put_aside() -> None:
+    """Lightning zeroes the gradients between a pipeline's backward and the step."""
+    model = stage()
+    with averaging(model, algorithm="shared_memory") as replicas:
+        replicas.begin(MICROBATCHES)
+        backward(model, dist.get_rank())
+        replicas.set_aside()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.zero_grad(set_to_none=False)
+        replicas.finish()
+        assert_close(model, mean_gradients(2))
+
+
+def unused() -> None:
+    """Layer 0 is used nowhere, layer 1 by replica 0 alone; the other one's buckets are full late."""
+    rank = dist.get_rank()
+    for cap in (SMALL, 1.0):
+        model = stage()
+        with averaging(model, algorithm="shared_memory", bucket_cap_mb=cap) as replicas:
+            replicas.begin(MICROBATCHES)
+            for microbatch in range(MICROBATCHES):
+                value = model[2](batch(rank, microbatch))
+                (model[1](value) if rank == 0 else value).sum().backward()
+            replicas.finish()
+            assert model[0].weight.grad is None
+            torch.testing.assert_close(model[1].bias.grad, torch.full((WIDTH,), 0.5 * 4 * MICROBATCHES))
+            assert model[2].bias.grad is not None
+
+
+def replaced_gradients() -> None:
+    """``create_graph`` makes a new ``.grad`` instead of adding to the old one."""
+    model = stage()
+    with averaging(model) as replicas:
+        replicas.begin(None)
+        for microbatch in range(MICROBATCHES):
+            loss = model(batch(dist.get_rank(), microbatch)).square().mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = parameter.grad + gradient
+        replicas.finish()
+        assert_close(model, mean_gradients(2))
+
+
+def thawed() -> None:
+    model = stage()
+    model[0].requires_grad_(False)
+    with averaging(model) as replicas:
+        replicas.begin(MICROBATCHES)
+        backward(model, dist.get_rank())
+        replicas.finish()
+        assert model[0].weight.grad is None
+        torch.testing.assert_close(model[2].weight.grad, mean_gradients(2)[4])
+        model[0].requires_grad_(True)
+        model[1].requires_grad_(False)
+        model[1].zero_grad()
+        replicas.begin(MICROBATCHES)
+        backward(model, dist.get_rank())
+        replicas.finish()
+        assert model[1].weight.grad is None
+        torch.testing.assert_close(model[0].weight.grad, mean_gradients(2)[0])
+
+
+def too_many_backwards() -> None:
+    """A reentrant checkpoint used twice: twice as many backward passes reach its parameters."""
+    layer = stage()[:1]
+    with averaging(layer) as replicas:
+        replicas.begin(1)
+        value = batch(0, 0).requires_grad_()
+        for _ in range(2):
+            value = checkpoint(layer, value, use_reentrant=True)
+        message = message_of(RuntimeError, lambda: value.sum().backward())
+        assert "The gradient of '0.bias' was averaged over the replicas already" in message
+        replicas.begin(2)  # all is well with the right number
+        value = batch(0, 0).requires_grad_()
+        for _ in range(2):
+            value = checkpoint(layer, value, use_reentrant=True)
+        value.sum().backward()
+        replicas.finish()
+        assert layer[0].weight.grad is not None
+
+
+def nothing_to_train() -> None:
+    model = stage().requires_grad_(False)
+    with averaging(model, algorithm="auto") as replicas:
+        replicas.begin(MICROBATCHES)
+        replicas.finish()
+        assert replicas.report() is None
+        assert replicas.state_dict() == {}
+    with averaging(nn.Module(), algorithm="auto") as replicas:
+        replicas.begin(1)
+        replicas.finish()
+
+
+def test_steps_of_all_kinds() -> None:
+    run_ranks(steps, 2)
+
+
+def refusals() -> list[str]:
+    rank = dist.get_rank()
+    half = stage().half() if rank == 1 else stage()
+    messages = [message_of(ValueError, lambda: averaging(half).__enter__())]
+    integers = nn.ParameterList([nn.Parameter(torch.zeros(2, dtype=torch.complex64))])
+    compression = Compression.parse("int8")
+    messages.append(message_of(ValueError, lambda: averaging(integers, compression=compression).__enter__()))
+    return messages
+
+
+def test_replicas_that_differ_are_refused_on_all_of_them() -> None:
+    for messages in run_ranks(refusals, 2):
+        assert "The models differ between ranks. The first difference is parameter 0" in messages[0]
+        assert "The gradient of '0'" in messages[1]
+
+
+def compressed() -> None:
+    """The remembered error survives a change of replicas: saved, and loaded elsewhere."""
+    model = stage()
+    with averaging(model, algorithm="native", compression=Compression.parse("int8")) as replicas:
+        replicas.begin(MICROBATCHES)
+        backward(model, dist.get_rank())
+        replicas.finish()
+        assert_close(model, mean_gradients(2), 2e-2)
+        state = replicas.state_dict()
+        assert set(state["error_feedback"]) == {name for name, _ in model.named_parameters()}
+        assert any(bool(error.any()) for error in state["error_feedback"].values())
+    state["error_feedback"]["another.stage"] = torch.ones(3)
+    with averaging(stage(), algorithm="native", compression=Compression.parse("int8")) as replicas:
+        replicas.load_state_dict(state)
+        del state["error_feedback"]["another.stage"]
+        loaded = replicas.state_dict()["error_feedback"]
+        assert all(torch.equal(loaded[name], error) for name, error in state["error_feedback"].items())
+
+
+def test_compression_state_travels() -> None:
+    run_ranks(compressed, 2, node_ids="ab")
+
+
+def given_up() -> float:
+    """Rank 1 stops in the midst of a step; rank 0, which waits for it in its thread, must be able to leave as well."""
+    model = stage()
+    replicas = ReplicaGradients(
+        dict(model.named_parameters()), dist.group.WORLD, CPU, timedelta(seconds=40), algorithm="shared_memory"
+    )
+    replicas.begin(1)
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        backward(model, 0, 1)
+        time.sleep(0.2)
+        replicas.close()
+    else:
+        time.sleep(1.0)
+        message = message_of(RankFailedError, replicas.finish)
+        assert "rank 0" in message
+        replicas.close()
+    return time.monotonic() - start
+
+
+def test_a_step_that_is_given_up_can_be_left() -> None:
+    assert max(run_ranks(given_up, 2)) < 10

@@ -1,0 +1,275 @@
+"""What a trace sees, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.program import Modules, SplitError, build_program
+from lightning_smddp.pipeline.tracing import Trace, trace
+from tests.pipeline.emulation import CPU
+from tests.pipeline.zoo import Cube, D, Layer, Net
+
+
+def batch() -> Tensor:
+    return torch.linspace(-2, 2, 4 * D).reshape(4, D).sin()
+
+
+def record(net: nn.Module) -> tuple[Trace, Modules]:
+    root = nn.ModuleDict({"net": net})
+    found = trace(lambda: net(batch()), root, CPU)
+    return found, Modules(found, root)
+
+
+def unseen(x: Tensor) -> Tensor:
+    """An operation that no function mode sees, as those of an extension."""
+    with torch._C.DisableTorchFunction():
+        return x * 2
+
+
+@torch.library.custom_op("smddp_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+twice.register_autograd(lambda ctx, g: g * 2)
+
+
+def test_operations_on_the_batch_alone_are_not_recorded() -> None:
+    net = Net(lambda s, x: (s.a(x * 2 + torch.ones(D)) * (x > 0)).mean())
+    found, _ = record(net)
+    assert [event.name for event in found.events] == ["linear", "mul", "mean"]
+    assert found.events[0].parameters == ("net.a.weight", "net.a.bias")
+    assert found.events[1].inputs == found.events[0].returned.values
+    assert found.events[0].call is not None
+    assert found.calls[found.events[0].call].module == "net.a"
+    assert found.events[1].place.endswith(
+        f"test_tracing.py:{test_operations_on_the_batch_alone_are_not_recorded.__code__.co_firstlineno + 1}"
+    )
+
+
+@pytest.mark.parametrize(
+    "operation", [lambda x: torch.ops.aten.mul.Tensor(x, 2), twice, lambda x: Cube.apply(x, 1.0)[0]]
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_operators_and_functions_of_ones_own_are_seen(operation: Callable[[Tensor], Tensor], grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        found, modules = record(Net(lambda s, x: s.b(operation(s.a(x))).mean()))
+    assert len(found.events) == 4
+    assert not modules.seals
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_unseen_operations_seal_their_module(grad: bool) -> None:
+    with torch.set_grad_enabled(grad):
+        found, modules = record(
+            Net(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=Layer(lambda s, x: unseen(s.linear(x))))
+        )
+    assert set(modules.seals) == {"net.inner"}
+    program = build_program(found, modules, lambda name: False)
+    assert [item.module for item in program.items if item.module] == ["net.inner"]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("operation", [unseen, lambda x: torch.vmap(lambda row: row * 2)(x)])
+def test_unseen_operations_outside_of_modules_are_refused(operation: Callable[[Tensor], Tensor], grad: bool) -> None:
+    root = nn.Linear(D, D)
+
+    def step() -> Tensor:
+        return operation(F.linear(batch(), root.weight)).mean()
+
+    with torch.set_grad_enabled(grad):
+        found = trace(step, root, CPU)
+        with pytest.raises(SplitError, match=r"test_tracing.py:\d+.*function modes do not see.*module of its own"):
+            build_program(found, Modules(found, root), lambda name: True)
+
+
+def test_unseen_operations_on_the_batch_do_no_harm() -> None:
+    found, modules = record(Net(lambda s, x: (s.a(unseen(x)) * torch.vmap(torch.sin)(x)).mean()))
+    assert not modules.seals
+    assert len(found.events) == 3
+
+
+def test_what_python_made_of_a_value_is_no_constant() -> None:
+    def numbers(s: Layer, x: Tensor) -> tuple[Tensor, float]:
+        h = s.linear(x)
+        return h, h.mean().item()
+
+    _, modules = record(Net(lambda s, x: s.inner(s.a(x))[0].mean(), inner=Layer(numbers)))
+    assert "Python value" in modules.obstacles["net.inner"]
+
+
+def test_a_way_through_numpy_seals() -> None:
+    layer = Layer(lambda s, x: torch.from_dlpack(x.detach()) + torch.from_numpy(x.detach().numpy().copy()))
+    _, modules = record(Net(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=layer))
+    assert "Python code read" in modules.seals["net.inner"]
+    assert "net.inner" not in modules.obstacles
+
+
+def test_changes_of_the_batch_are_not_hidden_in_a_unit() -> None:
+    def change(s: Layer, x: Tensor, h: Tensor) -> Tensor:
+        x.mul_(2)
+        return s.linear(h)
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        return (s.inner(x, s.a(x)) * x).mean()
+
+    _, modules = record(Net(body, inner=Layer(change)))
+    assert "in place" in modules.obstacles["net.inner"]
+
+
+def test_a_cache_of_the_modules_own_may_change() -> None:
+    layer = Layer(lambda s, x: s.linear(x) + s.cache[0].fill_(1.0))
+    layer.cache = torch.zeros(2, D)
+    layer.flat = torch.zeros(D)
+    layer.body = lambda s, x: s.linear(x) + s.flat.fill_(1.0)
+    _, modules = record(Net(lambda s, x: s.inner(s.a(x)).mean(), inner=layer))
+    assert "net.inner" not in modules.obstacles
+
+
+def test_views_changed_through_the_whole_cannot_be_followed() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        whole = torch.zeros(4, D)
+        whole[:2].copy_(s.a(x[:2]))
+        return s.b(whole).mean()
+
+    _, modules = record(Net(body))
+    assert "another view" in modules.seals["net"]
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
+def test_python_random_numbers(draw: Callable[[], float]) -> None:
+    layer = Layer(lambda s, x: s.linear(x) * draw())
+    found, modules = record(Net(lambda s, x: s.inner(s.a(x)).mean(), inner=layer))
+    assert set(modules.seals) == {"net.inner"}
+    root = nn.Linear(D, D)
+    found = trace(lambda: root(batch()).mean() * draw(), root, CPU)
+    with pytest.raises(SplitError, match="random"):
+        build_program(found, Modules(found, root), lambda name: True)
+
+
+def test_random_numbers_are_put_back() -> None:
+    def state() -> tuple[Any, ...]:
+        return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+    layer = Layer(lambda s, x: F.dropout(s.linear(x)) * random.random() * float(np.random.rand()))
+    net = Net(lambda s, x: s.inner(x + torch.randn_like(x)).mean(), inner=layer)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
+    expected = state()
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(3)
+    record(net)
+    assert state() == expected
+
+
+def test_backward_in_the_step() -> None:
+    root = nn.Linear(D, D)
+
+    def step() -> Tensor:
+        x = batch().requires_grad_()
+        (gradient,) = torch.autograd.grad(root.weight.sum() * x.sum(), x, create_graph=True)
+        return gradient.mean()
+
+    found = trace(step, root, CPU)
+    with pytest.raises(SplitError, match=r"test_tracing.py:\d+.*autograd.grad"):
+        build_program(found, Modules(found, root), lambda name: True)
+
+
+def test_gradients_of_the_batch_alone_are_no_hidden_operations() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        return s.a(x * 2).mean()
+
+    found, modules = record(Net(body))
+    assert [event.name for event in found.events] == ["linear", "mean"]
+
+
+def test_an_exception_that_the_step_catches() -> None:
+    def fail(s: Layer, x: Tensor) -> Tensor:
+        s.linear(x)
+        raise KeyError
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        try:
+            h = s.inner(x)
+        except KeyError:
+            h = s.a(x)
+        return s.b(h).mean()
+
+    found, modules = record(Net(body, inner=Layer(fail)))
+    program = build_program(found, modules, lambda name: name != "net")
+    assert [item.module for item in program.items[1:3]] == ["net.a", "net.b"]
+
+
+def is_patched(module: nn.Module) -> bool:
+    return any("forward" in m.__dict__ for m in module.modules())
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
+def test_nothing_is_left_behind(error: type[BaseException] | None) -> None:
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        assert is_patched(s)
+        h = s.a(x)
+        kept.append(weakref.ref(h))
+        if error is not None:
+            raise error
+        return s.b(h).mean()
+
+    kept: list[weakref.ref[Tensor]] = []
+    net = Net(body)
+    gc.disable()
+    try:
+        if error is None:
+            record(net)
+        else:
+            with pytest.raises(error):
+                record(net)
+            gc.collect()  # the exception's frames
+        assert kept[0]() is None
+    finally:
+        gc.enable()
+    assert not is_patched(net)
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    for parameter in net.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(torch.empty_like(parameter, device="meta")))
+
+
+def test_forwards_of_the_users_own_stay() -> None:
+    net = Net(lambda s, x: s.a(x).mean())
+    own = net.a.forward
+    net.a.forward = lambda x: own(x) * 2  # type: ignore[method-assign]
+    mine = net.a.forward
+    found, _ = record(net)
+    assert net.a.forward is mine
+    assert len(found.events) == 3
+
+
+def test_threads_trace_at_the_same_time() -> None:
+    counts: list[int] = []
+
+    def work() -> None:
+        net = Net(lambda s, x: s.b(Cube.apply(s.a(x), 1.0)[0]).mean())
+        for _ in range(5):
+            counts.append(len(record(net)[0].events))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert counts == [4] * 15
+    assert torch.autograd.Function.__dict__["apply"].__func__.__name__ == "apply"

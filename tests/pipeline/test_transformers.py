@@ -1,0 +1,193 @@
+"""Models of transformers, as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.replay import Replay, Shapes
+from tests.pipeline.emulation import (
+    CPU,
+    Stage,
+    Step,
+    assert_every_cut,
+    assert_transparent,
+    assert_transparent_apart,
+    even_cuts,
+    gradients,
+    loss_of,
+    plans_of,
+    program_of,
+    run_stages,
+)
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    drop = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 32}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drop, bos_token_id=1, eos_token_id=1))
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=4, num_key_value_heads=2, **SMALL))
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(num_hidden_layers=4, num_labels=3, **SMALL)
+    return transformers.BertForSequenceClassification(config)
+
+
+def vit() -> nn.Module:
+    sizes = {k: v for k, v in SMALL.items() if k != "vocab_size"}
+    image = {"image_size": 8, "patch_size": 4, "num_channels": 1}
+    config = transformers.ViTConfig(num_hidden_layers=4, num_labels=3, **image, **sizes)
+    return transformers.ViTForImageClassification(config)
+
+
+def t5() -> nn.Module:
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def mixtral() -> nn.Module:
+    routing = {"num_local_experts": 4, "output_router_logits": True, "num_key_value_heads": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_hidden_layers=4, **routing, **SMALL))
+
+
+def text(rows: int = 4, length: int = 16) -> dict[str, Tensor]:
+    ids = torch.randint(5, 64, (rows, length), generator=torch.Generator().manual_seed(rows * length))
+    mask = torch.ones_like(ids)
+    mask[1, length // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+def labelled() -> dict[str, Tensor]:
+    return {**text(), "labels": torch.tensor([0, 1, 2, 0])}
+
+
+def images() -> dict[str, Tensor]:
+    pixels = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1, 2, 0])}
+
+
+MODELS = {
+    "gpt2": (gpt2, text),
+    "llama": (llama, text),
+    "bert": (bert, labelled),
+    "vit": (vit, images),
+    "t5": (t5, text),
+    "mixtral": (mixtral, text),
+}
+
+
+class Root(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model.train()
+
+
+def root_of(name: str) -> Root:
+    torch.manual_seed(0)
+    return Root(MODELS[name][0]())
+
+
+def step_of(name: str, **more: object) -> Callable[[nn.Module], Step]:
+    batch = MODELS[name][1]()
+    return lambda root: lambda: root.model(**batch, **more).loss
+
+
+def deeper_than(depth: int) -> Callable[[str], bool]:
+    return lambda name: name.count(".") >= depth
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4, 99])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_exact_at_every_depth(name: str, depth: int) -> None:
+    assert_transparent(root_of(name), step_of(name), deeper_than(depth), min(depth, 4), 2e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_need_no_parameters_but_their_own(name: str) -> None:
+    stages = assert_transparent_apart(root_of(name), step_of(name), deeper_than(3), 3, 2e-6)
+    assert all(any(p.is_meta for p in stage.root.parameters()) for stage in stages)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_every_cut_between_blocks(name: str) -> None:
+    assert_every_cut(root_of(name), step_of(name), deeper_than(3), 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_cut_between_operations(name: str) -> None:
+    assert_every_cut(root_of(name), step_of(name), deeper_than(99), 2e-6)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_models_own_checkpointing(reentrant: bool) -> None:
+    root = root_of("gpt2")
+    root.model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    assert_transparent_apart(root, step_of("gpt2"), deeper_than(3), 3, 2e-6)
+    assert_transparent_apart(root, step_of("gpt2"), deeper_than(4), 3, 2e-6)
+
+
+def test_a_cache_passes_through_the_blocks() -> None:
+    assert_transparent_apart(root_of("llama"), step_of("llama", use_cache=True), deeper_than(3), 3, 2e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("depth", [3, 99])
+def test_shapes_of_a_new_signature(name: str, depth: int) -> None:
+    """Stage after stage finds out what values of other rows and lengths look like."""
+    root = root_of(name)
+    batch = text()
+    program = program_of(root, lambda: root.model(**batch).loss, deeper_than(depth))
+    cuts = even_cuts(program, 3)
+    replays = [Replay(program, plan, root, CPU) for plan in plans_of(program, cuts)]
+    for rows, length in ((2, 16), (4, 9), (3, 20)):
+        batch.update(text(rows, length))
+        stages = [Stage(root, replay, lambda: root.model(**batch).loss) for replay in replays]
+        found = Shapes()
+        with torch.random.fork_rng():
+            run_stages(program, stages, Shapes(), record=found)
+        root.zero_grad()
+        torch.manual_seed(1)
+        root.model(**batch).loss.backward()
+        expected = gradients(root)
+        root.zero_grad()
+        torch.manual_seed(1)
+        run_stages(program, stages, Shapes.from_json(found.to_json()))
+        torch.testing.assert_close(gradients(root), expected, rtol=2e-6, atol=2e-6)
+        assert all(found.values[v].shape[0] == rows for plan in plans_of(program, cuts) for v in plan.sends[:1])
+        root.zero_grad()
+
+
+def test_dropout_draws_the_numbers_of_one_process() -> None:
+    torch.manual_seed(0)
+    root = Root(gpt2(0.1))
+    for depth in (3, 99):
+        assert_transparent(root, step_of("gpt2"), deeper_than(depth), 3, 2e-6)
+        root.zero_grad()
+
+
+def test_evaluation_without_gradients() -> None:
+    root = root_of("t5").eval()
+    batch = text()
+
+    def step() -> dict[str, Tensor]:
+        with torch.no_grad():
+            out = root.model(**batch)
+            return {"loss": out.loss, "best": out.logits.argmax(-1)}
+
+    expected = step()
+    program = program_of(root, step, deeper_than(3))
+    for cuts in ([c] for c in program.cuts()):
+        stages = [Stage(root, Replay(program, plan, root, CPU), step) for plan in plans_of(program, cuts)]
+        torch.testing.assert_close(run_stages(program, stages), expected)
+    assert loss_of(expected) > 0

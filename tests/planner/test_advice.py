@@ -1,0 +1,140 @@
+"""Which advice is given, and the number of micro-batches that is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_smddp.planner.advice import Setting, advice
+from lightning_smddp.planner.microbatches import auto_num_microbatches
+from lightning_smddp.planner.problem import Item
+
+
+def units(*seconds: float) -> list[Item]:
+    return [Item(f"net.{index}", value / 3, 2 * value / 3, 0) for index, value in enumerate(seconds)]
+
+
+EVEN = Setting(
+    items=units(1, 1, 1, 1),
+    stage_seconds=[1, 1, 1, 1],
+    schedule="1f1b",
+    num_microbatches=16,
+    num_ranks=4,
+    batch_rows=64,
+)
+
+
+def test_nothing_to_say() -> None:
+    assert advice(EVEN) is None
+    assert advice(replace(EVEN, num_ranks=1, stage_seconds=[4], num_microbatches=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("items", "cure"),
+    [
+        (units(1, 1, 1.2, 1.9, 1), "smaller modules, or use pipeline_parallel_size=3"),
+        (units(1, 9, 1, 1), "smaller modules"),
+    ],
+)
+def test_a_unit_that_no_cut_can_balance(items: list[Item], cure: str) -> None:
+    line = advice(replace(EVEN, items=items, num_microbatches=2))
+    assert line is not None
+    share = max(item.forward_s + item.backward_s for item in items) / sum(i.forward_s + i.backward_s for i in items)
+    assert f"takes {share:.0%} of the step alone, where an even share of 4 ranks is 25%: no cut can balance it" in line
+    assert line.endswith(cure)
+
+
+def test_an_uneven_split_of_the_users_own() -> None:
+    setting = replace(EVEN, items=units(*[1] * 8), stage_seconds=[4, 2, 1, 1], is_split_given=True, num_microbatches=2)
+    assert (
+        advice(setting)
+        == "stage 0 takes 2.0 times the mean stage with the given split: leave out split to have the cuts chosen"
+    )
+
+
+def test_more_micro_batches() -> None:
+    expected = "more micro-batches: num_microbatches=16 raises the bound from 73% to 84%"
+    assert advice(replace(EVEN, num_microbatches=8)) == expected
+    assert advice(replace(EVEN, num_microbatches=8, rule=lambda count: count <= 8)) is None
+    assert advice(replace(EVEN, num_microbatches=8, rule=lambda count: False)) is None
+
+
+def test_more_micro_batches_of_schedules_without_a_formula() -> None:
+    setting = replace(EVEN, schedule="zbv_zero_bubble", stages_per_rank=2, num_microbatches=8)
+    assert advice(setting) is None
+    line = advice(replace(setting, bound=lambda count: count / (count + 2)))
+    assert line == "more micro-batches: num_microbatches=16 raises the bound from 80% to 89%"
+
+
+def test_interleaved_stages() -> None:
+    setting = replace(EVEN, items=units(*[1] * 8), batch_rows=8, num_microbatches=8)
+    expected = "schedule='interleaved_1f1b' with stages_per_rank=2 raises the bound from 73% to 84%"
+    assert expected in (advice(setting) or "")
+    assert "interleaved" not in (advice(replace(setting, items=units(*[1] * 7))) or "")  # too few units
+    assert "interleaved" not in (advice(replace(setting, batch_rows=9, num_microbatches=9)) or "")  # 9 in 2 rounds
+    assert "interleaved" not in (advice(replace(setting, schedule="interleaved_1f1b", stages_per_rank=2)) or "")
+
+
+def test_a_bigger_batch() -> None:
+    setting = replace(EVEN, batch_rows=1, num_microbatches=1)
+    assert advice(setting) == (
+        "a batch of 1 row keeps 4 ranks busy for at most 25% of the time: use a bigger batch, or fewer ranks"
+    )
+    assert "batch of 8 rows" in (advice(replace(EVEN, batch_rows=8, num_microbatches=8)) or "")
+
+
+def test_units_too_coarse_for_the_stages() -> None:
+    line = advice(replace(EVEN, items=units(*[1] * 6), stage_seconds=[2, 2, 1, 1]))
+    assert line is not None
+    assert line.startswith("stage 0 takes 1.3 times the mean stage, as the units are too coarse for 4 stages")
+
+
+def test_memory_of_gpipe() -> None:
+    line = advice(replace(EVEN, schedule="gpipe"))
+    assert (
+        line
+        == "schedule='1f1b' is as fast and keeps the activations of at most 4 micro-batches on a rank instead of 16"
+    )
+    assert advice(replace(EVEN, schedule="gpipe", num_microbatches=4, rule=lambda count: count == 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "count"),
+    [
+        (64, 4, 16),
+        (48, 4, 16),
+        (60, 4, 15),
+        (40, 4, 10),
+        (24, 4, 12),
+        (8, 4, 8),
+        (28, 4, 14),
+        (26, 4, 13),
+        (34, 4, 16),  # 2 is its only divisor up to 16 but 1
+        (13, 4, 13),
+        (37, 4, 16),
+        (3, 4, 3),
+        (1, 1, 1),
+        (64, 1, 4),
+        (7, 1, 4),
+    ],
+)
+def test_auto_num_microbatches(rows: int, ranks: int, count: int) -> None:
+    assert auto_num_microbatches(rows, ranks) == count
+
+
+def test_auto_num_microbatches_keeps_the_schedules_rule() -> None:
+    assert auto_num_microbatches(64, 4, lambda count: count % 3 == 0) == 15
+    assert auto_num_microbatches(60, 4, lambda count: count % 4 == 0) == 12
+    assert auto_num_microbatches(13, 2, lambda count: count in (10, 11)) == 10  # more than 4 a rank if it must be
+
+
+def test_a_batch_too_small_for_the_rule() -> None:
+    with pytest.raises(ValueError, match=r"a batch of 3 rows .* on 4 ranks: use a bigger batch"):
+        auto_num_microbatches(3, 4, lambda count: count >= 4)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(0, 4), (4, 0)])
+def test_nothing_to_cut(rows: int, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"batch_rows={rows} and num_ranks={ranks}"):
+        auto_num_microbatches(rows, ranks)

@@ -1,0 +1,140 @@
+"""Metrics whose state is on the last of two ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, R2Score
+from torchmetrics.metric import jit_distributed_available
+
+from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
+from tests.ranks import run_in_threads
+
+CPU = torch.device("cpu")
+
+
+def make() -> nn.ModuleDict:
+    both = MetricCollection([MeanSquaredError(), R2Score()])
+    return nn.ModuleDict({"mean": MeanMetric(), "cat": CatMetric(), "both": both})
+
+
+def step(root: Any, metrics: PipelineMetrics, number: int) -> None:
+    """The last rank has the values; all ranks know that there are some."""
+    if metrics.group.rank() == 1:
+        root["mean"].update(float(number))
+        root["cat"].update(torch.arange(float(number)))
+        root["both"].update(torch.arange(4.0), torch.arange(4.0) * number)
+    metrics.note_changes(["mean", "cat", "both"])
+
+
+def values(root: Any) -> list[Any]:
+    both = root["both"].compute()
+    return [root["mean"].compute().item(), root["cat"].compute().tolist(), *(value.item() for value in both.values())]
+
+
+def body(group: dist.ProcessGroup) -> list[Any]:
+    root = make()
+    metrics = PipelineMetrics(root, group, 1, CPU)
+    step(root, metrics, 2)
+    step(root, metrics, 3)
+    seen = [values(root), values(root)]
+    step(root, metrics, 4)
+    root["cat"].update(torch.zeros(2))  # outside of the step: on all ranks, which have not got the last state
+    root["mean"](1.0)
+    seen.append(values(root))
+    root["mean"].update(7.0)
+    for metric in (root["cat"], root["both"]):
+        metric.reset()
+    step(root, metrics, 1)
+    metrics.share()
+    metrics.close()
+    seen.append(values(root))
+    return seen
+
+
+def expected() -> list[Any]:
+    root = make()
+
+    def batch(number: int) -> None:
+        root["mean"].update(float(number))
+        root["cat"].update(torch.arange(float(number)))
+        root["both"].update(torch.arange(4.0), torch.arange(4.0) * number)
+
+    batch(2)
+    batch(3)
+    seen = [values(root), values(root)]
+    batch(4)
+    root["cat"].update(torch.zeros(2))
+    root["mean"](1.0)
+    seen.append(values(root))
+    root["mean"].update(7.0)
+    root["cat"].reset()
+    root["both"].reset()
+    batch(1)
+    return [*seen, values(root)]
+
+
+def test_all_ranks_compute_what_one_process_computes() -> None:
+    alone = expected()
+    for seen in run_in_threads(body, 2):
+        assert seen == alone
+
+
+def body_patches(group: dist.ProcessGroup) -> list[bool]:
+    """Copies have no patches of their own; closing puts everything back."""
+    root = make()
+    before = [dict(vars(m)) for m in root.modules()]
+    metrics = PipelineMetrics(root, group, 1, CPU, replicas=group)
+    copies = [copy.deepcopy(root["mean"]), pickle.loads(pickle.dumps(root["mean"]))]
+    root["copy"] = copies[0]
+    metrics.note_changes(["copy"])  # finds what is new
+    shared = [copies[0].compute is not copies[1].compute]
+    metrics.close()
+    del root["copy"]
+    restored = all(
+        vars(m)[name] is value for m, old in zip(root.modules(), before, strict=True) for name, value in old.items()
+    )
+    unpatched = [m.dist_sync_fn is None and m.distributed_available_fn is jit_distributed_available for m in copies[:1]]
+    return [*shared, restored, *unpatched]
+
+
+def test_patches_are_not_copied_and_end() -> None:
+    for found in run_in_threads(body_patches, 2):
+        assert found == [True] * 3
+
+
+def body_persistent(group: dist.ProcessGroup) -> dict[str, Any]:
+    root = make()
+    for metric in root.modules():
+        if isinstance(metric, Metric):
+            metric.persistent(True)
+    metrics = PipelineMetrics(root, group, 1, CPU)
+    step(root, metrics, 3)
+    metrics.share()
+    return root.state_dict()
+
+
+def test_states_can_be_saved_on_any_rank() -> None:
+    first, last = run_in_threads(body_persistent, 2)
+    torch.testing.assert_close(first, last)
+    assert first["cat.value"]
+
+
+@pytest.mark.parametrize("src", [0, 1])
+def test_nothing_is_sent_for_metrics_that_no_step_changed(src: int) -> None:
+    """So that other ranks need not take part."""
+    with pytest.warns(UserWarning, match="before the ``update``"):
+        assert run_in_threads(body_untouched, 2, src) == [None, None]
+
+
+def body_untouched(group: dist.ProcessGroup, src: int) -> None:
+    root = make()
+    PipelineMetrics(root, group, 1, CPU)
+    if group.rank() == src:
+        root["mean"].compute()

@@ -1,0 +1,106 @@
+"""All schedules and layouts, and batches of all sizes: the same as in one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, Net, name_of, outcome
+
+# ---- schedules and layouts ----
+
+
+def everything(bench: Bench, options: dict[str, Any], layers: int = 9) -> Any:
+    """All four steps, before and after training; the last batch of each loader is smaller."""
+    model = Evaluated(layers, count=37)
+    trainer = bench.trainer(options)
+    validated = trainer.validate(model, verbose=False)
+    trainer.fit(model)
+    result = outcome(model, trainer)
+    tested = trainer.test(model, verbose=False)
+    return result, validated, tested, trainer.predict(model)
+
+
+def layout(schedule: str, **options: Any) -> Case:
+    return functools.partial(everything, options={"schedule": schedule, **options})
+
+
+TWO = Matrix(
+    [
+        layout("gpipe"),
+        layout("simple", num_microbatches=3),
+        layout("1f1b"),
+        layout("1f1b", num_microbatches=1),
+        layout("interleaved_1f1b"),
+        layout("interleaved", stages_per_rank=3),
+        layout("looped_bfs", num_microbatches=5),
+        layout("interleaved_zero_bubble"),
+        layout("interleaved_zero_bubble", stages_per_rank=1),
+        layout("zbv_zero_bubble"),
+        layout("dualpipev"),
+        layout("1f1b", active_microbatches=2),
+        layout("1f1b", active_microbatches=3, num_microbatches=8),
+        layout("1f1b", split=["net.13"]),
+        layout("interleaved_1f1b", split=["net.2", "net.4", "net.13"]),
+        layout("1f1b", activation_checkpointing=True),
+        layout("interleaved_1f1b", activation_checkpointing=True, active_microbatches=2),
+    ]
+)
+THREE = Matrix([layout("1f1b"), layout("zbv_zero_bubble"), layout("gpipe", num_microbatches=2)], 3)
+FOUR = Matrix([layout("gpipe", num_microbatches=3), layout("interleaved_1f1b"), layout("dualpipev")], 4)
+ONE = Matrix([layout("interleaved_1f1b", stages_per_rank=3), layout("zbv_zero_bubble"), layout("1f1b")], 1)
+
+
+@pytest.mark.parametrize("case", TWO.cases, ids=name_of)
+def test_two_ranks(case: Case) -> None:
+    TWO.compare(case)
+
+
+@pytest.mark.parametrize("case", THREE.cases, ids=name_of)
+def test_three_ranks(case: Case) -> None:
+    THREE.compare(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR.cases, ids=name_of)
+def test_four_ranks(case: Case) -> None:
+    FOUR.compare(case)
+
+
+@pytest.mark.parametrize("case", ONE.cases, ids=name_of)
+def test_one_rank(case: Case) -> None:
+    ONE.compare(case)
+
+
+# ---- batches ----
+
+
+def batches_of(bench: Bench, batch_size: int, count: int, num_microbatches: Any = "auto") -> Any:
+    return bench.fit(Net(batch_size=batch_size, count=count), {"num_microbatches": num_microbatches})
+
+
+def sequences(bench: Bench) -> Any:
+    return bench.fit(Gpt(), {"num_microbatches": 3})
+
+
+BATCHES = Matrix(
+    [
+        functools.partial(batches_of, batch_size=7, count=38),
+        functools.partial(batches_of, batch_size=8, count=33),  # the last batch has one row
+        functools.partial(batches_of, batch_size=7, count=38, num_microbatches=4),
+        functools.partial(batches_of, batch_size=10, count=23, num_microbatches=7),
+        functools.partial(batches_of, batch_size=2, count=9, num_microbatches=5),
+        functools.partial(batches_of, batch_size=1, count=6),
+        sequences,
+    ]
+)
+
+
+@pytest.mark.parametrize("case", BATCHES.cases, ids=name_of)
+def test_batches(case: Case) -> None:
+    BATCHES.compare(case)
+
+
+CASES = TWO.cases
