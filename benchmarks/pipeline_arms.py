@@ -5,7 +5,6 @@ Each is a callable that runs one step. All of them start from the same parameter
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from pipeline_models import Workload, stages_of
+from pipeline_models import Workload
 from torch import Tensor, nn
 
 Arm = Callable[[], object]
@@ -62,6 +61,14 @@ class Fit:
         self._ends = True
         self()
         self._thread.join()
+        self.module = nn.Sequential(*self.module.layers())
+
+    def stages_begin(self) -> list[str]:
+        """The first item of each stage but the first, as the strategy has divided the module."""
+        division = self.trainer.strategy._staged.divided.division
+        stages = division.stage_of_item
+        firsts = [stages.index(stage) for stage in range(1, max(stages) + 1)]
+        return [division.program.items[index].name for index in firsts]
 
     def __len__(self) -> int:
         return 10**6  # Lightning fetches a batch ahead if it does not know the length
@@ -103,7 +110,8 @@ class HandWritten:
 
         rank = dist.get_rank()
         self.batch = workload.batch
-        self.module = stages_of(workload.module().layers(), cut)[rank]
+        layers = workload.module().layers()
+        self.module = nn.Sequential(*(layers[cut:] if rank else layers[:cut]))
         stage = PipelineStage(self.module, rank, dist.get_world_size(), torch.device("cpu"), group=dist.new_group())
         self.schedule = schedule(stage, num_microbatches, loss_fn=workload.loss)
         self.optimizer = workload.optimizer(self.module.parameters())
@@ -164,13 +172,3 @@ class DeepSpeed:
     def __call__(self) -> None:
         """One step."""
         self.engine.train_batch(data_iter=iter(self.chunks))
-
-
-def flat(module: nn.Module) -> Tensor:
-    """All parameters of a module, or of a rank's part of it."""
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def whole(arm: Any) -> nn.Module:
-    """A copy of the module, for tests."""
-    return copy.deepcopy(arm.module)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from models import Block, ByteGPT
+from models import ByteGPT
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+WIDTH = 512  # of the chain
+CONTEXT = 64  # of the GPT, in bytes
 
 
 class Embedding(nn.Module):
@@ -54,7 +57,7 @@ class MLPModule(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(16)))
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         """Mean squared error of a batch."""
@@ -75,12 +78,11 @@ class MLPModule(LightningModule):
 class Workload(NamedTuple):
     """What all arms train. ``loss(layers(inputs), target)`` is what a step minimises."""
 
-    about: str
     module: Callable[[], Any]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     batch: list[Tensor]
     loss: Callable[[Tensor, Tensor], Tensor]
-    units: Callable[[int], str]  # the name in the module of the layer with this index
+    names: list[str]  # of the layers, in the module
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -99,35 +101,18 @@ def mlp_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def gpt(rows: int) -> Workload:
-    """Of ``rows`` texts."""
-    text = torch.randint(256, (rows, 65), generator=torch.Generator().manual_seed(1))
-    return Workload(
-        f"A byte-level GPT of 6 layers, 10.9 M parameters, batch {rows} x 64 bytes, AdamW.",
-        GPTModule,
-        gpt_optimizer,
-        [text[:, :-1].contiguous(), text[:, 1:].contiguous()],
-        cross_entropy,
-        lambda layer: f"gpt.blocks.{layer - 1}",
-    )
+    """A byte-level GPT of 6 layers, 10.9 M parameters, texts of 64 bytes, AdamW."""
+    text = torch.randint(256, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+    batch = [text[:, :-1].contiguous(), text[:, 1:].contiguous()]
+    names = ["gpt.embed", *(f"gpt.blocks.{layer}" for layer in range(6)), "gpt.norm"]
+    return Workload(GPTModule, gpt_optimizer, batch, cross_entropy, names)
 
 
 def mlp(rows: int) -> Workload:
-    """Of ``rows`` samples."""
+    """16 x (Linear(512), GELU) in nn.Sequential, 4.2 M parameters, SGD."""
     generator = torch.Generator().manual_seed(1)
-    return Workload(
-        f"16 x (Linear(1024), GELU) in nn.Sequential, 16.8 M parameters, batch {rows}, SGD.",
-        MLPModule,
-        mlp_optimizer,
-        [torch.randn(rows, 1024, generator=generator), torch.randn(rows, 1024, generator=generator)],
-        F.mse_loss,
-        lambda layer: f"net.{layer}",
-    )
-
-
-def stages_of(layers: Sequence[nn.Module], cut: int) -> list[nn.Module]:
-    """Two stages, as one writes them by hand."""
-    return [nn.Sequential(*layers[:cut]), nn.Sequential(*layers[cut:])]
+    batch = [torch.randn(rows, WIDTH, generator=generator) for _ in range(2)]
+    return Workload(MLPModule, mlp_optimizer, batch, F.mse_loss, [f"net.{layer}" for layer in range(16)])
 
 
 WORKLOADS: dict[str, Callable[[int], Workload]] = {"gpt": gpt, "mlp": mlp}
-__all__ = ["WORKLOADS", "Block", "Workload", "cross_entropy", "stages_of"]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_smddp.strategies.lightning import (
         CommunicationMonitor,
         PipelineStrategy,
+        PipelineTimeline,
         SMDDPFabricStrategy,
         SMDDPStrategy,
     )
@@ -29,6 +30,7 @@ __all__ = [
     "CommunicationReport",
     "Compression",
     "PipelineStrategy",
+    "PipelineTimeline",
     "RankFailedError",
     "RankTimeoutError",
     "SMDDPFabricStrategy",
@@ -40,6 +42,7 @@ _HOMES = {
     "CommunicationReport": "communication.report",
     "Compression": "communication.compression",
     "PipelineStrategy": "strategies.{namespace}",
+    "PipelineTimeline": "strategies.{namespace}",
     "RankFailedError": "communication.errors",
     "RankTimeoutError": "communication.errors",
     "SMDDPFabricStrategy": "strategies.{fabric}",

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 if TYPE_CHECKING:
@@ -167,6 +168,12 @@ def in_checkpoint() -> bool:
     return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
 
 
+# `torch.utils._python_dispatch` is documented as the way to extend torch, but has no public name. Remove when it has.
+DispatchMode = TorchDispatchMode
+# Private because `torch.overrides` can only be left for subclasses, not for modes. Remove when it can.
+without_torch_function = torch._C.DisableTorchFunction
+
+
 def idle_node() -> Any:
     """A node of the autograd graph to which no gradient ever comes, for hooks that must not fire here.
 
@@ -177,7 +184,7 @@ def idle_node() -> Any:
 
 
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether ``register_full_backward_hook`` or its ``pre`` kind was used on ``module``. Remove when it can be asked."""
+    """Whether ``register_full_backward_hook`` or its ``pre`` kind was used on it. Remove when a module can be asked."""
     return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
 
 

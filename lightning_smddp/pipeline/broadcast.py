@@ -105,7 +105,8 @@ def _send(value: Any, group: dist.ProcessGroup, src: int, device: torch.device, 
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
     buffer[: layout.head] = torch.frombuffer(bytearray(packing.head()), dtype=torch.uint8)
     for tensor, offset in zip(packing.tensors, layout.offsets, strict=True):
-        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
         buffer[offset : offset + flat.numel()].copy_(flat)
     dist.broadcast(buffer, group=group, group_src=src)
     cache.header, cache.nbytes = header, layout.nbytes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
-from lightning_smddp.pipeline.reference import Reference, run_reference
+from lightning_smddp.pipeline.reference import Reference, fastest, run_reference
 from lightning_smddp.pipeline.replay import ReplayError
 from lightning_smddp.pipeline.splitting import (
     Resources,
@@ -28,6 +28,7 @@ from lightning_smddp.pipeline.tracing import Trace, trace
 from lightning_smddp.pipeline.untouched import untouched
 
 CHECK_SEED = 20240229
+_REFERENCE_RUNS = 3  # of one micro-batch, for its times
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,18 @@ def divide(
     """
     traced = record(trial.traced, root, device, group, fetch)
     modules = Modules(traced, root)
-    units = _first_decides(lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device)
+    units = first_decides(lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device)
     program = build_program(traced, modules, is_within(units))
     require_same(program, group, device)
 
     def decide() -> dict[str, Any]:
         reference = None
         if with_reference:
-            with untouched(root, device):
-                reference = run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED)
+            runs = []
+            for _ in range(_REFERENCE_RUNS):
+                with untouched(root, device):
+                    runs.append(run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED))
+            reference = fastest(runs)
         found = partition(program, resources, reference, split, checkpointing)
         return {
             "splitting": Splitting.at(program, found.cuts).to_json(),
@@ -122,7 +126,7 @@ def divide(
             "stage_memory": found.stage_memory,
         }
 
-    decided = _first_decides(decide, group, device)
+    decided = first_decides(decide, group, device)
     splitting = Splitting.from_json(decided["splitting"])
     reference = None if decided["reference"] is None else Reference(**decided["reference"])
     homes = homes_of(program, splitting, [name for name, _ in root.named_parameters()])
@@ -175,7 +179,7 @@ def require_same(program: Program, group: dist.ProcessGroup, device: torch.devic
     )
 
 
-def _first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> Any:
+def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> Any:
     """What ``decide`` returns on the first rank, or its error, on every rank. Collective."""
     answer: Any = None
     if group.rank() == 0:

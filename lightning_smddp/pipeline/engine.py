@@ -72,6 +72,12 @@ class PipelineEngine:
         """The stages on this rank."""
         return [stage.stage_index for stage in self._stages]
 
+    def record(self, recorder: Recorder | None) -> None:
+        """Record the steps from now on, or no more."""
+        self._recorder = recorder
+        for stage in self._stages:
+            stage.recorder = recorder
+
     def train(self, num_microbatches: int, boundaries: Sequence[Sequence[Boundary]]) -> list[Tensor]:
         """One training step: forward and backward of every micro-batch.
 

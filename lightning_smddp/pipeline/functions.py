@@ -46,6 +46,7 @@ class Kind(Enum):
     BACKWARD = "backward"
 
 
+@functools.lru_cache(maxsize=4096)
 def name_of(function: Any) -> str:
     """A readable name, ``shape`` for ``Tensor.shape.__get__``."""
     name = getattr(function, "__name__", None)
@@ -53,7 +54,7 @@ def name_of(function: Any) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return str(getattr(owner, "__name__", name))
     if is_autograd_function(function):
-        return f"{owner.__name__}.apply"
+        return f"{function.__self__.__name__}.apply"
     return str(name or function)
 
 

@@ -43,8 +43,9 @@ class Shape:
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
         """That of ``tensor``."""
-        stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
-        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad)
+        shape = () if tensor.is_nested else tuple(tensor.shape)
+        stride = tuple(tensor.stride()) if tensor.layout == torch.strided and not tensor.is_nested else ()
+        return cls(shape, stride, tensor.dtype, tensor.requires_grad)
 
     def is_dense(self) -> bool:
         """Whether the strides are those of a permuted contiguous tensor."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import networkx as nx
+import networkx as nx  # type: ignore[import-untyped]
 
 from lightning_smddp.pipeline.program import Program, SplitError
 

@@ -17,7 +17,7 @@ class Value:
     """A tensor that a bound operation made. Strides are elements.
 
     ``memory`` numbers its storage: values with the same number are views of each other. ``watched``: the user has
-    registered a hook on its gradient.
+    registered a hook on its gradient. Sparse and nested tensors have no strides and are not ``sendable``.
     """
 
     index: int
@@ -28,6 +28,7 @@ class Value:
     requires_grad: bool
     memory: int = -1
     watched: bool = False
+    sendable: bool = True
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,14 @@ def run_reference(
             handle.remove()
     value = float("nan") if loss is None else float(loss.detach())
     return Reference(value, norms, clock.forward, clock.backward)
+
+
+def fastest(references: Sequence[Reference]) -> Reference:
+    """The first reference, with the shortest time of each item: one run alone may be cold, or disturbed."""
+    first = references[0]
+    forward = [min(times) for times in zip(*(r.forward_seconds for r in references), strict=True)]
+    backward = [min(times) for times in zip(*(r.backward_seconds for r in references), strict=True)]
+    return Reference(first.loss, first.norms, forward, backward)
 
 
 def seeding(seed: int) -> Callable[[Item, bool, Any], None]:

@@ -39,7 +39,7 @@ class Step(Protocol):
         """Throw away what was kept of replays so far."""
         ...
 
-    def loss(self, microbatch: MicroBatch, result: Any) -> Tensor:
+    def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:
         """The loss to differentiate, weighted: the batch's loss is their sum. Called where the step ends."""
         ...
 

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-Kind = Literal["forward", "backward", "backward_input", "backward_weight", "wait", "send"]
-
-
-@dataclass(frozen=True)
-class Span:
-    """What ``rank`` did from ``start`` to ``end``, in seconds of its ``time.perf_counter``.
-
-    ``wait`` is idle time until the action of that stage and micro-batch could start: for messages from other ranks and
-    for their readiness to take ours. ``send`` is the time after a rank's last action until its messages were taken.
-    """
-
-    rank: int
-    stage: int
-    kind: Kind
-    microbatch: int
-    start: float
-    end: float
-
+from lightning_smddp.planner.spans import Span, SpanKind
 
 class Recorder:
-    """Collects the spans of an engine's steps until they are taken.
+    """Collects the spans of an engine's steps, in seconds of this rank's ``time.perf_counter``, until they are taken.
+
+    ``wait`` is idle time until the action of that stage and micro-batch could start, on messages from other ranks and on
+    their readiness to take ours. ``send`` is the time after a rank's last action until its messages were taken.
 
     On CUDA the times are those of the device's current stream, from events; a recorded step then synchronises the
     device when it starts and when it ends.
@@ -43,7 +28,7 @@ class Recorder:
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank, self.device = rank, device
         self._spans: list[Span] = []
-        self._actions: list[tuple[int, Kind, int, Any, Any]] = []
+        self._actions: list[tuple[int, SpanKind, int, Any, Any]] = []
         self._start: Any = None
         self._start_seconds = 0.0
 
@@ -59,11 +44,11 @@ class Recorder:
             torch.cuda.synchronize(self.device)
         self._start, self._start_seconds = self.mark(), time.perf_counter()
 
-    def action(self, stage: int, kind: Kind, microbatch: int) -> AbstractContextManager[object]:
+    def action(self, stage: int, kind: SpanKind, microbatch: int) -> AbstractContextManager[object]:
         """Record what is done inside ``with``."""
         return _Action(self, stage, kind, microbatch)
 
-    def add(self, stage: int, kind: Kind, microbatch: int, start: Any, end: Any) -> None:
+    def add(self, stage: int, kind: SpanKind, microbatch: int, start: Any, end: Any) -> None:
         """Record one action between two marks."""
         self._actions.append((stage, kind, microbatch, start, end))
 
@@ -98,7 +83,7 @@ class Recorder:
 
 
 class _Action:
-    def __init__(self, recorder: Recorder, stage: int, kind: Kind, microbatch: int) -> None:
+    def __init__(self, recorder: Recorder, stage: int, kind: SpanKind, microbatch: int) -> None:
         self._recorder, self._what = recorder, (stage, kind, microbatch)
 
     def __enter__(self) -> None:
@@ -113,6 +98,6 @@ class _Action:
 _NOTHING = nullcontext()
 
 
-def action(recorder: Recorder | None, stage: int, kind: Kind, microbatch: int) -> AbstractContextManager[object]:
+def action(recorder: Recorder | None, stage: int, kind: SpanKind, microbatch: int) -> AbstractContextManager[object]:
     """:meth:`Recorder.action`, or nothing without a recorder."""
     return _NOTHING if recorder is None else recorder.action(stage, kind, microbatch)

@@ -96,9 +96,9 @@ class Resources:
 
 def problem_of(program: Program, resources: Resources, reference: Reference | None, checkpointing: bool) -> PartitionProblem:
     """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
-    last, _ = program.last_cut()
+    allowed = set(program.cuts())
     costs = [_cost(item, reference, checkpointing) for item in program.items]
-    cuts = [natural_bytes(program, cut) if cut <= last else float("inf") for cut in range(len(costs) + 1)]
+    cuts = [natural_bytes(program, cut) if cut in allowed else float("inf") for cut in range(len(costs) + 1)]
     return PartitionProblem(
         items=costs,
         parameter_bytes=resources.parameter_bytes,
@@ -150,7 +150,7 @@ def choose_units(
             break
         opened = opened | {candidate}
     if best is None:
-        raise _explained(error, trace, modules, program)
+        raise _explained(error, modules, program)
     return best
 
 
@@ -204,23 +204,29 @@ def partition(
     try:
         return best_partition(problem) if split is None else given_partition(problem, split)
     except PartitionError as error:
-        raise SplitError(f"{error}{_what_forbids(program)}") from error
+        raise SplitError(f"{error}.{_what_forbids(program)}") from error
 
 
 def _what_forbids(program: Program) -> str:
+    """Where the step cannot be cut, and why: the first such place."""
     _, reader = program.last_cut()
-    if reader is None:
+    if reader is not None:
+        return (
+            f" Nothing can be cut off behind {reader.name}, as the step reads a tensor's value there, in {reader.place}: only "
+            "one stage knows it. Move this code behind the last module, or into a module."
+        )
+    allowed = set(program.cuts())
+    forbidden = next((cut for cut in range(1, len(program.items)) if cut not in allowed), None)
+    if forbidden is None:
         return ""
-    return (
-        f" (Nothing can be cut off behind {reader.name}, as the step reads a tensor's value there, in {reader.place}. "
-        "Only one stage knows it. Move this code behind the last module, or into a module.)"
-    )
+    return f" No stage may begin with {program.items[forbidden].name}: {program.obstacle_to(forbidden)}."
 
 
-def _explained(error: PartitionError | None, trace: Trace, modules: Modules, program: Program) -> SplitError:
-    reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items() if program.units and name]
-    hint = f" Modules that cannot be units: {'; '.join(reasons[:5])}." if reasons else ""
-    return SplitError(f"{error}{_what_forbids(program)}{hint}")
+def _explained(error: PartitionError | None, modules: Modules, program: Program) -> SplitError:
+    reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items()]
+    reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.seals.items()]
+    hint = f" Of the modules, {'; '.join(reasons[:5])}." if reasons else ""
+    return SplitError(f"{error}.{_what_forbids(program)}{hint}")
 
 
 def homes_of(program: Program, splitting: Splitting, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
@@ -263,8 +269,8 @@ def follow(program: Program, homes: Mapping[str, tuple[int, ...]], num_stages: i
             if not later:
                 raise SplitError(
                     f"{item.name} is used behind units of stage {stage}, but its parameters are on stage "
-                    f"{', '.join(map(str, sorted(allowed))) or 'different ones'}: this step uses the modules in another order "
-                    "than the one that the model was split by. Use the same order in all steps, or strategy='smddp'."
+                    f"{', '.join(map(str, sorted(allowed))) or 'different ones'}: this step uses the modules in another "
+                    "order than the one that the model was split by. Use the same order in all steps, or strategy='smddp'."
                 )
             stage = later[0]
         stages.append(stage)
@@ -273,16 +279,18 @@ def follow(program: Program, homes: Mapping[str, tuple[int, ...]], num_stages: i
 
 def _cheapest_cuts(program: Program, stages: Sequence[int], num_stages: int) -> list[int]:
     """First items of the stages 1..: between the last item that must be earlier and the first that must not."""
-    last, _ = program.last_cut()
     cuts: list[int] = []
+    bound = [item.index for item in program.items if item.parameters]
     for stage in range(1, num_stages):
-        bound = [i for i, item in enumerate(program.items) if item.parameters]
-        low = max([i + 1 for i in bound if stages[i] < stage], default=0)
-        high = min([i for i in bound if stages[i] >= stage], default=len(stages) - 1)
-        low, high = max(low, cuts[-1] if cuts else 0), min(max(high, low), last, max(len(stages) - 1, 0))
-        if low > high:
-            raise SplitError(f"Stage {stage} cannot begin behind item {high}.{_what_forbids(program)}")
-        cuts.append(min(range(low, high + 1), key=lambda cut: natural_bytes(program, cut)))
+        low = max([index + 1 for index in bound if stages[index] < stage], default=1)
+        high = min([index for index in bound if stages[index] >= stage], default=len(stages) - 1)
+        allowed = [cut for cut in program.cuts() if max([low, *cuts]) <= cut <= max(high, low)]
+        if not allowed:
+            raise SplitError(
+                f"This step cannot be cut where stage {stage} begins, between {program.items[low - 1].name} and "
+                f"{program.items[min(high, len(stages) - 1)].name}.{_what_forbids(program)}"
+            )
+        cuts.append(min(allowed, key=lambda cut: natural_bytes(program, cut)))
     return cuts
 
 

@@ -161,7 +161,7 @@ class Stage:
         self.is_first, self.is_last = index == 0, index == self.num_stages - 1
         self.device, self.submod = device, body.module
         self.has_backward = False
-        self._body, self._listener, self._recorder = body, listener, recorder
+        self._body, self._listener, self.recorder = body, listener, recorder
         self._incoming: list[Boundary] = []
         self._outgoing: list[Boundary] = []
         self._microbatches: list[_Microbatch] = []
@@ -195,7 +195,7 @@ class Stage:
         """Run the body; return what goes to a next stage on this rank, or the loss (0 if there is none)."""
         state = self._microbatches[fwd_chunk_id]
         received, state.received = state.received, ()
-        with action(self._recorder, self.stage_index, "forward", fwd_chunk_id):
+        with action(self.recorder, self.stage_index, "forward", fwd_chunk_id):
             specs = self._incoming[fwd_chunk_id]
             inputs = tuple(self._as_input(*pair, state) for pair in zip(received, specs, strict=True))
             del received
@@ -240,10 +240,10 @@ class Stage:
         state = self._microbatches[bwd_chunk_id]
         roots, leaves = self._roots(state), [leaf for leaf in state.leaves if leaf is not None]
         if full_backward:
-            with self._announced(bwd_chunk_id), action(self._recorder, self.stage_index, "backward", bwd_chunk_id):
+            with self._announced(bwd_chunk_id), action(self.recorder, self.stage_index, "backward", bwd_chunk_id):
                 gradients = backward(roots, leaves)
         else:
-            with action(self._recorder, self.stage_index, "backward_input", bwd_chunk_id):
+            with action(self.recorder, self.stage_index, "backward_input", bwd_chunk_id):
                 state.split = SplitBackward(roots, leaves)
                 gradients = state.split.inputs()
         remaining = iter(gradients)
@@ -257,7 +257,7 @@ class Stage:
         state = self._microbatches[bwd_chunk_id]
         split, state.split = state.split, None
         assert split is not None, f"stage {self.stage_index}, micro-batch {bwd_chunk_id}: W before I"
-        with self._announced(bwd_chunk_id), action(self._recorder, self.stage_index, "backward_weight", bwd_chunk_id):
+        with self._announced(bwd_chunk_id), action(self.recorder, self.stage_index, "backward_weight", bwd_chunk_id):
             split.weights()
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:

@@ -33,6 +33,9 @@ OTHER_COURSE = (
 )
 
 
+_FROM_PATTERN = {"shape", "size", "dtype", "dim", "ndim", "__len__", "stride"}  # the usual questions
+
+
 class StageDone(BaseException):
     """The step has come to the next stage's first item. No ``Exception``: user code must not catch it."""
 
@@ -214,7 +217,8 @@ class Run(TorchFunctionMode):
                 found.append(arguments[source])
             else:
                 found.append(source if constants is None or constants[position] == AS_TRACED else constants[position])
-        return rebuild(item.returned.skeleton, found)
+        with self:  # containers may ask what they are given
+            return rebuild(item.returned.skeleton, found)
 
     # ---- values ----
 
@@ -242,8 +246,8 @@ class Run(TorchFunctionMode):
             maker = self.items[self.replay.program.producers[value]].name
             raise ReplayError(
                 f"{maker} made a tensor of shape {tuple(tensor.shape)} where {known.shape} was expected: other stages "
-                "count on that. Sizes that depend on the batch's values, not on its shapes, cannot cross stages: pad, or "
-                "keep them in the last module."
+                "count on that. Sizes that depend on the batch's values, not on its shapes, cannot cross stages: pad, "
+                "or keep them in the last module."
             )
 
     def _value_of(self, tensor: Tensor) -> int | None:
@@ -252,8 +256,8 @@ class Run(TorchFunctionMode):
             return entry[1]
         if type(tensor) is Ghost:
             raise ReplayError(
-                f"At {user_place()} a tensor of another stage is used that was kept since an earlier step or micro-batch. "
-                "Stages work on several micro-batches at a time: nothing can be handed from one to the next."
+                f"At {user_place()} a tensor of another stage is used that was kept since an earlier step or "
+                "micro-batch. Stages work on several micro-batches at a time: none can hand anything to the next."
             )
         return None
 
@@ -320,6 +324,9 @@ class Run(TorchFunctionMode):
     def _describe(self, function: Any, subject: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Metadata of a ghost, or of a parameter of another stage (on the meta device), as if they were here."""
         name, device = name_of(function), self.replay.device
+        if name in _FROM_PATTERN and len(args) == 1:
+            self._value_of(subject)
+            return function(_pattern(subject))
         if asks_for_place(name):
             return place(name, _pattern(subject).dtype, device)
         if name in ("__repr__", "__format__", "__str__"):

@@ -8,11 +8,8 @@ stage can do it by itself. A dispatch mode below watches for tensors made by wha
 
 from __future__ import annotations
 
-import random
-import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -20,20 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_smddp._compat import has_full_backward_hooks, in_checkpoint
+from lightning_smddp._compat import DispatchMode, has_full_backward_hooks, in_checkpoint, without_torch_function
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
-from lightning_smddp.pipeline.memory import Memories, Memory
 from lightning_smddp.pipeline.patches import patched_forwards, user_place
+from lightning_smddp.pipeline.python_random import python_random_state, same_random_state, set_python_random_state
 from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
 from lightning_smddp.pipeline.structure import items, leaves, map_leaves
+from lightning_smddp.pipeline.tracking import EXTENSION, Tracking, is_plain
 
 __all__ = ["HIDDEN", "Call", "Event", "Rebind", "Template", "Trace", "Value", "patched_forwards", "trace", "user_place"]
 
-_EXTENSION = "it calls operations that torch's function modes do not see (an extension's, say)"
+_NOTHING = torch.empty(0)
 _BY_PYTHON = "it makes tensors of values that Python code read"
-_ALIAS = "it uses a tensor whose memory was changed through another view of it"
 
 
 Fetch: TypeAlias = Callable[[str], Tensor]
@@ -55,40 +51,34 @@ def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetc
     known = Trace()
     while True:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            python_state = _python_random_state()
+            python_state = python_random_state()
             try:
                 result = _Tracer(module, device, known, fetch).run(step)
             finally:
-                _set_python_random_state(python_state)
+                set_python_random_state(python_state)
         if result.random_functions <= known.random_functions and result.changed_buffers <= known.changed_buffers:
             return result
         known.random_functions |= result.random_functions  # their calls that drew nothing have to be recorded too
         known.changed_buffers |= result.changed_buffers  # and what reads the buffers before they change
 
 
-class _Tracer(TorchFunctionMode):
+class _Tracer(TorchFunctionMode, Tracking):
     def __init__(self, module: nn.Module, device: torch.device, known: Trace, fetch: Fetch | None) -> None:
-        super().__init__()
+        TorchFunctionMode.__init__(self)
+        Tracking.__init__(self, module, known)
         self.module, self.device, self.known, self.fetch = module, device, known, fetch
-        self.trace = Trace(random_functions=known.random_functions, changed_buffers=known.changed_buffers)
-        self.parameters = {id(p): name for name, p in module.named_parameters()}
-        self.buffers = {id(b): name for name, b in module.named_buffers()}
-        self.modules = dict(module.named_modules())
-        self.memories = Memories(module)
-        self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self.stack: list[Call] = []
         self.inside = False  # a function that was seen
         self.busy = False  # with our own bookkeeping
         self.overhead = 0.0  # seconds
-        self.python_state = _python_random_state()
+        self.python_state = python_random_state()
 
     def run(self, step: Callable[[], Any]) -> Trace:
         start = self._now()
-        saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: None, lambda _: None)
+        saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
         with patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
             result = step()
         self._note_python_draws()
-        found = [self._find(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        found = [self.find(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
         self.trace.returned = tuple(dict.fromkeys(value for value in found if value is not None))
         self.trace.seconds = self._now() - start - self.overhead
         return self.trace
@@ -108,7 +98,7 @@ class _Tracer(TorchFunctionMode):
                 self._note_python_draws()
                 self.stack.pop()
                 call.last = len(self.trace.events)
-            with torch._C.DisableTorchFunction():
+            with without_torch_function():
                 self._leave(call, result, leaves((args, kwargs)))
             return result
 
@@ -129,17 +119,17 @@ class _Tracer(TorchFunctionMode):
         given = {id(leaf) for leaf in arguments}
         by_python = call.reads_bound and not call.has_children  # then what looks free may depend on what Python read
         for leaf in leaves(result):
-            if not isinstance(leaf, Tensor) or self._find(leaf) is not None or id(leaf) in given:
+            if not isinstance(leaf, Tensor) or self.find(leaf) is not None or id(leaf) in given:
                 continue
             if by_python and id(leaf) not in self.parameters:
-                self._track(leaf, self._hide(call.index, _BY_PYTHON).index)
+                self.track(leaf, self.hide(call.index, _BY_PYTHON).index)
         call.last = len(self.trace.events)
-        call.returned = self._template(result, arguments)
+        call.returned = self.template(result, arguments)
         for (path, leaf), (kind, source) in zip(items(result), call.returned.sources, strict=True):
             where = "".join(f"[{key!r}]" for key in path)
             if kind == "constant" and isinstance(leaf, Tensor):
                 call.obstacle = f"its result{where} depends on the batch alone"
-            elif kind == "constant" and not _is_plain(leaf):
+            elif kind == "constant" and not is_plain(leaf):
                 call.obstacle = f"its result{where} is a {type(leaf).__name__}"
             elif (
                 kind == "constant"
@@ -151,8 +141,8 @@ class _Tracer(TorchFunctionMode):
 
     def _note_python_draws(self) -> None:
         """Charge the innermost call with Python's random numbers drawn since the last look."""
-        state = _python_random_state()
-        if not _same(state, self.python_state):
+        state = python_random_state()
+        if not same_random_state(state, self.python_state):
             self.python_state = state
             if self.stack:
                 self.stack[-1].draws_in_python = True
@@ -177,8 +167,8 @@ class _Tracer(TorchFunctionMode):
         given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         if kind is Kind.LIKE:
             given = given[1:]
-        versions, states = [_version(t) for t in given], self._random_states(arguments)
-        inputs = tuple(dict.fromkeys(v for t in given if (v := self._find(t)) is not None))
+        versions, states = [self._version(t) for t in given], self._random_states(arguments)
+        inputs = tuple(dict.fromkeys(v for t in given if (v := self.find(t)) is not None))
         start, overhead = self._now(), self.overhead
         self.inside, self.busy = True, False
         try:
@@ -187,7 +177,7 @@ class _Tracer(TorchFunctionMode):
             self.inside = False
         end, self.busy = self._now(), True
         seconds = end - start - (self.overhead - overhead)
-        mutated = [t for t, v in zip(given, versions, strict=True) if _version(t) != v]
+        mutated = [t for t, v in zip(given, versions, strict=True) if not _equal(self._version(t), v)]
         if given and args and is_inplace(function) and given[0] is args[0] and not any(t is given[0] for t in mutated):
             mutated.append(given[0])
         drew = any(not torch.equal(a, b) for a, b in zip(states, self._random_states(arguments), strict=True))
@@ -253,14 +243,14 @@ class _Tracer(TorchFunctionMode):
             return
         event.place, event.checkpointed = user_place(), in_checkpoint()
         self.trace.events.append(event)
-        event.mutated = tuple(self._rebind(mutated, arguments, event.index))
+        event.mutated = tuple(self.rebind(mutated, arguments, event.index))
         for leaf in made:
             if not any(leaf is t for t in given):
-                self._track(leaf, event.index)
-        event.returned = self._template(result, arguments)
+                self.track(leaf, event.index)
+        event.returned = self.template(result, arguments)
 
     def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
-        memories = [self._memory(t) for t in mutated]
+        memories = [self.memory_of(t) for t in mutated]
         event.buffers = tuple(dict.fromkeys(m.buffer for m in memories if m.buffer is not None))
         event.parameters_changed = tuple(dict.fromkeys(m.parameter for m in memories if m.parameter is not None))
         self.trace.changed_buffers |= set(event.buffers)
@@ -270,12 +260,12 @@ class _Tracer(TorchFunctionMode):
     def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
         for tensor in made:
-            memory = self._memory(tensor)
+            memory = self.memory_of(tensor)
             memory.known, memory.bound = True, memory.parameter is not None
         if event.reads:
             self.trace.reads_of_batch.append(user_place())
         for tensor in mutated:
-            born = self._memory(tensor).call
+            born = self.memory_of(tensor).call
             for call in self.stack:
                 if not self._within(born, call.index) and not self._owns(call, tensor):
                     call.obstacle = f"it changes a tensor in place, at {user_place()}, that was made outside of it"
@@ -291,7 +281,7 @@ class _Tracer(TorchFunctionMode):
         return any(value is tensor for module in modules for value in module.__dict__.values())
 
     def _watch(self, tensor: Any) -> None:
-        value = self._find(tensor) if isinstance(tensor, Tensor) else None
+        value = self.find(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
             self.trace.values[value].watched = True
 
@@ -301,89 +291,24 @@ class _Tracer(TorchFunctionMode):
         """An operation of torch's dispatcher, inside of a function that was seen or not."""
         begin = time.perf_counter()
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        memories = [self._memory(t) for t in given]
-        made = [self._memory(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        memories = [self.memory_of(t) for t in given]
+        made = [self.memory_of(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
         if any(memory.bound for memory in memories):
             index = None
             if not self.inside:
-                event = self._hide(self.stack[-1].index if self.stack else None, _EXTENSION)
-                event.inputs = tuple(dict.fromkeys(v for t in given if (v := self._find_tracked(t)) is not None))
+                event = self.hide(self.stack[-1].index if self.stack else None, EXTENSION)
+                event.inputs = tuple(dict.fromkeys(v for t in given if (v := self.find_tracked(t)) is not None))
                 event.parameters = tuple(dict.fromkeys(m.parameter for m in memories if m.parameter is not None))
                 index = event.index
             for memory in made:
                 memory.bound, memory.hidden = True, index if memory.hidden is None else memory.hidden
         self.overhead += time.perf_counter() - begin
 
-    def _hide(self, call: int | None, reason: str) -> Event:
-        event = Event(len(self.trace.events), HIDDEN, (), (), call, user_place(), Template(None, ()), reason=reason)
-        self.trace.events.append(event)
-        return event
-
-    # ---- values ----
-
-    def _memory(self, tensor: Tensor) -> Memory:
-        return self.memories.of(tensor, self.stack[-1].index if self.stack else None)
-
-    def _rebind(self, mutated: list[Tensor], arguments: list[Any], event: int) -> Iterator[Rebind]:
-        """New values for tensors changed in place, and for every other view of their memory."""
-        positions = {id(leaf): position for position, leaf in enumerate(arguments)}
-        views = {id(tensor): tensor for tensor in mutated}
-        for tensor in mutated:
-            memory = self._memory(tensor)
-            memory.changed = True
-            views.update((id(view), view) for view in self.memories.live_views(memory))
-        for view in views.values():
-            if id(view) not in self.parameters and id(view) not in self.buffers:  # these stay on their stage
-                old = self._find_tracked(view)
-                yield Rebind(old, self._track(view, event), positions.get(id(view)))
-
-    def _track(self, tensor: Tensor, event: int) -> int:
-        memory = self._memory(tensor)
-        value = Value(
-            len(self.trace.values),
-            event,
-            tuple(tensor.shape),
-            tuple(tensor.stride()) if tensor.layout == torch.strided else (),
-            tensor.dtype,
-            tensor.requires_grad,
-            memory.number,
-        )
-        self.trace.values.append(value)
-        reference = weakref.ref(tensor)
-        if self._find_tracked(tensor) is None:
-            memory.views.append(reference)
-        memory.bound = True
-        self.tracked[id(tensor)] = (reference, value.index)
-        return value.index
-
-    def _find_tracked(self, tensor: Tensor) -> int | None:
-        entry = self.tracked.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
-
-    def _find(self, tensor: Tensor) -> int | None:
-        """The value that ``tensor`` is; None for parameters and free tensors."""
-        value = self._find_tracked(tensor)
-        if value is not None or id(tensor) in self.parameters or id(tensor) in self.buffers:
-            return value
-        memory = self._memory(tensor)
-        if not memory.bound and (memory.known or tensor.grad_fn is None):
-            return None
-        if memory.hidden is not None:
-            return self._track(tensor, memory.hidden)
-        return self._track(tensor, self._hide(memory.call, _ALIAS if memory.changed else _EXTENSION).index)
-
-    def _template(self, result: Any, arguments: list[Any]) -> Template:
-        positions = {id(leaf): position for position, leaf in enumerate(arguments) if not _is_plain(leaf)}
-        sources: list[tuple[str, Any]] = []
-        for leaf in leaves(result):
-            value = self._find_tracked(leaf) if isinstance(leaf, Tensor) else None
-            if id(leaf) in positions:
-                sources.append(("argument", positions[id(leaf)]))
-            elif value is not None:
-                sources.append(("value", value))
-            else:
-                sources.append(("constant", leaf if _is_plain(leaf) else None))
-        return Template(... if isinstance(result, Tensor) else map_leaves(_blank, result), tuple(sources))
+    def _version(self, tensor: Tensor) -> int | Tensor:
+        """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
+        if id(tensor) in self.buffers:
+            return tensor.clone()
+        return -1 if tensor.is_inference() else tensor._version
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -397,7 +322,7 @@ class _Tracer(TorchFunctionMode):
         return [*states, *(leaf.get_state() for leaf in arguments if isinstance(leaf, torch.Generator))]
 
 
-class _Unseen(TorchDispatchMode):
+class _Unseen(DispatchMode):
     """Tells the tracer of each operation of the dispatcher."""
 
     def __init__(self, tracer: _Tracer) -> None:
@@ -407,45 +332,14 @@ class _Unseen(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if not self.tracer.busy:
-            with torch._C.DisableTorchFunction():
+            with without_torch_function():
                 self.tracer.saw_unseen(args, kwargs, result)
         return result
-
-
-_EMPTY = torch.empty(0)
-
-
-def _blank(leaf: Any) -> Any:
-    """What stands in a skeleton for a leaf; of the right kind, as some containers check."""
-    if isinstance(leaf, Tensor):
-        return _EMPTY
-    return leaf if _is_plain(leaf) else None
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether a leaf may be repeated on another stage as it is."""
-    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
-    return leaf is None or isinstance(leaf, plain)
 
 
 def _sets_parameter(function: Any, args: Any) -> bool:
     return sets_flag(function) and isinstance(args[0], nn.Parameter)
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _python_random_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy.random.get_state() if numpy is not None else None
-
-
-def _set_python_random_state(state: Any) -> None:
-    random.setstate(state[0])
-    if state[1] is not None:
-        sys.modules["numpy"].random.set_state(state[1])
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a[0] == b[0] and (a[1] is None or b[1] is None or (a[1][2] == b[1][2] and (a[1][1] == b[1][1]).all()))
+def _equal(a: int | Tensor, b: int | Tensor) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)

@@ -15,7 +15,11 @@ _NOTHING = 1e-6  # of the whole gradient's norm: a unit's gradient below it is n
 
 
 class VerificationError(RuntimeError):
-    """The pipeline computes something else than the step on one rank."""
+    """The pipeline computes something else than the step on one rank. ``findings`` are all comparisons."""
+
+    def __init__(self, message: str, findings: Sequence[Finding]) -> None:
+        super().__init__(message)
+        self.findings = list(findings)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
         "The pipeline does not compute what the step computes on one rank: " + "; ".join(lines) + ". Something passes "
         "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, a "
         "global variable. Return it from the module as a tensor, keep both ends in one module, or name the "
-        "modules of each stage by `split=`. (`check=False` turns this check off, not the error.)"
+        "modules of each stage by `split=`. (`check=False` turns this check off, not the error.)",
+        findings,
     )
 
 

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.division import CHECK_SEED, Division, Trial, divide, record, require_same
+from lightning_smddp.pipeline.broadcast import broadcast_structure
+from lightning_smddp.pipeline.division import (
+    CHECK_SEED,
+    Division,
+    Trial,
+    divide,
+    first_decides,
+    record,
+    require_same,
+)
 from lightning_smddp.pipeline.full_state import release, set_contents
 from lightning_smddp.pipeline.gradient_window import GradientWindow
 from lightning_smddp.pipeline.materialise import materialise
@@ -29,6 +38,7 @@ from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
 from lightning_smddp.pipeline.verification import EXACT, MIXED, Finding, compare, gradient_norms, require_equal
+from lightning_smddp.pipeline.weighting import Weighting, find_weighting
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 
@@ -47,6 +57,7 @@ class DividedModule:
         timeout: of collectives.
         step: to divide by, on micro-batches like ``microbatches``.
         microbatches: of the first batch.
+        pair: some rows of it, about two micro-batches, to find out how losses of micro-batches make up a batch's.
         resources: what there is to place stages on.
         optimizers: empty if there is no training.
         weights: values for parameters without memory, by name; else their modules initialise them.
@@ -66,6 +77,7 @@ class DividedModule:
         timeout: timedelta,
         step: LightningStep,
         microbatches: Sequence[MicroBatch],
+        pair: MicroBatch | None,
         resources: Resources,
         optimizers: Sequence[Optimizer],
         weights: dict[str, Tensor],
@@ -74,6 +86,7 @@ class DividedModule:
     ) -> None:
         self.module, self.options, self.groups, self.device = module, options, groups, device
         self._weights, self._seed = weights, seed
+        self.weighting, self.warning = self._weigh(step, pair)
         self.division = self._divide(step, microbatches, resources)
         self._place()
         ownership, rank = self.division.ownership, groups.place
@@ -135,12 +148,33 @@ class DividedModule:
     def _fetch(self, name: str) -> Tensor:
         """A parameter's values, from the rank that holds it. Collective over the pipeline."""
         parameter = self.module.get_parameter(name)
-        value = parameter.detach() if not parameter.is_meta else torch.empty_like(parameter, device=self.device)
+        mine = not parameter.is_meta  # a copy, so that the trace is the same where the parameter is and elsewhere
+        value = parameter.detach().clone() if mine else torch.empty_like(parameter, device=self.device)
         value = value.contiguous()
         dist.broadcast(value, group=self.groups.pipeline, group_src=self.division.ownership.owner(name))
         return value
 
     # ---- division ----
+
+    def _weigh(self, step: LightningStep, pair: MicroBatch | None) -> tuple[Weighting, str | None]:
+        """How micro-batches' losses make up the batch's: found by the first rank. Collective over all ranks."""
+        world = dist.group.WORLD
+        assert world is not None
+        if pair is None or not (self.options.check and is_whole(self.module, self.device)):
+            return Weighting(), None
+
+        def loss(microbatch: MicroBatch) -> float:
+            torch.manual_seed(CHECK_SEED + microbatch.size)
+            return float(loss_of(step.alone(microbatch)(), step.hook, detached=True))
+
+        def decide() -> Any:
+            with untouched(self.module, self.device), torch.no_grad():
+                self.module.eval()
+                weighting, warning = find_weighting(loss, pair)
+            return [weighting.to_json(), warning]
+
+        found, warning = first_decides(decide, world, self.device)
+        return Weighting.from_json(found), warning
 
     def _divide(self, step: LightningStep, microbatches: Sequence[MicroBatch], resources: Resources) -> Division:
         world = dist.group.WORLD
@@ -167,7 +201,7 @@ class DividedModule:
         """A parameter's first values, before it is known who holds it."""
         parameter = self.module.get_parameter(name)
         if not parameter.is_meta:
-            return parameter.detach().to(self.device)
+            return parameter.detach().to(self.device, copy=True)
         if name in self._weights:
             return self._weights[name].to(self.device)
         materialise(self.module, [name], self.device, self._seed)
@@ -211,7 +245,7 @@ class DividedModule:
         """The pipeline's loss and gradients on one micro-batch against the reference's. Raises on every rank."""
         division = self.division
         assert division.reference is not None
-        alone, trial = MicroBatch(first.value, first.size, 1.0), step.unscaled()
+        alone, trial = self._everyones(first), step.unscaled()
         with untouched(self.module, self.device):
             outputs = self.runtime.run(self.courses(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
             self.window.tied.sum()
@@ -230,6 +264,13 @@ class DividedModule:
         )
         exact = all(value.dtype.itemsize >= 4 for value in division.program.values if value.dtype.is_floating_point)
         require_equal(self.findings, EXACT if exact else MIXED)
+
+    def _everyones(self, first: MicroBatch) -> MicroBatch:
+        """The micro-batch of the very first rank, which made the reference."""
+        world = dist.group.WORLD
+        assert world is not None
+        size, value = broadcast_structure((first.size, first.value), world, 0, self.device, like=(0, first.value))
+        return MicroBatch(value, size, 1.0)
 
     def close(self) -> None:
         """Free what averaging over replicas holds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from lightning_smddp.pipeline.division import Division
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.schedules import orders
-from lightning_smddp.pipeline.splitting import Resources
+from lightning_smddp.pipeline.splitting import Resources, problem_of
+from lightning_smddp.planner.actions import parse_action
+from lightning_smddp.planner.advice import Setting, advice
+from lightning_smddp.planner.schedules import simulated_bound
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
-
-if TYPE_CHECKING:
-    pass
 
 
 def resources_for(
@@ -52,16 +52,10 @@ def in_flight(options: PipelineOptions, rank_of_stage: Sequence[int], num_microb
     active = min(num_microbatches, options.active_microbatches or num_microbatches)
     for actions in orders(options.schedule, max(rank_of_stage) + 1, len(rank_of_stage), active).values():
         held = [0] * len(rank_of_stage)
-        for action in actions:
-            stage, kind = _parse(action)
-            held[stage] += {"F": 1, "B": -1, "I": -1}.get(kind, 0)
-            most[stage] = max(most[stage], held[stage])
+        for action in map(parse_action, actions):
+            held[action.stage] += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+            most[action.stage] = max(most[action.stage], held[action.stage])
     return most
-
-
-def _parse(action: str) -> tuple[int, str]:
-    kind = next(letter for letter in action if letter.isalpha())
-    return int(action.partition(kind)[0]), kind
 
 
 def describe(
@@ -70,33 +64,77 @@ def describe(
     resources: Resources,
     module: nn.Module,
     microbatches: Sequence[MicroBatch],
+    weights: str,
 ) -> list[tuple[str, str]]:
-    """Rows of the table: units, stages, schedule."""
-    sizes = sorted({m.size for m in microbatches}, reverse=True)
-    units = [item for item in division.program.items if item.module is not None]
+    """Rows of the table: units, stages, ranks, schedule, and one line of advice if there is one."""
     rows = [
-        ("units", f"{len(dict.fromkeys(item.module for item in units))} modules, {len(units)} calls"),
-        (
-            "schedule",
-            f"{options.schedule.name}, {len(microbatches)} micro-batches of {' or '.join(map(str, sizes))} rows",
-        ),
+        ("units", _units(division)),
+        ("schedule", _schedule(options, resources, microbatches)),
+        ("loss weights", weights),
     ]
     total = sum(division.stage_seconds) or 1.0
-    counts = {name: p.numel() for name, p in module.named_parameters()}
+    counts = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    of_rank: dict[int, set[str]] = {}
     for plan in division.splitting.plans(len(division.program.items)):
-        stage = plan.stage
-        own = [item.module for item in division.program.items[plan.begin : plan.end] if item.module is not None]
-        names = dict.fromkeys(n for item in division.program.items[plan.begin : plan.end] for n in item.parameters)
-        sent = sum(division.program.values[v].nbytes for v in plan.sends)
-        rows.append(
-            (
-                f"stage {stage} (rank {resources.rank_of_stage[stage]})",
-                f"{_range(own)}: {100 * division.stage_seconds[stage] / total:.0f} % of the time, "
-                f"{_count(sum(counts[n] for n in names))} parameters, {division.stage_memory[stage] / 2**20:.1f} MiB"
-                + (f", sends {sent / 2**10:.1f} KiB" if plan.sends else ""),
-            )
+        items = division.program.items[plan.begin : plan.end]
+        names = {name for name, stages in division.homes.items() if plan.stage in stages}
+        of_rank.setdefault(resources.rank_of_stage[plan.stage], set()).update(names)
+        sent = sum(division.program.values[value].nbytes for value in plan.sends)
+        text = (
+            f"{_range([item.module for item in items if item.module is not None])}: "
+            f"{100 * division.stage_seconds[plan.stage] / total:.0f} % of the time, "
+            f"{_count(sum(counts[name] for name in names))} parameters, "
+            f"{division.stage_memory[plan.stage] / 2**20:.1f} MiB"
         )
-    return rows
+        if plan.sends:
+            text += f", sends {sent / 2**10:.1f} KiB a micro-batch"
+        rows.append((f"stage {plan.stage} on rank {resources.rank_of_stage[plan.stage]}", text))
+    if len(of_rank) < resources.num_stages:
+        for rank, names in sorted(of_rank.items()):
+            seconds = sum(s for s, r in zip(division.stage_seconds, resources.rank_of_stage, strict=True) if r == rank)
+            parameters = _count(sum(counts[name] for name in names))
+            rows.append((f"rank {rank}", f"{100 * seconds / total:.0f} % of the time, {parameters} parameters"))
+    line = advice(_setting(division, options, resources, microbatches))
+    return rows if line is None else [*rows, ("advice", line)]
+
+
+def _units(division: Division) -> str:
+    calls = [item.module for item in division.program.items if item.module is not None]
+    return f"{len(set(calls))} modules, {len(calls)} calls; {len(division.program.items)} items in all"
+
+
+def _schedule(options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]) -> str:
+    sizes = sorted({microbatch.size for microbatch in microbatches}, reverse=True)
+    rows = " or ".join(map(str, sizes))
+    text = f"{options.schedule.name}, {len(microbatches)} micro-batches of {rows} row{'s' if sizes != [1] else ''}"
+    bound = _bound(options, resources, len(microbatches))
+    return f"{text}; ranks compute {100 * bound:.0f} % of the time at best"
+
+
+def _bound(options: PipelineOptions, resources: Resources, count: int) -> float:
+    ranks, stages = max(resources.rank_of_stage) + 1, resources.num_stages
+    active = min(count, options.active_microbatches or count)
+    played = orders(options.schedule, ranks, stages, active)
+    return simulated_bound({rank: [parse_action(text) for text in actions] for rank, actions in played.items()})
+
+
+def _setting(
+    division: Division, options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]
+) -> Setting:
+    ranks = max(resources.rank_of_stage) + 1
+    problem = problem_of(division.program, resources, division.reference, options.activation_checkpointing)
+    return Setting(
+        items=problem.items,
+        stage_seconds=division.stage_seconds,
+        schedule=options.schedule.name,
+        num_microbatches=len(microbatches),
+        num_ranks=ranks,
+        batch_rows=sum(microbatch.size for microbatch in microbatches),
+        stages_per_rank=options.stages_per_rank,
+        is_split_given=options.split is not None,
+        rule=lambda count: options.schedule.microbatches_ok(count, ranks, resources.num_stages),
+        bound=lambda count: _bound(options, resources, count),
+    )
 
 
 def _range(modules: Sequence[str | None]) -> str:

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.monitor import MonitorCommunication
 from lightning_smddp.strategies.pipeline import PipelineParallel
+from lightning_smddp.strategies.timeline import RecordTimeline
 from lightning_smddp.strategies.trainer import TrainerDataParallel
 
 
@@ -26,3 +27,7 @@ class SMDDPFabricStrategy(FabricDataParallel, FabricDDPStrategy):  # noqa: D101
 
 class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101
     __doc__ = MonitorCommunication.__doc__
+
+
+class PipelineTimeline(RecordTimeline, Callback):  # noqa: D101
+    __doc__ = RecordTimeline.__doc__

@@ -23,6 +23,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.full_state import broadcast_initial
 from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.placement import Groups
+from lightning_smddp.pipeline.verification import Finding
 from lightning_smddp.strategies.hand_over import connected
 from lightning_smddp.strategies.pipeline_checks import require_supported, without_sync_advice
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
@@ -128,6 +129,8 @@ class PipelineParallel(_Base):
         self._session = Session(self.options.communication)
         self._groups: Groups | None = None
         self._staged: StagedModule | None = None
+        self._ended: StagedModule | None = None
+        self._last_report: CommunicationReport | None = None
         self._accumulates = False
         self._changes = ExitStack()  # of Lightning, until teardown
 
@@ -155,7 +158,7 @@ class PipelineParallel(_Base):
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(trainer.callbacks, self._optimized))
-        require_supported(self.lightning_module, fits)
+        require_supported(self.lightning_module, trainer.callbacks, fits)
         if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.replicas)
         self.precision_plugin.convert_module(self.model)
@@ -182,8 +185,10 @@ class PipelineParallel(_Base):
     def teardown(self) -> None:
         """Give back a whole module, and free groups and memory."""
         if self._staged is not None:
+            if not self._interrupted():
+                self._last_report = self._staged.report() or self._last_report
             self._staged.close(gather=not self._interrupted())
-            self._staged = None
+            self._ended, self._staged = self._staged, None
         self._changes.close()
         self._session.close()
         module = self._lightning_module
@@ -284,7 +289,7 @@ class PipelineParallel(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, on global rank 0. Collective."""
-        return self._require_staged().state_dict()
+        return self._last_staged().state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint of the whole module."""
@@ -296,7 +301,7 @@ class PipelineParallel(_Base):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0. Collective."""
-        return self._require_staged().optimizer_state(optimizer)
+        return self._last_staged().optimizer_state(optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of the whole module."""
@@ -305,13 +310,24 @@ class PipelineParallel(_Base):
     # ---- what users see ----
 
     @property
+    def findings(self) -> list[Finding]:
+        """The start-up check's comparisons: the loss, and the norm of each unit's gradient; empty before it."""
+        return [] if self._staged is None or self._staged.divided is None else self._staged.divided.findings
+
+    @property
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
-        return None if self._staged is None else self._staged.report()
+        return self._last_report if self._staged is None else self._staged.report()
 
     def _interrupted(self) -> bool:
         module = self.lightning_module
         return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    def _last_staged(self) -> StagedModule:
+        """That of the run; afterwards that of the last run, as checkpoints can be saved then too."""
+        staged = self._staged or self._ended
+        assert staged is not None, "setup() comes first"
+        return staged
 
     def _require_staged(self) -> StagedModule:
         assert self._staged is not None, "setup() comes first"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_smddp._compat import is_compiled_module
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-def require_supported(module: LightningModule, fits: bool) -> None:
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
+
+
+def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: bool) -> None:
     """Raise ``ValueError`` for what no split can run."""
     name = type(module).__name__
     if fits and not module.automatic_optimization:
@@ -28,6 +31,13 @@ def require_supported(module: LightningModule, fits: bool) -> None:
             f"{name} was compiled with `torch.compile`. A pipeline runs parts of its step on different ranks; "
             "compile submodules instead, for example `self.encoder.compile()` in `configure_model`."
         )
+    for callback in callbacks if fits else ():
+        if any(cls.__name__ in _AVERAGING for cls in type(callback).__mro__):
+            raise ValueError(
+                f"{type(callback).__name__} keeps a second copy of the whole model and pairs its parameters with those of "
+                "the module, of which a rank of a pipeline has only a part. Leave the callback out, or use "
+                "strategy='smddp'."
+            )
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):
         if "dataloader_iter" in inspect.signature(getattr(module, hook)).parameters:
             raise ValueError(

@@ -136,7 +136,8 @@ class PipelineMetrics:
         if not wanted:
             return
         self._changed -= set(wanted)
-        found = {f"{owner}:{name}": m for owner in wanted for name, m in members(self._metrics[owner]).items()}
+        present = [owner for owner in wanted if owner in self._metrics]
+        found = {f"{owner}:{name}": m for owner in present for name, m in members(self._metrics[owner]).items()}
         states = {name: (metric.update_count, metric.metric_state) for name, metric in found.items()}
         received = broadcast_structure(states, self.group, self.src, self.device)
         if self.group.rank() == self.src:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.structure import map_leaves
 from lightning_smddp.strategies.step_capture import StepCapture
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class LightningStep:
 
     def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
         """See ``pipeline.runtime.Step``."""
-        return self.capture.microbatch(self.offset + index, microbatch.size, keep=keep)
+        return self.capture.microbatch(self.offset + index, microbatch.size, keep, microbatch.weight)
 
     def forget(self) -> None:
         """See ``pipeline.runtime.Step``."""
@@ -76,14 +77,18 @@ class LightningStep:
         def run() -> Any:
             try:
                 with self.around(0, microbatch, keep=True):
-                    return self(microbatch)
+                    result = self(microbatch)
+                self.capture.examples[self.key] = map_leaves(lambda _: None, result)
+                return result
             finally:
                 self.capture.clear()
 
         return run
 
-    def loss(self, microbatch: MicroBatch, result: Any) -> Tensor:
-        """This micro-batch's part of the batch's loss, times the scale."""
+    def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:
+        """This micro-batch's part of the batch's loss, times the scale; None where nothing of it counts."""
+        if microbatch.weight == 0:
+            return None  # a mean over nothing is nan, and so would its gradient be
         return loss_of(result, self.hook) * (microbatch.weight * self.scale)
 
 

@@ -7,6 +7,7 @@ from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_smddp.strategies.monitor import MonitorCommunication
 from lightning_smddp.strategies.pipeline import PipelineParallel
+from lightning_smddp.strategies.timeline import RecordTimeline
 from lightning_smddp.strategies.trainer import TrainerDataParallel
 
 
@@ -20,3 +21,7 @@ class PipelineStrategy(PipelineParallel, DDPStrategy):  # noqa: D101
 
 class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101
     __doc__ = MonitorCommunication.__doc__
+
+
+class PipelineTimeline(RecordTimeline, Callback):  # noqa: D101
+    __doc__ = RecordTimeline.__doc__

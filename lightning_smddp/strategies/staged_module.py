@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -98,12 +99,15 @@ class StagedModule:
         batch = self._agreed(batch, "training_step")
         microbatches = self._microbatches(batch)
         step = self._step("training_step", arguments, scale)
-        divided = self.divided or self._divide(step, microbatches)
+        divided = self.divided
+        if divided is None:
+            divided = self._divide(step, microbatches, split(batch, max(1, len(microbatches) // 2))[0])
+            microbatches = divided.weighting.apply(microbatches)
         courses = divided.courses(step, microbatches)
         divided.window.begin(len(microbatches), continues, may_drop, accumulates)
         outputs = self._run(divided, courses, step, microbatches)
         divided.window.set_aside()
-        return self._share(step, outputs, batch)
+        return self._share(step, outputs)
 
     def deliver(self, arrived: Tensor, expected: float, accumulates: bool) -> None:
         """Set ``.grad`` to what the last :meth:`train` made. Collective."""
@@ -130,9 +134,9 @@ class StagedModule:
             with self.context(hook):
                 return getattr(self.module, hook)(batch, *arguments)
         microbatches = self._microbatches(batch)
-        divided = self.divided or self._divide(step, microbatches)
+        divided = self.divided or self._divide(step, microbatches, None)
         outputs = self._run(divided, divided.courses(step, microbatches), step, microbatches)
-        return self._share(step, outputs, batch)
+        return self._share(step, outputs)
 
     def scale(self) -> float:
         """What a gradient scaler multiplies losses by."""
@@ -156,7 +160,8 @@ class StagedModule:
         count = self.options.num_microbatches
         if count is None:
             count = self._auto_count(split(batch, 1, size)[0].size)
-        return split(batch, count, size)
+        microbatches = split(batch, count, size)
+        return microbatches if self.divided is None else self.divided.weighting.apply(microbatches)
 
     def _auto_count(self, rows: int) -> int:
         """Micro-batches for a batch of ``rows``; where the schedule allows none, its substitute takes all there are."""
@@ -184,14 +189,17 @@ class StagedModule:
             outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains)
         return outputs
 
-    def _share(self, step: LightningStep, outputs: list[Any], batch: Any) -> Any:
+    def _share(self, step: LightningStep, outputs: list[Any]) -> Any:
         """Combine what the micro-batches gave where the step ends, and apply it on every rank."""
         results = self.capture.results(outputs) if self.groups.place == self.last_rank else None
         cache = self._caches.setdefault(step.key, HeaderCache())
-        results = broadcast_results(results, self.groups.pipeline, self.last_rank, self.device, cache, like=batch)
+        like = self.capture.examples.get(step.key)
+        results = broadcast_results(results, self.groups.pipeline, self.last_rank, self.device, cache, like)
         return results.apply(self.module, self.metrics)
 
-    def _divide(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> DividedModule:
+    def _divide(
+        self, step: LightningStep, microbatches: Sequence[MicroBatch], pair: MicroBatch | None
+    ) -> DividedModule:
         """Find stages, and let go of other ranks' parameters. Collective over all ranks."""
         resources = resources_for(self.module, self.options, self._optimizers, self.rank_of_stage, len(microbatches))
         assert dist.group.WORLD is not None
@@ -203,6 +211,7 @@ class StagedModule:
             self.timeout,
             step,
             microbatches,
+            pair,
             resources,
             self._optimizers,
             self._weights,
@@ -212,8 +221,11 @@ class StagedModule:
         self._weights = {}
         self._partition_optimizers(self.divided)
         if self.options.communication.verbose and dist.get_rank() == 0:
-            rows = describe(self.divided.division, self.options, resources, self.module, microbatches)
+            weights = self.divided.weighting.describe()
+            rows = describe(self.divided.division, self.options, resources, self.module, microbatches, weights)
             print_table(_TITLE, rows)
+        if self.divided.warning is not None and dist.get_rank() == 0:
+            warnings.warn(self.divided.warning, stacklevel=2)
         return self.divided
 
     # ---- optimizers and precision ----
@@ -274,6 +286,8 @@ class StagedModule:
         partition = next((p for p in self._partitions if p.optimizer is plain), None)
         if partition is None:
             state: dict[str, Any] = plain.state_dict()
+            if self._states is not None:  # loaded, but not divided yet
+                state["state"] = self._states[self._optimizers.index(plain)]["state"]
             return state
         if self.groups.replica != 0:
             return {}
@@ -296,12 +310,12 @@ class StagedModule:
 
     def close(self, gather: bool) -> None:
         """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``."""
-        divided, self.divided = self.divided, None
-        if divided is not None:
+        if self.divided is not None:
+            self.divided.close()
             if gather and not self.options.meta_init:
                 self.metrics.share()
-                gather_full(self.module, divided.division.ownership, self.groups.pipeline, self.device)
-            divided.close()
+                gather_full(self.module, self.divided.division.ownership, self.groups.pipeline, self.device)
+                self.divided = None
         self.metrics.close()
         if self._plugin is not None:
             vars(self._plugin).pop("clip_grad_by_norm", None)

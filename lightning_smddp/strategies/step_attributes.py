@@ -19,6 +19,7 @@ from lightning_smddp.pipeline.structure import leaves, map_leaves, tensors
 
 Place: TypeAlias = tuple[Any, ...]  # (attribute,), or (attribute, key or position in it)
 _MISSING = object()
+_MOST_LISTS = 1000  # members of a dict; one with more is data
 
 
 @dataclass
@@ -71,13 +72,13 @@ class AttributeWatch:
         for name, value in vars(self.module).items():
             if name in self.ignored or self.attributes.get(name, value) is not value:
                 continue
+            members: Any = ()
             if type(value) is list:
                 yield (name,), value
-                members: Any = enumerate(value)
-            elif isinstance(value, dict):
+                if value and type(value[0]) is list:
+                    members = enumerate(value)
+            elif isinstance(value, dict) and len(value) <= _MOST_LISTS:
                 members = value.items()
-            else:
-                continue
             for key, member in members:
                 if type(member) is list:
                     yield (name, key), member

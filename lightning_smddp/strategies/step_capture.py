@@ -43,6 +43,7 @@ class _Logged:
     metric: str | None
     source: tuple[_Key, int] | None
     options: dict[str, Any]
+    weight: float
 
 
 @dataclass
@@ -50,6 +51,7 @@ class _Record:
     """What a step did on one micro-batch."""
 
     size: int
+    weight: float
     events: dict[_Key, _Logged | MetricCall] = field(default_factory=dict)
     sources: dict[int, tuple[_Key, int]] = field(default_factory=dict)  # by id of a tensor that a metric returned
     touched: list[Any] = field(default_factory=list)
@@ -70,7 +72,7 @@ class _Record:
             value = value.detach().clone()
         elif hasattr(value, "item"):
             value = value.item()
-        self._add(("log", name), _Logged(name, None if metric else value, metric, source, options))
+        self._add(("log", name), _Logged(name, None if metric else value, metric, source, options, self.weight))
 
     def close(self, changes: Changes) -> None:
         """The micro-batch is over: let go of its graph."""
@@ -106,6 +108,7 @@ class StepCapture:
         base: Any = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
         self._ignored = frozenset(vars(base()))  # Lightning's and torch's attributes
         self._signature = inspect.signature(base.log)
+        self.examples: dict[Any, Any] = {}  # containers of what a step returns, by step
         self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
         self._kept: dict[int, _Record] = {}
         self._metrics: dict[str, AnyMetric] | None = None  # None between steps
@@ -117,14 +120,14 @@ class StepCapture:
         self._running: tuple[_Record, AttributeWatch] | None = None
 
     @contextmanager
-    def microbatch(self, index: int, size: int, keep: bool = True) -> Iterator[None]:
-        """Around one run of the step on micro-batch ``index`` of ``size`` rows.
+    def microbatch(self, index: int, size: int, keep: bool = True, weight: float | None = None) -> Iterator[None]:
+        """Around one run of the step on micro-batch ``index`` of ``size`` rows; its losses have ``weight``, or that.
 
         What the step does to its module is undone, and kept for :meth:`results` if ``keep``. Otherwise values are not
         looked at. If the step raises, nothing is kept.
         """
         metrics = self._find_metrics()
-        record, watch = _Record(size), AttributeWatch(self.module, self._ignored)
+        record, watch = _Record(size, size if weight is None else weight), AttributeWatch(self.module, self._ignored)
         recorder = MetricRecorder(metrics, record.add_call if keep else None, self._known)
         log = self._recording_log(record, self.module.log) if keep else _ignore
         self._running = (record, watch) if keep else None
@@ -172,7 +175,7 @@ class StepCapture:
             changes = [marks.put_on_changes(record) for record in records]
             appended, attributes = marks.take_off(combine_changes(changes, sizes, self._per_row))
             marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
-            output = marks.take_off(combine(marked, sizes))
+            output = marks.take_off(_with_losses(combine(marked, sizes), marked, [record.weight for record in records]))
         self.clear()
         return StepResults(logs, metrics, appended, attributes, output)
 
@@ -243,7 +246,8 @@ class StepCapture:
 
     def _combine_logs(self, logs: list[_Logged], sizes: list[int], returned: _Returned) -> Log:
         first = logs[0]
-        options, weights = dict(first.options), sizes
+        options = dict(first.options)
+        weights: Sequence[float] = sizes
         if options.get("batch_size") is not None:
             given = [int(log.options["batch_size"]) for log in logs]
             known = self._batch_sizes.get(first.name)
@@ -259,6 +263,8 @@ class StepCapture:
         if first.source is not None and all(log.source == first.source for log in logs):
             key, leaf = first.source
             return Log(first.name, returned[key][leaf], None, None, options)
+        if is_loss(first.name):
+            weights = [log.weight for log in logs]
         rule = self.rules.get(first.name, options["reduce_fx"])
         return Log(first.name, reduce_values(rule, [log.value for log in logs], weights), None, None, options)
 
@@ -325,3 +331,19 @@ def _merged_order(sequences: list[list[_Key]]) -> list[_Key]:
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def is_loss(name: object) -> bool:
+    """Whether a value of that name is taken for a loss, which is weighted as the loss is."""
+    return isinstance(name, str) and "loss" in name.lower()
+
+
+def _with_losses(output: Any, outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+    """``output`` with its losses weighted: a scalar that the step returned, or members of a dict that are called so."""
+    if isinstance(output, Tensor) and output.dim() == 0 and output.is_floating_point():
+        return reduce_values("mean", outputs, weights).to(output.dtype)
+    if isinstance(output, dict):
+        for key, value in output.items():
+            if is_loss(key):
+                output[key] = _with_losses(value, [other[key] for other in outputs], weights)
+    return output

@@ -29,7 +29,7 @@ def reduction_name(reduce_fx: Any) -> Rule | None:
     return next((rule for function, rule in _REDUCTIONS if function is reduce_fx), None)
 
 
-def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[int]) -> Any:
+def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -> Any:
     """One value out of those of micro-batches: numbers, or tensors with one element.
 
     A mean is taken in double precision, so that the mean of equal values is that value. It is floating-point, also of
@@ -37,6 +37,8 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[int]) -> 
     """
     if rule == "last":
         return values[-1]
+    if rule == "mean" and any(weights) and not all(weights):  # a loss of nothing is nan
+        values, weights = zip(*[(v, w) for v, w in zip(values, weights, strict=True) if w], strict=True)
     if not any(isinstance(value, Tensor) for value in values):
         return _reduce_numbers(rule, values, weights)
     device = next(value.device for value in values if isinstance(value, Tensor))
@@ -50,7 +52,7 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[int]) -> 
     return ((stacked.to(precise) * shares).sum() / sum(weights)).to(dtype)
 
 
-def _reduce_numbers(rule: Rule, values: Sequence[Any], weights: Sequence[int]) -> Any:
+def _reduce_numbers(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -> Any:
     if rule == "mean":
         if all(value == values[0] for value in values):
             return values[0]

@@ -176,7 +176,9 @@ def test_a_buffer_stays_with_what_changes_it() -> None:
     found = program(body, bn=nn.BatchNorm1d(D))
     first, second = (i for i, name in enumerate(names(found)) if name == "net.bn")
     assert set(found.cuts()) == {1, second + 1}
-    assert set(found.items[first].buffers) == {f"net.bn.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")}
+    assert set(found.items[first].buffers) == {
+        f"net.bn.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")
+    }
     assert found.obstacle_to(second) is not None
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.pipeline import zoo_changes  # noqa: F401  more members
 from tests.pipeline.emulation import Step, assert_every_cut, assert_transparent, assert_transparent_apart
 from tests.pipeline.zoo import ZOO, D
 
@@ -50,3 +51,8 @@ def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_four_stages(name: str, is_small: Callable[[str], bool]) -> None:
     assert_transparent(root_of(name), step_of, is_small, 4)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_stages_need_no_parameters_but_their_own(name: str) -> None:
+    assert_transparent_apart(root_of(name), step_of, children, 2)

@@ -32,8 +32,8 @@ def recorded(name: str) -> list[Span]:
     engine.evaluate(1, [[[HIDDEN]]])
     spans = recorder.take()
     assert recorder.take() == []
-    assert spans[0].start >= start
-    assert spans[-1].end <= time.perf_counter()
+    assert spans[0].start_s >= start
+    assert spans[-1].end_s <= time.perf_counter()
     return spans
 
 
@@ -44,11 +44,11 @@ def test_spans_tell_what_each_rank_did_and_for_whom_it_waited() -> None:
         assert work == [("forward", 0), ("forward", 1), ("backward", 0), ("backward", 1), ("forward", 0)]
         assert {(span.rank, span.stage) for span in spans} == {(rank, rank)}
         for before, after in zip(spans, spans[1:], strict=False):
-            assert before.end <= after.start or before.end == pytest.approx(after.start)
-            assert before.start <= before.end
+            assert before.end_s <= after.start_s or before.end_s == pytest.approx(after.start_s)
+            assert before.start_s <= before.end_s
     seconds: Counter[tuple[int, str]] = Counter()
     for span in (*first, *last):
-        seconds[span.rank, span.kind] += span.end - span.start
+        seconds[span.rank, span.kind] += span.end_s - span.start_s
     assert seconds[1, "forward"] >= 0.3
     assert seconds[0, "wait"] > 0.15  # for the last rank's two forwards before its first backward
     assert seconds[0, "forward"] < 0.25

@@ -261,12 +261,12 @@ def test_forwards_of_the_users_own_stay() -> None:
 def test_threads_trace_at_the_same_time() -> None:
     counts: list[int] = []
 
-    def work() -> None:
-        net = Net(lambda s, x: s.b(Cube.apply(s.a(x), 1.0)[0]).mean())
+    def work(net: Net) -> None:
         for _ in range(5):
             counts.append(len(record(net)[0].events))
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
+    nets = [Net(lambda s, x: s.b(Cube.apply(s.a(x), 1.0)[0]).mean()) for _ in range(3)]
+    threads = [threading.Thread(target=work, args=(net,)) for net in nets]
     for thread in threads:
         thread.start()
     for thread in threads:

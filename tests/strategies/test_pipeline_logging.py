@@ -30,7 +30,7 @@ class Logs(Net):
     """Every form of ``self.log``, in every place."""
 
     def __init__(self) -> None:
-        super().__init__(batch_size=7, count=38)
+        super().__init__(batch_size=7, count=39)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         out = self.net(batch[0])
@@ -63,7 +63,7 @@ class Logs(Net):
         loss = self.loss(batch)
         self.log("val_loss", loss, prog_bar=True)
         self.log("val_named", loss, add_dataloader_idx=False) if dataloader_idx == 0 else None
-        self.log("val_sum", loss, reduce_fx="sum", sync_dist=True, on_step=True, on_epoch=True)
+        self.log("val_sum", loss * len(batch[1]), reduce_fx="sum", sync_dist=True, on_step=True, on_epoch=True)
         return loss
 
     def on_validation_epoch_end(self) -> None:
@@ -88,7 +88,7 @@ class Recorder(Callback):
 
 def logs(bench: Bench) -> Any:
     recorder = Recorder()
-    trainer = bench.trainer(callbacks=[recorder], log_every_n_steps=1)
+    trainer = bench.trainer({"num_microbatches": 3}, callbacks=[recorder], log_every_n_steps=1)
     model = Logs()
     trainer.fit(model)
     return outcome(model, trainer, seen=recorder.seen)

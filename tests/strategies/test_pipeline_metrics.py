@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -117,6 +118,7 @@ def body_persistent(group: dist.ProcessGroup) -> dict[str, Any]:
     metrics = PipelineMetrics(root, group, 1, CPU)
     step(root, metrics, 3)
     metrics.share()
+    metrics.close()
     return root.state_dict()
 
 
@@ -135,6 +137,6 @@ def test_nothing_is_sent_for_metrics_that_no_step_changed(src: int) -> None:
 
 def body_untouched(group: dist.ProcessGroup, src: int) -> None:
     root = make()
-    PipelineMetrics(root, group, 1, CPU)
-    if group.rank() == src:
-        root["mean"].compute()
+    with closing(PipelineMetrics(root, group, 1, CPU)):
+        if group.rank() == src:
+            root["mean"].compute()

@@ -103,4 +103,4 @@ def test_batches(case: Case) -> None:
     BATCHES.compare(case)
 
 
-CASES = TWO.cases
+

@@ -1,0 +1,37 @@
+# python examples/pipeline_mlp.py
+"""A plain classifier in a pipeline of two CPU ranks: only the word after ``strategy=`` says so."""
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from digits import DigitsData
+from torch import Tensor, nn
+
+
+class Classifier(L.LightningModule):
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
+        )  # fmt: skip
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = F.cross_entropy(self.net(images), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        images, labels = batch
+        self.log("val_accuracy", (self.net(images).argmax(1) == labels).float().mean(), prog_bar=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+if __name__ == "__main__":
+    L.seed_everything(0)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp_pipeline", max_epochs=3)
+    trainer.fit(Classifier(), DigitsData(batch_size=64))
+    trainer.print(f"validation accuracy {trainer.callback_metrics['val_accuracy']:.3f}")

@@ -1,0 +1,76 @@
+"""``lightning-smddp``: what can be found out about a model before it is trained."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, or 1 if something is wrong."""
+    parser = argparse.ArgumentParser(prog="lightning-smddp", description="Data and pipeline parallelism for Lightning.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_verify(commands)
+    options = parser.parse_args(arguments)
+    command: int = options.run(options)
+    return command
+
+
+def _add_verify(commands: Any) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="compare a pipelined LightningModule with one process",
+        description="Train a LightningModule for one batch in a pipeline of CPU processes, and compare its loss and the "
+        "gradient norm of each unit with the whole step in one process. The module needs a `train_dataloader`, or give "
+        "--datamodule.",
+    )
+    verify.add_argument("module", help="module:Class of the LightningModule")
+    verify.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
+    verify.add_argument("--datamodule", help="module:Class of a LightningDataModule")
+    verify.add_argument("--stages", type=int, default=2, help="ranks of the pipeline (default: 2)")
+    verify.add_argument("--replicas", type=int, default=1, help="pipelines side by side (default: 1)")
+    verify.add_argument("--schedule", default="1f1b", help="name of the schedule (default: 1f1b)")
+    verify.add_argument("--stages-per-rank", type=_number_or_auto, default="auto", help="a number (default: auto)")
+    verify.add_argument("--num-microbatches", type=_number_or_auto, default="auto", help="a number (default: auto)")
+    verify.set_defaults(run=_verify)
+
+
+def _number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path.cwd()))
+    module = _load(options.module)(**options.kwargs)
+    data = None if options.datamodule is None else _load(options.datamodule)()
+    from lightning_smddp.strategies.verify import verify
+
+    return verify(
+        module,
+        data,
+        ranks=options.stages * options.replicas,
+        pipeline_parallel_size=options.stages,
+        schedule=options.schedule,
+        stages_per_rank=options.stages_per_rank,
+        num_microbatches=options.num_microbatches,
+    )
+
+
+def _load(name: str) -> Any:
+    """The class called ``module:Class``."""
+    module, colon, attribute = name.partition(":")
+    if not colon or not attribute:
+        raise SystemExit(f"{name!r} has to be module:Class, such as my_project.models:Classifier.")
+    found = importlib.import_module(module)
+    if not hasattr(found, attribute):
+        raise SystemExit(f"Module {module!r} has no {attribute!r}.")
+    return getattr(found, attribute)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What a trace says about each module: may it be placed whole, may it be opened."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import nn
+
+from lightning_smddp.pipeline.records import HIDDEN, Call, Rebind, Trace
+
+
+class Modules:
+    """What the trace says about each module: may it be a unit, may it be opened."""
+
+    def __init__(self, trace: Trace, root: nn.Module) -> None:
+        self.trace, self.root = trace, root
+        self.by_name = dict(root.named_modules())
+        self.calls: dict[str, list[Call]] = defaultdict(list)
+        self.chains: dict[int | None, tuple[int, ...]] = {None: ()}
+        for call in trace.calls:
+            self.calls[call.module].append(call)
+            self.chains[call.index] = (*self.chains[call.parent], call.index)
+        self.obstacles: dict[str, str] = {}  # module -> why it cannot be a unit
+        self.seals: dict[str, str] = {}  # module -> why it cannot be opened
+        self._judge_calls()
+        self._find_escapes()
+
+    def seconds(self, name: str) -> float:
+        """Forward time of all calls of a module."""
+        return sum(call.seconds for call in self.calls[name])
+
+    def _judge_calls(self) -> None:
+        for call in self.trace.calls:
+            if call.obstacle is not None:
+                self.obstacles.setdefault(call.module, call.obstacle)
+            if call.draws_in_python:
+                self.seals[call.module] = "it draws from Python's or numpy's random numbers"
+        for name, calls in self.calls.items():
+            if not all(call.last > call.first and call.returned is not None for call in calls):
+                self.obstacles.setdefault(name, "its result depends on the batch alone")
+        for event in self.trace.events:
+            if event.call is None:
+                continue
+            name = self.trace.calls[event.call].module
+            if event.function is HIDDEN:
+                self.seals[name] = event.reason
+            elif event.parameters_changed:
+                self.seals[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
+
+    def _find_escapes(self) -> None:
+        """Values used outside of the call that made them, without being returned by it."""
+        handed_over: dict[int, set[int]] = {}
+        for call in self.trace.calls:
+            handed_over[call.index] = set(call.returned.values) if call.returned else set()
+            handed_over[call.index].update(rebind.new for rebind in self.changes(call))
+        for event in self.trace.events:
+            outside = set(self.chains[event.call])
+            for value in event.inputs:
+                for call_index in self.chains[self.trace.events[self.trace.values[value].event].call]:
+                    if call_index not in outside and value not in handed_over[call_index]:
+                        name = self.trace.calls[call_index].module
+                        where = f"{event.place} without being returned"
+                        self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
+
+    def changes(self, call: Call) -> tuple[Rebind, ...]:
+        """Tensors made outside of ``call`` that it changes in place: what they were before it, and are after it."""
+        before: dict[int, tuple[int, int | None]] = {}  # what a tensor is now -> (what it was before, position)
+        for event in self.trace.events[call.first : call.last]:
+            for old, new, position in event.mutated:
+                if old is None:
+                    continue
+                if old in before:
+                    before[new] = before.pop(old)
+                elif not self.made_in(old, call.index):
+                    before[new] = (old, position)
+        return tuple(Rebind(old, new, position) for new, (old, position) in before.items())
+
+    def made_in(self, value: int, call: int) -> bool:
+        """Whether an operation within ``call`` made ``value``."""
+        return call in self.chains[self.trace.events[self.trace.values[value].event].call]

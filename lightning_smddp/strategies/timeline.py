@@ -1,0 +1,92 @@
+"""A callback that draws what each rank of a pipeline did when."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.pipeline.spans import Recorder
+from lightning_smddp.planner.spans import Span
+from lightning_smddp.planner.timeline import to_perfetto, to_png, to_svg
+
+_SUFFIXES = (".svg", ".png", ".json")
+
+
+class RecordTimeline:
+    """Record one training step of ``strategy="smddp_pipeline"``, and write it as a picture or a trace.
+
+    Times of ranks are put on one axis by a barrier before the step; on one machine their clocks agree to
+    microseconds, between machines to the time that the barrier takes.
+
+    Args:
+        paths: one or several files: ``.svg`` and ``.png`` are pictures (``.png`` needs matplotlib), ``.json`` is a trace
+            for https://ui.perfetto.dev or ``chrome://tracing``. The first rank writes them.
+        batch_idx: of the first epoch that is trained: which batch to record. Not 0, which is traced and checked too.
+
+    Raises:
+        ValueError: a path has another suffix.
+    """
+
+    def __init__(self, paths: str | Path | Sequence[str | Path], batch_idx: int = 3) -> None:
+        self.paths = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+        wrong = [str(path) for path in self.paths if path.suffix not in _SUFFIXES]
+        if wrong or not self.paths:
+            raise ValueError(f"paths={wrong}: use files that end in {', '.join(_SUFFIXES)}.")
+        if batch_idx < 1:
+            raise ValueError(f"batch_idx={batch_idx} has to be at least 1: the first batch is traced and checked too.")
+        self.batch_idx = batch_idx
+        self.spans: list[Span] = []
+        self._recorder: Recorder | None = None
+        self._origin = 0.0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to record."""
+        engine = _engine(trainer)
+        if engine is None or batch_idx != self.batch_idx or self.spans:
+            return
+        self._recorder = Recorder(dist.get_rank(), trainer.strategy.root_device)
+        trainer.strategy.barrier()
+        self._origin = time.perf_counter()
+        engine.record(self._recorder)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Gather all ranks' spans, and write them."""
+        engine, recorder = _engine(trainer), self._recorder
+        if engine is None or recorder is None:
+            return
+        engine.record(None)
+        self._recorder = None
+        mine = [
+            (span.rank, span.stage, span.kind, span.microbatch, span.start_s - self._origin, span.end_s - self._origin)
+            for span in recorder.take()
+        ]
+        assert dist.group.WORLD is not None
+        everyones = gather_json(mine, dist.group.WORLD, trainer.strategy.root_device)
+        self.spans = [Span(*fields) for spans in everyones for fields in spans]
+        if trainer.is_global_zero:
+            options = trainer.strategy.options
+            self.write(f"{options.schedule.name}, {1 + max(span.microbatch for span in self.spans)} micro-batches")
+
+    def write(self, title: str) -> None:
+        """Write what was recorded to all paths."""
+        for path in self.paths:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".svg":
+                path.write_text(to_svg(self.spans, title))
+            elif path.suffix == ".png":
+                to_png(self.spans, path, title)
+            else:
+                path.write_text(json.dumps(to_perfetto(self.spans, title)))
+
+
+def _engine(trainer: Any) -> Any:
+    """The engine of the Trainer's pipeline, once its module is divided."""
+    staged = getattr(trainer.strategy, "_staged", None)
+    divided = getattr(staged, "divided", None)
+    return None if divided is None else divided.runtime.engine

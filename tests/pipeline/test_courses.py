@@ -1,0 +1,331 @@
+"""What a stage's replay allows, what it refuses, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.program import Item, Program
+from lightning_smddp.pipeline.replay import Ghost, Replay, ReplayError, Shapes, StageDone, patched_units
+from tests.pipeline.emulation import CPU, Stage, gradients, plans_of, program_of, run_stages
+from tests.pipeline.zoo import Cube, D, Layer, Net
+
+
+def batch(rows: int = 4) -> Tensor:
+    return torch.linspace(-2, 2, rows * D).reshape(rows, D).sin()
+
+
+class Case:
+    """A net in two stages, the second beginning with module ``begin`` (or an item's name)."""
+
+    def __init__(
+        self, body: Callable[..., Any], begin: str = "net.c", checkpointing: bool = False, **more: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.net = Net(body, **more)
+        self.root = nn.ModuleDict({"net": self.net})
+        self.x = batch()
+        self.program: Program = program_of(self.root, self.step, lambda name: name != "net")
+        cut = next(item.index for item in self.program.items if item.name.startswith(begin))
+        self.replays = [Replay(self.program, p, self.root, CPU, checkpointing) for p in plans_of(self.program, [cut])]
+
+    def step(self) -> Any:
+        return self.net(self.x)
+
+    def run(self, shapes: Shapes | None = None) -> Any:
+        return run_stages(self.program, [Stage(self.root, replay, self.step) for replay in self.replays], shapes)
+
+    def first(self, shapes: Shapes | None = None) -> tuple[Tensor, ...]:
+        with patched_units(self.root, self.program.units):
+            return self.replays[0].run(self.step, (), shapes or Shapes.of(self.program))[0]
+
+
+def chain(s: Net, x: Tensor) -> Tensor:
+    return s.d(s.c(s.b(s.a(x)).relu())).square().mean()
+
+
+def test_the_tail_is_free() -> None:
+    seen: list[Any] = []
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.d(s.c(s.b(a := s.a(x))) + a)
+        if seen:
+            seen.append(h.argmax(-1).tolist())
+            if h.mean() < 100:
+                h = h * 3
+            h[0] += 1
+        return F.dropout(h, 0.0).square().mean() + (h.std() if seen else 0)
+
+    case = Case(body)
+    seen.append("different from now on")
+    expected = case.step()
+    expected.backward()
+    reference = gradients(case.root)
+    case.root.zero_grad()
+    torch.testing.assert_close(case.run(), expected)
+    torch.testing.assert_close(gradients(case.root), reference)
+
+
+def test_a_shorter_tail() -> None:
+    flag: list[int] = []
+    case = Case(lambda s, x: chain(s, x) if flag else chain(s, x) * 2)
+    flag.append(1)
+    torch.testing.assert_close(case.run(), case.step())
+
+
+def test_another_course_names_both_items() -> None:
+    flag: list[int] = []
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x)
+        h = h.sin() if flag else h.cos()
+        return s.d(s.c(s.b(h))).mean()
+
+    case = Case(body)
+    flag.append(1)
+    with pytest.raises(
+        ReplayError, match=r"sin at .*test_courses.py:\d+ where cos at test_courses.py:\d+ was expected"
+    ):
+        case.run()
+
+
+@pytest.mark.parametrize(("begin", "stage"), [("net.c", 0), ("net.b", 1)])
+def test_another_module_names_both(begin: str, stage: int) -> None:
+    flag: list[int] = []
+    case = Case(lambda s, x: s.d((s.d if flag else s.b)(s.a(x)) + s.c(x)).mean(), begin)
+    flag.append(1)
+    with pytest.raises(ReplayError, match=r"module 'net.d' where module 'net.b' was expected"):
+        case.run()
+
+
+@pytest.mark.parametrize("behind", ["net.a", "net.c"])
+def test_an_early_return(behind: str) -> None:
+    flag: list[int] = []
+
+    def body(s: Net, x: Tensor) -> Tensor | None:
+        h = s.a(x)
+        if flag and behind == "net.a":
+            return None
+        h = s.c(s.b(h))
+        return None if flag else s.d(h).mean()
+
+    case = Case(body)
+    flag.append(1)
+    expected = "'?net.b" if behind == "net.a" else "'?net.d"
+    with pytest.raises(ReplayError, match=rf"returned before it came to {expected}"):
+        case.run()
+
+
+def test_code_that_catches_everything() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.b(s.a(x))
+        try:
+            h = s.c(h)
+        except BaseException:
+            return torch.zeros(())
+        return s.d(h).mean()
+
+    case = Case(body)
+    torch.testing.assert_close(case.run(), case.step())
+
+
+def test_sizes_that_depend_on_values() -> None:
+    case = Case(lambda s, x: s.d(s.c(s.b(s.a(x))[x[:, 0] > 0].relu())).mean())
+    case.x = -case.x.flip(0) + 1
+    with pytest.raises(ReplayError, match=r"__getitem__ at test_courses.py:\d+ made a tensor of shape.*pad"):
+        case.run()
+
+
+def test_parameters_unfrozen_since() -> None:
+    case = Case(chain)
+    for module in (case.net.a, case.net.b):
+        module.requires_grad_(False)
+    with pytest.raises(ReplayError, match=r"net.b|relu.*frozen or unfrozen"):
+        case.run()
+
+
+def test_what_is_kept_from_another_step() -> None:
+    kept: list[Tensor] = []
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x)
+        y = s.c(s.b(h))
+        y = y + (kept[-1] if kept else y)
+        kept[:] = [h]
+        return s.d(y).mean()
+
+    case = Case(body)
+    received = case.first()
+    with patched_units(case.root, case.program.units):
+        case.replays[1].run(case.step, received, Shapes.of(case.program))
+        with pytest.raises(ReplayError, match=r"test_courses.py:\d+ a tensor of another stage.*earlier step"):
+            case.replays[1].run(case.step, received, Shapes.of(case.program))
+
+
+def test_a_ghost_where_it_cannot_be_followed() -> None:
+    ghost = Shapes.of(Case(chain).program).ghost(0)
+    assert isinstance(ghost, Ghost)
+    with pytest.raises(ReplayError, match=r"sin at .*test_courses.py:\d+ uses a tensor of another stage"):
+        ghost.sin()
+
+
+def test_constants_of_another_signature() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h, rows, kind, size = s.inner(s.a(x))
+        assert kind is Tensor
+        assert size == h.shape
+        return s.d(s.c(s.b(h)) + torch.arange(rows)[:, None]).mean()
+
+    case = Case(body, inner=Layer(lambda s, x: (s.linear(x), len(x), Tensor, x.shape)))
+    case.x = batch(7)
+    with pytest.raises(ReplayError, match=r"net.a made a tensor of shape \(7, 6\) where \(4, 6\)"):
+        case.run()
+    found = Shapes()
+    stages = [Stage(case.root, replay, case.step) for replay in case.replays]
+    run_stages(case.program, stages, Shapes(), record=found)
+    case.root.zero_grad()
+    again = Shapes.from_json(found.to_json())
+    assert again.values == found.values
+    torch.testing.assert_close(case.run(again), case.step())
+
+
+def test_units_are_run_again_in_backward() -> None:
+    calls: list[str] = []
+
+    def count(s: Layer, x: Tensor) -> Tensor:
+        calls.append("inner")
+        return F.dropout(s.linear(x), 0.5).sin()
+
+    case = Case(
+        lambda s, x: s.d(s.c(s.relu(s.b(s.inner(s.a(x)))))).square().mean(),
+        checkpointing=True,
+        inner=Layer(count),
+        relu=nn.ReLU(inplace=True),
+    )
+    torch.manual_seed(3)
+    expected = case.step()
+    expected.backward()
+    reference = gradients(case.root)
+    case.root.zero_grad()
+    calls.clear()
+    torch.manual_seed(3)
+    torch.testing.assert_close(case.run(), expected)
+    torch.testing.assert_close(gradients(case.root), reference)
+    assert len(calls) == 2
+
+
+def test_observers_see_what_is_done_here() -> None:
+    case = Case(chain)
+    seen: list[tuple[str, bool]] = []
+
+    def observe(item: Item, ends: bool, result: Any) -> None:
+        seen.append((item.name.partition(" at")[0], ends))
+        assert isinstance(result, Tensor) == ends
+
+    with patched_units(case.root, case.program.units):
+        case.replays[0].run(case.step, (), Shapes.of(case.program), observe)
+    assert seen == [(name, ends) for name in ("net.a", "net.b", "relu") for ends in (False, True)]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_errors_leave_no_patch(error: type[BaseException]) -> None:
+    flag: list[int] = []
+    apply = torch.autograd.Function.__dict__["apply"]
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = Cube.apply(s.a(x), 1.0)[0]
+        if flag:
+            raise error
+        return s.d(s.c(s.b(h))).mean()
+
+    case = Case(body)
+    flag.append(1)
+    with pytest.raises(error):
+        case.run()
+    flag.clear()
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    assert not any("forward" in module.__dict__ for module in case.root.modules())
+    torch.testing.assert_close(case.run(), case.step())
+
+
+def test_nothing_is_kept() -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x)
+        made.append(weakref.ref(h))
+        h = h + 1
+        made.append(weakref.ref(h))
+        return s.d(s.c(s.b(h).relu())).mean()
+
+    case = Case(body)
+    made.clear()
+    shapes = Shapes.of(case.program)
+    gc.collect()
+    gc.disable()
+    try:
+        with patched_units(case.root, case.program.units):
+            sent, _ = case.replays[0].run(case.step, (), shapes)
+            sent[0].mean().backward()
+            del sent
+        assert all(reference() is None for reference in made)
+    finally:
+        gc.enable()
+
+
+def test_memory_does_not_grow() -> None:
+    case = Case(chain)
+    shapes = Shapes.of(case.program)
+
+    def objects() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
+    for _ in range(3):
+        case.run(shapes)
+        case.root.zero_grad()
+    before = objects()
+    for _ in range(50):
+        case.run(shapes)
+        case.root.zero_grad()
+    assert objects() - before < 40
+
+
+def test_threads_replay_at_the_same_time() -> None:
+    cases = [Case(lambda s, x: s.d(s.c(Cube.apply(s.b(s.a(x)), 1.0)[0])).mean()) for _ in range(3)]
+    results: list[bool] = []
+
+    def work(case: Case) -> None:
+        expected = case.step()
+        results.extend(torch.equal(case.run(), expected) for _ in range(10))
+
+    threads = [threading.Thread(target=work, args=(case,)) for case in cases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [True] * 30
+
+
+def test_a_device_context_of_the_steps_own() -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            return chain(s, x) + torch.zeros(())
+
+    case = Case(body)
+    torch.testing.assert_close(case.run(), case.step())
+
+
+def test_stage_done_is_no_exception() -> None:
+    assert not issubclass(StageDone, Exception)
+    sent = Case(chain).first()
+    assert [t.shape for t in sent] == [(4, D)]

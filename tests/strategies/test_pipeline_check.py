@@ -1,0 +1,230 @@
+"""The start-up check, loss weights, ``lightning-smddp verify``, and the timeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.learners import QUIET
+
+ROWS, WIDTH, VOCABULARY, LENGTH = 24, 8, 11, 6
+
+
+class Chain(LightningModule):
+    """Some layers, and a loss that subclasses change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(ROWS, WIDTH, generator=generator)
+        return DataLoader(TensorDataset(x, torch.randint(VOCABULARY, (ROWS,), generator=generator)), batch_size=8)
+
+
+class Remembering(nn.Linear):
+    """Leaves a Python number behind: nothing that sees tensors can notice it."""
+
+    size = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.size = float(y.detach().abs().mean())
+        return y
+
+
+class Escaping(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.layers[0] = Remembering(WIDTH, WIDTH)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.layers[0].size
+
+
+class Contrastive(Chain):
+    """A loss between the rows of a batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+class Padded(Chain):
+    """A mean over labels of which some do not count, in rows of different lengths."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch["x"])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        rows = []
+        for row in range(ROWS):
+            labels = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+            labels[1 + row % LENGTH :] = -100
+            rows.append({"x": torch.randn(LENGTH, WIDTH, generator=generator), "labels": labels})
+        return DataLoader(rows, batch_size=8)
+
+
+class Shifted(Padded):
+    """As language models do it: each position predicts the next label."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch["x"])[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+def train(model: type[Chain], strategy: Any = "auto", devices: int = 1, **options: Any) -> Any:
+    module = model()
+    trainer = Trainer(strategy=strategy, devices=devices, **{**QUIET, "max_epochs": 1, **options})
+    trainer.fit(module)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics, {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+def pipelined(model: type[Chain], callbacks: Any = None, **options: Any) -> Any:
+    from lightning_smddp import PipelineStrategy
+
+    strategy = PipelineStrategy(num_microbatches=4, **{"verbose": False, **options})
+    ranks = int(os.environ["WORLD_SIZE"])
+    return train(model, strategy, ranks, callbacks=None if callbacks is None else callbacks())
+
+
+def warned(model: type[Chain]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipelined(model)
+    return [str(w.message) for w in caught if "micro-batches" in str(w.message)]
+
+
+def test_an_escape_that_cannot_be_seen_is_caught_on_every_rank() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_trainer_ranks(pipelined, 2, Escaping)
+    assert sorted(failure.value.tracebacks) == [0, 1]
+    for text in failure.value.tracebacks.values():
+        assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
+        assert "the gradient of 'head' (stage 1) has norm" in text
+
+
+def test_the_check_can_be_turned_off() -> None:
+    assert run_trainer_ranks(unchecked, 2)[0] is True
+
+
+def unchecked() -> bool:
+    pipelined(Escaping, check=False)  # silently wrong, as it was asked for
+    return True
+
+
+@pytest.mark.parametrize("model", [Padded, Shifted])
+def test_micro_batches_count_by_their_labels(model: type[Chain]) -> None:
+    metrics, weights = train(model)
+    for rank_metrics, rank_weights in run_trainer_ranks(pipelined, 2, model):
+        torch.testing.assert_close(rank_metrics, metrics, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(rank_weights, weights, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_between_rows_is_reported() -> None:
+    first, second = run_trainer_ranks(warned, 2, Contrastive)
+    assert len(first) == 1
+    assert "is not the mean over its micro-batches" in first[0]
+    assert second == []  # once is enough
+
+
+def test_no_warning_for_a_mean_over_rows() -> None:
+    assert run_trainer_ranks(warned, 2, Chain) == [[], []]
+
+
+def verify(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lightning_smddp", "verify", f"tests.strategies.test_pipeline_check:{name}", *options]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.slow
+def test_verify_prints_each_unit() -> None:
+    result = verify("Chain", "--schedule", "interleaved_1f1b", "--num-microbatches", "4")
+    assert result.returncode == 0, result.stderr
+    assert "computes what the module computes in one process" in result.stdout
+    assert "layers.0" in result.stdout
+    assert "head" in result.stdout
+
+
+@pytest.mark.slow
+def test_verify_fails_for_an_escape() -> None:
+    result = verify("Escaping")
+    assert result.returncode == 1
+    assert "layers.0" in result.stdout
+    assert "does not compute what the step computes" in result.stdout
+
+
+def test_verify_says_what_is_wrong_with_a_name() -> None:
+    from lightning_smddp.cli import main
+
+    with pytest.raises(SystemExit, match="has to be module:Class"):
+        main(["verify", "tests.strategies"])
+    with pytest.raises(SystemExit, match="has no 'Absent'"):
+        main(["verify", "tests.strategies.test_pipeline_check:Absent"])
+
+
+def timeline(directory: str) -> int:
+    from lightning_smddp import PipelineTimeline
+
+    callback = PipelineTimeline([Path(directory) / name for name in ("t.svg", "t.json", "t.png")], batch_idx=1)
+    pipelined(Chain, callbacks=lambda: [callback])
+    return len(callback.spans)
+
+
+def test_the_timeline_of_a_step(tmp_path: Path) -> None:
+    counts = run_trainer_ranks(timeline, 2, str(tmp_path))
+    assert counts[0] == counts[1] > 0
+    assert (tmp_path / "t.svg").read_text().startswith("<svg")
+    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    for microbatch in range(4):
+        assert sum(name == f"forward {microbatch}" for name in names) == 2  # one for each stage
+        assert sum(name == f"backward {microbatch}" for name in names) == 2
+
+
+def test_the_timeline_refuses_other_files() -> None:
+    from lightning_smddp import PipelineTimeline
+
+    with pytest.raises(ValueError, match=r"use files that end in \.svg, \.png, \.json"):
+        PipelineTimeline("timeline.pdf")
+    with pytest.raises(ValueError, match="at least 1"):
+        PipelineTimeline("timeline.svg", batch_idx=0)

@@ -1,0 +1,232 @@
+"""Checkpoints are plain ones: saved and resumed with any number of stages, under any strategy, or none."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.optim import lr_scheduler
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_smddp import PipelineStrategy
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import CLASSES, make_trainer
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, Net, assert_same, name_of, outcome
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),  # right with replicas
+]
+
+
+class Trained(Evaluated):
+    """Adam, a scheduler, a hyperparameter, a metric whose state is saved, and something of the user's own."""
+
+    def __init__(self, layers: int = 5) -> None:
+        super().__init__(layers)
+        self.save_hyperparameters()
+        self.accuracy = MulticlassAccuracy(CLASSES)
+        self.accuracy.persistent(True)
+        self.batches = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        out = self.net(batch[0])
+        self.accuracy.update(out, batch[1])
+        loss = torch.nn.functional.cross_entropy(out, batch[1])
+        self.losses.append(loss.item())
+        self.log("accuracy", self.accuracy, on_epoch=True, on_step=False)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["batches"] = self.batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.batches = checkpoint["batches"]
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        groups = [
+            {"params": [p for name, p in named if name.endswith("bias")], "weight_decay": 0.0},
+            {"params": [p for name, p in named if not name.endswith("bias")], "weight_decay": 0.1},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        return [optimizer], [{"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "epoch"}]
+
+
+def saving(directory: str, name: str = "{epoch}") -> dict[str, Any]:
+    checkpoint = ModelCheckpoint(directory, name, save_top_k=-1)
+    return {"max_epochs": 3, "enable_checkpointing": True, "callbacks": [checkpoint]}
+
+
+def train(strategy: Any, directory: str, name: str = "{epoch}", ckpt_path: str | None = None) -> dict[str, Any]:
+    """Body of a rank, and of one process: three epochs, or what is left of them from a checkpoint on."""
+    if isinstance(strategy, dict):
+        strategy = PipelineStrategy(verbose=False, **strategy)
+    model = Trained()
+    trainer = make_trainer(strategy, **saving(directory, name))
+    trainer.fit(model, ckpt_path=ckpt_path)
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return outcome(model, trainer, batches=model.batches, rates=rates)
+
+
+def assert_same_checkpoint(path: Path, expected: Path, tolerance: float = 1e-5) -> None:
+    """Same keys, and same values apart from where the files are."""
+    ours, theirs = torch.load(path, weights_only=False), torch.load(expected, weights_only=False)
+    assert list(ours) == list(theirs)
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops", "batches"):
+        assert_same(ours[key], theirs[key], tolerance, f"{path.name}[{key!r}]")
+    assert ours["hyper_parameters"] == theirs["hyper_parameters"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """An unbroken run in one process, and its checkpoints."""
+    directory = tmp_path_factory.mktemp("alone")
+    return directory, train("auto", str(directory))
+
+
+@pytest.fixture(scope="module")
+def piped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in two stages: its checkpoints."""
+    directory = tmp_path_factory.mktemp("piped")
+    run_trainer_ranks(train, 2, {}, str(directory))
+    return directory
+
+
+def test_saves_what_one_process_saves(alone: Any, piped: Path) -> None:
+    for epoch in range(3):
+        assert_same_checkpoint(piped / f"epoch={epoch}.ckpt", alone[0] / f"epoch={epoch}.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [(2, {}), (3, {}), (2, {"schedule": "interleaved_1f1b"}), (2, "smddp"), (4, {"pipeline_parallel_size": 2})],
+    ids=["2", "3", "interleaved", "smddp", "2x2"],
+)
+def test_resumes(ranks: int, strategy: Any, alone: Any, piped: Path, tmp_path: Path) -> None:
+    """From two stages to any layout: as if nothing had happened."""
+    unbroken = alone[1]
+    results = run_trainer_ranks(train, ranks, strategy, str(tmp_path), "resumed-{epoch}", str(piped / "epoch=0.ckpt"))
+    for result in results:
+        if strategy == "smddp" or ranks == 4:  # these have another batch on each replica
+            assert result["steps"][1] == 3
+            continue
+        assert_same({**result, "losses": unbroken["losses"][:5] + result["losses"]}, unbroken)
+        assert_same(result["losses"], unbroken["losses"][5:])
+    if ranks < 4 and strategy != "smddp":
+        assert_same_checkpoint(tmp_path / "resumed-epoch=2.ckpt", alone[0] / "epoch=2.ckpt")
+
+
+def test_goes_on_in_one_process(alone: Any, piped: Path, tmp_path: Path) -> None:
+    result = train("auto", str(tmp_path), ckpt_path=str(piped / "epoch=1.ckpt"))
+    assert_same(result, {**alone[1], "losses": alone[1]["losses"][10:]})
+
+
+def test_takes_over_from_one_process(alone: Any, tmp_path: Path) -> None:
+    results = run_trainer_ranks(train, 3, {}, str(tmp_path), "{epoch}", str(alone[0] / "epoch=0.ckpt"))
+    for result in results:
+        assert_same(result, {**alone[1], "losses": alone[1]["losses"][5:]})
+
+
+def test_takes_over_from_smddp(tmp_path: Path) -> None:
+    run_trainer_ranks(train, 2, "smddp", str(tmp_path), "smddp-{epoch}")
+    path = str(tmp_path / "smddp-epoch=0.ckpt")
+    unbroken = train("auto", str(tmp_path), "alone-{epoch}", path)
+    for result in run_trainer_ranks(train, 2, {}, str(tmp_path), "ranks-{epoch}", path):
+        assert_same(result["weights"], unbroken["weights"])
+
+
+def test_load_from_checkpoint(alone: Any, piped: Path) -> None:
+    model, expected = (Trained.load_from_checkpoint(path / "epoch=2.ckpt") for path in (piped, alone[0]))
+    assert_same(model.state_dict(), expected.state_dict())
+    assert model.hparams == {"layers": 5}
+
+
+# ---- in one session ----
+
+
+def save_afterwards(bench: Bench) -> Any:
+    """Without a checkpoint callback; the state of the optimizer is there too."""
+    model = Trained()
+    trainer = bench.trainer()
+    trainer.fit(model)
+    path = Path(bench.directory, "afterwards.ckpt")
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)
+    return outcome(model, trainer), saved["state_dict"], saved["optimizer_states"]
+
+
+def fit_again(bench: Bench) -> Any:
+    """With the same Trainer, then with another one."""
+    model = Trained()
+    trainer = bench.trainer()
+    trainer.fit(model)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model)
+    again = outcome(model, trainer)
+    with torch.no_grad():  # rounding has grown by now
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).sin().view_as(parameter))
+    return again, bench.fit(model)
+
+
+def best_and_last(bench: Bench) -> Any:
+    model = Trained()
+    checkpoint = ModelCheckpoint(bench.directory, "best", monitor="val_loss", save_last=True)
+    trainer = bench.trainer(max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(model)
+    best = trainer.test(model, ckpt_path="best", verbose=False)
+    validated = trainer.validate(model, ckpt_path="last", verbose=False)
+    predicted = trainer.predict(model, ckpt_path=checkpoint.best_model_path)
+    return best, validated, predicted, outcome(model, trainer)
+
+
+def resume_twice(bench: Bench) -> Any:
+    model = Trained()
+    trainer = bench.trainer(**saving(bench.directory))
+    trainer.fit(model)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(model, ckpt_path=f"{bench.directory}/epoch=1.ckpt")
+    return outcome(model, trainer)
+
+
+def weights_only(bench: Bench) -> Any:
+    model = Trained()
+    checkpoint = ModelCheckpoint(bench.directory, "weights", save_weights_only=True, every_n_train_steps=3)
+    trainer = bench.trainer(callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(model)
+    saved = torch.load(checkpoint.best_model_path, weights_only=False)
+    return list(saved), saved["state_dict"]
+
+
+def tied(bench: Bench) -> Any:
+    """A shared weight, under both of its names."""
+    model = Gpt()
+    trainer = bench.trainer()
+    trainer.fit(model)
+    path = Path(bench.directory, "tied.ckpt")
+    trainer.save_checkpoint(path)
+    other = Gpt()
+    trainer = bench.trainer(max_epochs=3)
+    trainer.fit(other, ckpt_path=path)
+    return torch.load(path, weights_only=False)["state_dict"], outcome(other, trainer)
+
+
+CASES: list[Case] = [save_afterwards, fit_again, best_and_last, resume_twice, weights_only, tied]
+TWO = Matrix(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
+    TWO.compare(case, str(tmp_path_factory.getbasetemp() / "checkpoints"))
+WARN=["Checkpoint directory"]
