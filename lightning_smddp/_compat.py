@@ -99,7 +99,7 @@ def forget_hooks(tensor: Tensor) -> None:
 
     The Python object remembers that it had some, and adds new ones to those, which nobody calls any more.
     """
-    tensor._backward_hooks = None
+    tensor._backward_hooks = None  # type: ignore[assignment]
     tensor._post_accumulate_grad_hooks = None
 
 
@@ -310,7 +310,7 @@ def is_compiled_module(module: Any) -> bool:
 
 @contextmanager
 def keeps_user_samplers(trainer: Any, keep: bool) -> Iterator[None]:
-    """With ``keep``, Lightning leaves samplers as they are. Its own switch is an argument of the Trainer, set before."""
+    """With ``keep``, Lightning leaves samplers as they are. Its own switch is the Trainer's argument."""
     connector = trainer._accelerator_connector
     before = connector.use_distributed_sampler
     connector.use_distributed_sampler = before and not keep
@@ -337,9 +337,9 @@ def finetuning_by_identity(
         return [parameter for parameter in params if id(parameter) not in known]
 
     for cls in classes:
-        cls.filter_on_optimizer = staticmethod(filter_on_optimizer)
+        setattr(cls, "filter_on_optimizer", staticmethod(filter_on_optimizer))  # noqa: B010
     try:
         yield
     finally:
         for cls, function in before:
-            cls.filter_on_optimizer = function
+            setattr(cls, "filter_on_optimizer", function)  # noqa: B010

@@ -154,8 +154,8 @@ def ownership_of(
                 other = buffers.setdefault(name, ranks[plan.stage])
                 if other != ranks[plan.stage]:
                     raise SplitError(
-                        f"Buffer {name!r} is changed on ranks {other} and {ranks[plan.stage]} of the pipeline: the module "
-                        "that changes it is called in several stages. Choose the stages by `split=` so that it is in one."
+                        f"Buffer {name!r} is changed on ranks {other} and {ranks[plan.stage]} of the pipeline: the "
+                        "module that changes it is called in several stages. Name stages by `split=` so that it is in one."
                     )
     parameters = {name: tuple(dict.fromkeys(ranks[s] for s in stages)) for name, stages in homes.items()}
     return Ownership(parameters, buffers, max(ranks) + 1)

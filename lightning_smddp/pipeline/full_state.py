@@ -66,7 +66,7 @@ def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
 
 
 def set_contents(tensor: Tensor, value: Tensor) -> None:
-    """Give ``tensor`` the memory of ``value``, on whatever device; it stays the same object, without gradient and hooks."""
+    """Give ``tensor`` the memory of ``value``, on any device; it stays the same object, without gradient and hooks."""
     swap_contents(tensor, value.detach().requires_grad_(tensor.requires_grad))
     forget_hooks(tensor)
 

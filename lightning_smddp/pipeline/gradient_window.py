@@ -47,7 +47,7 @@ class GradientWindow:
         Args:
             num_microbatches: of the batch.
             continues: it adds to the batch before.
-            may_drop: what is in ``.grad`` will be zeroed before it is read; else it is kept until the Trainer zeroes it.
+            may_drop: what is in ``.grad`` will be zeroed before it is read; else it is kept until then.
             accumulates: no optimizer step follows.
         """
         self._accumulates, self._keeps, self._old = accumulates, continues, None
@@ -59,63 +59,6 @@ class GradientWindow:
         else:
             counts = {name: num_microbatches * len(stages) for name, stages in self.stages.items()}
             self.replicas.begin(None if accumulates else counts, keep=continues)
-
-    def set_aside(self) -> None: ...  # noqa: D102
-    def finish(self, average: bool = True) -> None: ...  # noqa: D102
-
-
-class GradientWindow:
-    """One batch after the other: :meth:`begin`, the schedule, :meth:`set_aside`, :meth:`deliver`.
-
-    Args:
-        parameters: of this rank, by first name.
-        stages: for each parameter the stages of this rank that use it.
-        tied: sums over stages on other ranks.
-        replicas: averages over replicas; None with one replica.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        stages: Mapping[str, Sequence[int]],
-        tied: TiedGradients,
-        replicas: Averaging | None,
-    ) -> None:
-        self.parameters, self.stages, self.tied, self.replicas = dict(parameters), stages, tied, replicas
-        self._old: dict[str, Tensor | None] | None = None  # from before, to add to
-        self._made: dict[str, Tensor | None] = {}
-        self._accumulates, self._keeps = False, False
-
-    def begin(self, num_microbatches: int, continues: bool, may_drop: bool, accumulates: bool) -> None:
-        """Prepare ``.grad`` for a batch.
-
-        Args:
-            num_microbatches: of the batch.
-            continues: it adds to the batch before.
-            may_drop: what is in ``.grad`` will be zeroed before it is read; else it is kept until the Trainer zeroes it.
-            accumulates: no optimizer step follows.
-        """
-        self._accumulates, self._keeps, self._old = accumulates, continues, None
-        if not continues and not may_drop:
-            self._old = {name: None if p.grad is None else p.grad.clone() for name, p in self.parameters.items()}
-        if self.replicas is None:
-            if not continues:
-                self._set({})
-        else:
-            counts = {name: num_microbatches * len(stages) for name, stages in self.stages.items()}
-            self.replicas.begin(None if accumulates else counts, keep=continues)
-
-    def before_backward(self, notice: BackwardNotice) -> None:
-        """Nothing."""
-
-    def after_backward(self, notice: BackwardNotice) -> None:
-        """A schedule that splits backwards says here, and not by hooks, that a stage is done."""
-        if self._announces and self.is_last_round and notice.is_last:
-            assert self.replicas is not None
-            self._done.add(notice.stage)
-            self.replicas.stage_done([n for n, s in self.stages.items() if notice.stage in s and self._done >= set(s)])
-
-    is_last_round = True  # of several schedule runs for one batch
 
     def set_aside(self) -> None:
         """Take away what the schedule has made, so that zeroing does not reach it, and put back what was there."""
@@ -137,8 +80,8 @@ class GradientWindow:
         """
         if factor != 1.0 and self._keeps:
             raise ValueError(
-                f"The loss was multiplied by {factor:g} between `training_step` and `backward` in a batch that accumulates "
-                "gradients. In a pipeline gradients exist before that. Multiply the loss inside `training_step`."
+                f"The loss was multiplied by {factor:g} between `training_step` and `backward` in a batch that "
+                "accumulates gradients. In a pipeline gradients exist before that. Multiply it inside `training_step`."
             )
         before = {name: p.grad for name, p in self.parameters.items()} if self._old is not None else {}
         if self.replicas is not None:

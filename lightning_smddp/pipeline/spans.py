@@ -11,11 +11,12 @@ import torch
 
 from lightning_smddp.planner.spans import Span, SpanKind
 
+
 class Recorder:
     """Collects the spans of an engine's steps, in seconds of this rank's ``time.perf_counter``, until they are taken.
 
-    ``wait`` is idle time until the action of that stage and micro-batch could start, on messages from other ranks and on
-    their readiness to take ours. ``send`` is the time after a rank's last action until its messages were taken.
+    ``wait`` is idle time until the action of that stage and micro-batch could start, on messages from other ranks and
+    on their readiness to take ours. ``send`` is the time after a rank's last action until its messages were taken.
 
     On CUDA the times are those of the device's current stream, from events; a recorded step then synchronises the
     device when it starts and when it ends.

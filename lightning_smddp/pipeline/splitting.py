@@ -50,7 +50,9 @@ class Splitting:
         bounds = [0, *self.cuts, num_items]
         received, sent = [(), *self.live], [*self.live, ()]
         return [
-            StagePlan(stage, bounds[stage], bounds[stage + 1], frozenset(self.again[stage]), received[stage], sent[stage])
+            StagePlan(
+                stage, bounds[stage], bounds[stage + 1], frozenset(self.again[stage]), received[stage], sent[stage]
+            )
             for stage in range(len(bounds) - 1)
         ]
 
@@ -94,7 +96,9 @@ class Resources:
         return len(self.rank_of_stage)
 
 
-def problem_of(program: Program, resources: Resources, reference: Reference | None, checkpointing: bool) -> PartitionProblem:
+def problem_of(
+    program: Program, resources: Resources, reference: Reference | None, checkpointing: bool
+) -> PartitionProblem:
     """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
     allowed = set(program.cuts())
     costs = [_cost(item, reference, checkpointing) for item in program.items]
@@ -134,7 +138,7 @@ def choose_units(
     opened = _first_opened(modules, resources.num_stages)
     best, best_seconds, failures, error = None, float("inf"), 0, None
     for _ in range(_ROUNDS):
-        program = build_program(trace, modules, lambda name: name not in opened)
+        program = build_program(trace, modules, _is_closed(opened))
         try:
             partition = best_partition(problem_of(program, resources, None, checkpointing))
             slowest, mean = max(partition.stage_seconds), sum(partition.stage_seconds) / resources.num_stages
@@ -152,6 +156,10 @@ def choose_units(
     if best is None:
         raise _explained(error, modules, program)
     return best
+
+
+def _is_closed(opened: frozenset[str]) -> Callable[[str], bool]:
+    return lambda name: name not in opened
 
 
 def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
@@ -212,8 +220,8 @@ def _what_forbids(program: Program) -> str:
     _, reader = program.last_cut()
     if reader is not None:
         return (
-            f" Nothing can be cut off behind {reader.name}, as the step reads a tensor's value there, in {reader.place}: only "
-            "one stage knows it. Move this code behind the last module, or into a module."
+            f" Nothing can be cut off behind {reader.name}, as the step reads a tensor's value there, in "
+            f"{reader.place}: only one stage knows it. Move this code behind the last module, or into a module."
         )
     allowed = set(program.cuts())
     forbidden = next((cut for cut in range(1, len(program.items)) if cut not in allowed), None)
@@ -269,8 +277,9 @@ def follow(program: Program, homes: Mapping[str, tuple[int, ...]], num_stages: i
             if not later:
                 raise SplitError(
                     f"{item.name} is used behind units of stage {stage}, but its parameters are on stage "
-                    f"{', '.join(map(str, sorted(allowed))) or 'different ones'}: this step uses the modules in another "
-                    "order than the one that the model was split by. Use the same order in all steps, or strategy='smddp'."
+                    f"{', '.join(map(str, sorted(allowed))) or 'different ones'}: this step uses the modules in "
+                    "another order than the one that the model was split by. Use the same order in all steps, or "
+                    "strategy='smddp'."
                 )
             stage = later[0]
         stages.append(stage)
@@ -298,5 +307,3 @@ def is_within(units: Collection[str]) -> Callable[[str], bool]:
     """The predicate for :func:`build_program` that makes just ``units`` units."""
     names = frozenset(units)
     return names.__contains__
-
-

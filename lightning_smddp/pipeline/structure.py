@@ -64,7 +64,7 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     plain = [value for _, value in values]
     if isinstance(structure, tuple) and hasattr(structure, "_fields"):
         return type(structure)(*plain)
-    return type(structure)(plain)  # type: ignore[call-arg]
+    return type(structure)(plain)
 
 
 def _collect(structure: Any, found: list[Any]) -> None:

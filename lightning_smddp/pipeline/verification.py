@@ -92,15 +92,18 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
     if units:
         last = units[-1]
         lines.append(
-            f"the gradient of {last.name!r} (stage {last.stage}) has norm {last.actual:.7g}, in one process {last.expected:.7g}"
+            f"the gradient of {last.name!r} (stage {last.stage}) has norm {last.actual:.7g}, in one process "
+            f"{last.expected:.7g}"
         )
         others = [finding.name for finding in units[:-1]]
         if others:
-            lines.append(f"so have {len(others)} other units: {', '.join(others[:6])}{' ...' if len(others) > 6 else ''}")
+            lines.append(
+                f"so have {len(others)} other units: {', '.join(others[:6])}{' ...' if len(others) > 6 else ''}"
+            )
     raise VerificationError(
         "The pipeline does not compute what the step computes on one rank: " + "; ".join(lines) + ". Something passes "
-        "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, a "
-        "global variable. Return it from the module as a tensor, keep both ends in one module, or name the "
+        "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, "
+        "a global variable. Return it from the module as a tensor, keep both ends in one module, or name the "
         "modules of each stage by `split=`. (`check=False` turns this check off, not the error.)",
         findings,
     )

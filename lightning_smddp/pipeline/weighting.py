@@ -1,8 +1,8 @@
 """How much each micro-batch's loss counts: by its rows, or by its labels that count.
 
-A loss that is a mean over rows is the mean of its micro-batches' losses, weighted by their rows. A language model's loss
-is usually a mean over tokens, of which padding (label -100) does not count: then the weights are numbers of labels.
-Found out by comparing, on rows of the first batch, the loss of two micro-batches joined with those of the two.
+A loss that is a mean over rows is the mean of its micro-batches' losses, weighted by their rows. A language model's
+loss is usually a mean over tokens, of which padding (label -100) does not count: then the weights are numbers of
+labels. Found out by comparing, on rows of the first batch, the loss of two micro-batches joined with those of the two.
 """
 
 from __future__ import annotations
@@ -88,9 +88,10 @@ def find_weighting(loss_of: Callable[[MicroBatch], float], microbatch: MicroBatc
     if _close(whole, mean):
         return Weighting(), None
     return Weighting(), (
-        f"The loss of {microbatch.size} rows is {whole:.6g}, but the mean of the losses of its two halves is {mean:.6g}. So the "
-        "loss of a batch is not the mean over its micro-batches, and training with micro-batches is not quite training "
-        "with the batch, just as with gradient accumulation. Use fewer micro-batches, or num_microbatches=1, if it matters."
+        f"The loss of {microbatch.size} rows is {whole:.6g}, but the mean of the losses of its two halves is "
+        f"{mean:.6g}. So the loss of a batch is not the mean over its micro-batches, and training with micro-batches "
+        "is not quite training with the batch, just as with gradient accumulation. Use fewer micro-batches, or "
+        "num_microbatches=1, if it matters."
     )
 
 

@@ -127,7 +127,7 @@ class DividedModule:
         return variants
 
     def _trace(self, step: LightningStep, microbatch: MicroBatch) -> StagedStep:
-        """Another step than the first, or another course of it: it follows the parameters. Collective over the pipeline.
+        """Another step, or another course of one, that follows the parameters. Collective over the pipeline.
 
         Raises:
             SplitError: on every rank of the pipeline: it does not fit the stages.

@@ -31,7 +31,7 @@ def connected(loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
     """``loss``, such that a backward pass through it calls ``deliver`` with the gradient that arrives at it."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     with torch.enable_grad():
-        result: Tensor = _HandOver.apply(anchor, loss.detach(), deliver)
+        result: Tensor = _HandOver.apply(anchor, loss.detach(), deliver)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -69,8 +69,8 @@ class PipelineParallel(_Base):
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
         algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose: as of
             ``SMDDPStrategy``; they apply to the gradients of replicas.
-        **kwargs: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
-            ``timeout``, ``start_method`` of ``DDPStrategy``.
+        **kwargs: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
+            ``precision_plugin``, ``timeout``, ``start_method`` of ``DDPStrategy``.
 
     Raises:
         ValueError: an argument is not one of the valid values; the message lists them.
@@ -157,8 +157,8 @@ class PipelineParallel(_Base):
         one_replica = self._groups.grid.num_replicas == 1
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         self._changes.enter_context(without_sync_advice(one_replica))
-        self._changes.enter_context(finetuning_by_identity(trainer.callbacks, self._optimized))
-        require_supported(self.lightning_module, trainer.callbacks, fits)
+        self._changes.enter_context(finetuning_by_identity(_callbacks(trainer), self._optimized))
+        require_supported(self.lightning_module, _callbacks(trainer), fits)
         if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.replicas)
         self.precision_plugin.convert_module(self.model)
@@ -250,7 +250,7 @@ class PipelineParallel(_Base):
         """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
         module = self.lightning_module
         changed = [hook for hook in ("on_before_zero_grad", "optimizer_zero_grad") if not _is_lightnings(module, hook)]
-        return not changed and all(_is_lightnings(c, "on_before_zero_grad") for c in self._trainer.callbacks)
+        return not changed and all(_is_lightnings(c, "on_before_zero_grad") for c in _callbacks(self._trainer))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -346,6 +346,11 @@ class PipelineParallel(_Base):
         return self._session.default_backend(self.root_device) or super()._get_process_group_backend()
 
 
+def _callbacks(trainer: Any) -> list[Any]:
+    """The Trainer's callbacks, which it declares nowhere."""
+    return list(trainer.callbacks)
+
+
 def _is_lightnings(owner: Any, hook: str) -> bool:
     """Whether a hook is Lightning's own empty or usual one."""
-    return getattr(type(owner), hook).__module__.startswith(("lightning.", "pytorch_lightning."))
+    return str(getattr(type(owner), hook).__module__).startswith(("lightning.", "pytorch_lightning."))

@@ -23,8 +23,8 @@ def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: b
     if fits and not module.automatic_optimization:
         raise ValueError(
             f"{name} uses manual optimization (automatic_optimization=False). A pipeline's forward and backward passes "
-            "alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from within the step. Use "
-            "automatic optimization, or strategy='smddp'."
+            "alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from within the "
+            "step. Use automatic optimization, or strategy='smddp'."
         )
     if is_compiled_module(module):
         raise ValueError(
@@ -34,8 +34,8 @@ def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: b
     for callback in callbacks if fits else ():
         if any(cls.__name__ in _AVERAGING for cls in type(callback).__mro__):
             raise ValueError(
-                f"{type(callback).__name__} keeps a second copy of the whole model and pairs its parameters with those of "
-                "the module, of which a rank of a pipeline has only a part. Leave the callback out, or use "
+                f"{type(callback).__name__} keeps a second copy of the whole model and pairs its parameters with those "
+                "of the module, of which a rank of a pipeline has only a part. Leave the callback out, or use "
                 "strategy='smddp'."
             )
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):

@@ -70,7 +70,7 @@ class PipelineOptions:
         Grid.of(1, 1, placement)
         communication = Options.parse(
             algorithm,
-            compression,  # type: ignore[arg-type]
+            compression,
             bucket_cap_mb,
             process_group_backend,
             collective_timeout,
@@ -103,8 +103,8 @@ class PipelineOptions:
         if self.split is not None and len(self.split) != stages - 1:
             raise ValueError(
                 f"split={list(self.split)} makes {len(self.split) + 1} stages, but there are {stages} "
-                f"(pipeline_parallel_size={size}, stages_per_rank={self.stages_per_rank}). Name {stages - 1} units: the "
-                "first of each stage but the first."
+                f"(pipeline_parallel_size={size}, stages_per_rank={self.stages_per_rank}). Name {stages - 1} units: "
+                "the first of each stage but the first."
             )
         return grid
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_smddp.pipeline.microbatches import MicroBatch
-from lightning_smddp.pipeline.structure import map_leaves
+from lightning_smddp.pipeline.structure import map_leaves, tensors
 from lightning_smddp.strategies.step_capture import StepCapture
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ class LightningStep:
         return LightningStep(self.module, self.hook, self.arguments, self.precision, self.capture)
 
     def __call__(self, microbatch: MicroBatch) -> Any:
-        """Run the method's code once."""
+        """Run the method's code once; on a copy if it changes batches in place, as each stage runs it."""
+        changes = self.key in self.capture.changing_steps
+        value = map_leaves(_copied, microbatch.value) if changes else microbatch.value
         with self.precision():
-            return self.capture.finish(getattr(self.module, self.hook)(microbatch.value, *self.arguments))
+            return self.capture.finish(getattr(self.module, self.hook)(value, *self.arguments))
 
     def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
         """See ``pipeline.runtime.Step``."""
@@ -75,13 +78,17 @@ class LightningStep:
         """A run for nothing: what it logs, and what it does to metrics, is thrown away."""
 
         def run() -> Any:
+            copy = replace(microbatch, value=map_leaves(_copied, microbatch.value))
+            before = [_version(tensor) for tensor in tensors(copy.value)]
             try:
-                with self.around(0, microbatch, keep=True):
-                    result = self(microbatch)
+                with self.around(0, copy, keep=True):
+                    result = self(copy)
                 self.capture.examples[self.key] = map_leaves(lambda _: None, result)
                 return result
             finally:
                 self.capture.clear()
+                if before != [_version(tensor) for tensor in tensors(copy.value)]:
+                    self.capture.changing_steps.add(self.key)
 
         return run
 
@@ -90,6 +97,15 @@ class LightningStep:
         if microbatch.weight == 0:
             return None  # a mean over nothing is nan, and so would its gradient be
         return loss_of(result, self.hook) * (microbatch.weight * self.scale)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows with each change in place; inference tensors do not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:

@@ -25,8 +25,8 @@ class RecordTimeline:
     microseconds, between machines to the time that the barrier takes.
 
     Args:
-        paths: one or several files: ``.svg`` and ``.png`` are pictures (``.png`` needs matplotlib), ``.json`` is a trace
-            for https://ui.perfetto.dev or ``chrome://tracing``. The first rank writes them.
+        paths: one or several files: ``.svg`` and ``.png`` are pictures (``.png`` needs matplotlib), ``.json`` is a
+            trace for https://ui.perfetto.dev or ``chrome://tracing``. The first rank writes them.
         batch_idx: of the first epoch that is trained: which batch to record. Not 0, which is traced and checked too.
 
     Raises:

@@ -170,7 +170,14 @@ def test_no_warning_for_a_mean_over_rows() -> None:
 
 
 def verify(name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lightning_smddp", "verify", f"tests.strategies.test_pipeline_check:{name}", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_smddp",
+        "verify",
+        f"tests.strategies.test_pipeline_check:{name}",
+        *options,
+    ]
     root = Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
 

@@ -1,0 +1,161 @@
+"""Every way in which Lightning starts the ranks of a pipeline: scripts, spawn, fork, torchrun, the CLI, and its twin."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import Learning, make_trainer
+from tests.strategies.pipeline_learners import Bench, Evaluated, assert_same, outcome
+
+ROOT = Path(__file__).parents[2]
+
+# No import of lightning_smddp: the strategy is known by its name.
+SCRIPT = """
+import os
+import sys
+
+import torch
+from lightning.pytorch import Trainer
+
+from tests.strategies.learners import QUIET
+from tests.strategies.pipeline_learners import Evaluated
+
+if __name__ == "__main__":
+    model = Evaluated()
+    trainer = Trainer(strategy={strategy!r}, devices=2, max_epochs=2, **QUIET)
+    trainer.fit(model)
+    metrics = {{name: float(value) for name, value in trainer.callback_metrics.items()}}
+    torch.save((dict(model.state_dict()), metrics), os.path.join(sys.argv[1], f"rank{{trainer.global_rank}}.pt"))
+    print("rank", trainer.global_rank, "of", trainer.world_size, "done")
+"""
+
+
+def run_script(directory: Path, strategy: str, *launcher: str) -> str:
+    script = directory / "train.py"
+    script.write_text(SCRIPT.format(strategy=strategy))
+    command = [sys.executable, *launcher, str(script), str(directory)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("smddp_pipeline: pipeline parallelism") == 1  # on one rank
+    return result.stdout
+
+
+def assert_learned(directory: Path, files: list[str]) -> None:
+    expected = Bench().fit(Evaluated())
+    assert sorted(path.name for path in directory.glob("*.pt")) == files
+    for name in files:
+        weights, metrics = torch.load(directory / name)
+        assert_same(weights, expected["weights"])
+        assert_same(metrics, expected["metrics"])
+
+
+def test_a_script_starts_itself_again(tmp_path: Path) -> None:
+    output = run_script(tmp_path, "smddp_pipeline")
+    assert "rank 1 of 2 done" in output
+    assert_learned(tmp_path, ["rank0.pt", "rank1.pt"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["smddp_pipeline_spawn", "smddp_pipeline_fork"])
+def test_spawn_and_fork(strategy: str, tmp_path: Path) -> None:
+    """The whole module's weights come back to the one process that goes on."""
+    run_script(tmp_path, strategy)
+    assert_learned(tmp_path, ["rank0.pt"])
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path: Path) -> None:
+    run_script(tmp_path, "smddp_pipeline", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert_learned(tmp_path, ["rank0.pt", "rank1.pt"])
+
+
+# ---- LightningCLI ----
+
+BY_NAME = """
+strategy: smddp_pipeline
+"""
+BY_CLASS = """
+strategy:
+  class_path: lightning_smddp.PipelineStrategy
+  init_args:
+    pipeline_parallel_size: 2
+    num_microbatches: 4
+    schedule: interleaved_1f1b
+    stages_per_rank: 2
+    split: [net.2, net.4, net.6]
+    placement: spread
+    compression: null
+    collective_timeout: 45.5
+    verbose: false
+"""
+
+
+def fit_with_cli(config: str, path: str) -> tuple[dict[str, Any], Any]:
+    from lightning.pytorch.cli import LightningCLI
+
+    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "logger": False, "enable_checkpointing": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    rank_path = Path(f"{path}.{os.environ['RANK']}")
+    rank_path.write_text(yaml.safe_dump({"trainer": {**trainer, **quiet, **yaml.safe_load(config)}}))
+    sys.argv = ["train.py", "fit", "--config", str(rank_path)]
+    cli = LightningCLI(Evaluated, seed_everything_default=False, save_config_callback=None)
+    return outcome(cli.model, cli.trainer), cli.trainer.strategy.options
+
+
+@pytest.mark.parametrize("config", [BY_NAME, BY_CLASS], ids=["name", "class"])
+def test_cli(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
+    expected = Bench().fit(Evaluated())
+    for result, options in run_trainer_ranks(fit_with_cli, 2, config, str(tmp_path / "config.yaml")):
+        assert_same(result, expected)
+        if config is BY_CLASS:
+            assert (options.num_microbatches, options.schedule.name) == (4, "interleaved_1f1b")
+            assert options.split == ("net.2", "net.4", "net.6")
+            assert options.placement == "spread"
+
+
+# ---- the other package ----
+
+
+def fit_with_pytorch_lightning(strategy: str) -> Any:
+    import pytorch_lightning
+
+    class Other(Learning, pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.build()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def train_dataloader(self) -> Any:
+            from torch.utils.data import DataLoader
+
+            from tests.strategies.learners import samples
+
+            return DataLoader(samples(30), batch_size=8)
+
+    trainer = make_trainer(strategy, pytorch_lightning.Trainer)
+    if strategy != "auto":
+        assert type(trainer.strategy).__module__ == "lightning_smddp.strategies.pytorch_lightning"
+    model = Other()
+    trainer.fit(model)
+    return outcome(model, trainer)  # type: ignore[arg-type]
+
+
+def test_pytorch_lightning() -> None:
+    expected = fit_with_pytorch_lightning("auto")
+    for result in run_trainer_ranks(fit_with_pytorch_lightning, 2, "smddp_pipeline"):
+        assert_same(result, expected)
