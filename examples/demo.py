@@ -3,34 +3,29 @@
 
 Every arm sees the same global batches from the same initial weights, so the three loss curves have to coincide; the
 step times need not. Each arm is a process of its own that trains through the ordinary Trainer (``--arm``). They
-work in turns, so that a busy moment of the machine hits all alike.
+work in turns, so that a busy moment of the machine hits all alike. Then ``demo_pipeline.py`` runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
-import select
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import demo_pipeline
 import numpy as np
+from demo_turns import OUTPUT, Arm, print_table, quiet, run_in_turns, take_turn
 
-OUTPUT = Path("demo_output")
 TASKS = {"digits": "CNN on scikit-learn's digits", "gpt": "byte-level GPT on Python's standard library"}
 ARMS = {"single": "single device", "ddp": "ddp", "smddp": "smddp"}
 HEADER = ["", "ranks", "train loss", "accuracy", "step, ms", "sync adds, ms", "loss vs single", "weights vs ddp"]
 TURN_STEPS = 3  # arms alternate after so many steps
 TIMED_PAIRS = 25  # of steps with and without synchronisation
-TURN_TIMEOUT_S = 60
 
 
 # ---- one arm, in a process of its own (with two ranks: in two) ----
@@ -58,19 +53,12 @@ def train(task: str, arm: str, out: Path, turns: list[int], quick: bool) -> None
             self.sync_ms: float | None = None
             self.report = None
 
-        def take_turn(self, trainer) -> None:
-            """End this arm's turn and wait for the next one."""
-            if trainer.is_global_zero:
-                os.write(turns[1], b".")
-                os.read(turns[0], 1)
-            trainer.strategy.barrier()
-
         def setup(self, trainer, module, stage) -> None:
-            self.take_turn(trainer)
+            take_turn(trainer, turns)
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
             if len(self.step_ms) % TURN_STEPS == 0:
-                self.take_turn(trainer)
+                take_turn(trainer, turns)
             self.started = time.perf_counter()
 
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
@@ -80,7 +68,7 @@ def train(task: str, arm: str, out: Path, turns: list[int], quick: bool) -> None
 
         def on_train_end(self, trainer, module) -> None:
             self.report = getattr(trainer.strategy, "communication_report", None)
-            self.take_turn(trainer)
+            take_turn(trainer, turns)
             if trainer.world_size > 1:
                 self.sync_ms = self.time_sync(trainer.strategy)
 
@@ -144,93 +132,15 @@ def train(task: str, arm: str, out: Path, turns: list[int], quick: bool) -> None
     np.save(out.with_suffix(".npy"), torch.cat([p.detach().flatten() for p in model.parameters()]).numpy())
 
 
-def quiet() -> None:
-    """No advice, no progress, no warnings: the demonstration has one table of its own."""
-    import logging
-    import warnings
-
-    warnings.simplefilter("ignore")
-    import lightning.pytorch  # noqa: F401  # sets its log levels when it is imported
-
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 # ---- all arms, and what came out ----
 
 
-class Arm:
-    """An arm's process, which works when it is given a turn."""
-
-    def __init__(self, task: str, arm: str, quick: bool) -> None:
-        self.out = OUTPUT / f"{task}-{arm}"
-        their_turn, self.give = os.pipe()
-        self.ended, their_end = os.pipe()
-        self.command = [sys.executable, __file__, "--task", task, "--arm", arm, "--out", str(self.out)]
-        self.command += ["--turns", str(their_turn), str(their_end), *["--quick"] * quick]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "XDG_CACHE_HOME": str((OUTPUT / "cache").resolve()),  # so that the algorithms are measured here and now
-        }
-        with self.out.with_suffix(".out").open("w") as stdout, self.out.with_suffix(".err").open("w") as stderr:
-            self.process = subprocess.Popen(
-                self.command,
-                env=environment,
-                stdout=stdout,
-                stderr=stderr,
-                pass_fds=[their_turn, their_end],
-                start_new_session=True,
-            )
-        os.close(their_turn)
-        os.close(their_end)
-
-    def turn(self) -> bool:
-        """Let it work for a turn; False once it has finished."""
-        with contextlib.suppress(BrokenPipeError):  # it failed: seen below
-            os.write(self.give, b".")
-        return self.wait_for_end()
-
-    def wait_for_end(self) -> bool:
-        """Wait until it wants another turn (True) or has finished (False)."""
-        if not select.select([self.ended], [], [], TURN_TIMEOUT_S)[0]:
-            self.fail("hangs")
-        if os.read(self.ended, 1):
-            return True
-        if self.process.wait(TURN_TIMEOUT_S):
-            self.fail("failed")
-        os.close(self.give)
-        os.close(self.ended)
-        return False
-
-    def fail(self, how: str) -> None:
-        raise SystemExit(f"{' '.join(self.command)} {how}:\n{self.out.with_suffix('.err').read_text()}")
-
-    def kill(self) -> None:
-        """Kill all its ranks."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def result(self) -> dict:
-        """What it wrote; the strategy's own table is there as ``table``."""
-        numbers = json.loads(self.out.with_suffix(".json").read_text())
-        table = self.out.with_suffix(".out").read_text().partition("gradient communication over")[0]
-        return {**numbers, "weights": np.load(self.out.with_suffix(".npy")), "table": table.strip()}
-
-
-def run_in_turns(task: str, quick: bool) -> dict[str, dict]:
-    """Run a task's arms, one at a time and in short turns, so that a busy moment of the machine hits all alike."""
-    arms = {arm: Arm(task, arm, quick) for arm in ARMS}
-    try:
-        waiting = [arm for arm in arms.values() if arm.wait_for_end()]
-        while waiting:
-            waiting = [arm for arm in waiting if arm.turn()]
-    finally:
-        for arm in arms.values():
-            arm.kill()
-    return {name: arm.result() for name, arm in arms.items()}
+def run(task: str, quick: bool) -> dict[str, dict]:
+    """Run a task's arms."""
+    options = ["--task", task, *["--quick"] * quick]
+    arms = {arm: Arm(__file__, ["--arm", arm, *options], f"{task}-{arm}") for arm in ARMS}
+    results = run_in_turns(arms)
+    return {arm: {**result, "weights": np.load(arms[arm].out.with_suffix(".npy"))} for arm, result in results.items()}
 
 
 def row(arm: str, results: dict[str, dict]) -> list[str]:
@@ -251,27 +161,13 @@ def row(arm: str, results: dict[str, dict]) -> list[str]:
 
 def print_results(everything: dict[str, dict[str, dict]]) -> None:
     """The one table."""
-    notes = [
-        "1 thread each. step: median (best) time of forward, backward and optimizer on rank 0.",
-        f"sync adds: forward and backward with synchronisation less without (no_sync), median of {TIMED_PAIRS} pairs.",
-        "loss vs single: largest relative difference of the training loss over all steps.",
-    ]
-    if importlib.util.find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*HEADER, title="same seed, same global batches", title_justify="left")
-        for task, results in everything.items():
-            table.add_section()
-            table.add_row(f"[bold]{task}", end_section=False)
-            for arm in results:
-                table.add_row(*row(arm, results))
-        Console(width=max(120, Console().width)).print(table)
-    else:
-        for task, results in everything.items():
-            for cells in ([task, *HEADER[1:]], *(row(arm, results) for arm in results)):
-                print("  ".join(f"{cell:<16}" for cell in cells))
-    print("\n".join(notes))
+    sections = {task: [row(arm, results) for arm in results] for task, results in everything.items()}
+    print_table("same seed, same global batches", HEADER, sections)
+    print("1 thread each. step: median (best) time of forward, backward and optimizer on rank 0.")
+    print(
+        f"sync adds: forward and backward with synchronisation less without (no_sync), median of {TIMED_PAIRS} pairs."
+    )
+    print("loss vs single: largest relative difference of the training loss over all steps.")
 
 
 def draw(everything: dict[str, dict[str, dict]], path: Path) -> None:
@@ -327,7 +223,7 @@ def main() -> None:
     everything: dict[str, dict[str, dict]] = {}
     for task, title in TASKS.items():
         print(f"training the {title}: {', '.join(ARMS.values())}, in turns ...", flush=True)
-        everything[task] = run_in_turns(task, options.quick)
+        everything[task] = run(task, options.quick)
     ours = everything["gpt"]["smddp"]
     print(f'\nWhat strategy="smddp" says at the start and at the end of fit:\n\n{ours["table"]}\n{ours["report"]}\n')
     print_results(everything)
@@ -336,6 +232,8 @@ def main() -> None:
     else:
         draw(everything, OUTPUT / "demo.png")
         print(f"picture: {OUTPUT / 'demo.png'}")
+    print()
+    demo_pipeline.run(options.quick)
     print(f"{time.perf_counter() - started:.0f} s in all")
 
 

@@ -53,7 +53,6 @@ def main() -> None:
         callbacks=[PipelineTimeline(options.timeline, batch_idx=5)],  # .svg, .png, or .json for ui.perfetto.dev
         max_steps=options.steps,
         log_every_n_steps=1,
-        logger=False,
     )
     torch.set_num_threads(1)
     model = LayersGPT(options.width, options.depth, options.context)

@@ -31,18 +31,18 @@ class HuggingFace(L.LightningModule):
 
 
 def build(name: str) -> torch.nn.Module:
-    size = dict(vocab_size=256, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256)
-    pixels = dict(image_size=8, patch_size=2, num_channels=1, num_labels=10)
-    experts = dict(num_key_value_heads=2, num_local_experts=4, output_router_logits=True)
-    no_token = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
-    t5 = dict(vocab_size=256, d_model=128, d_kv=32, d_ff=256, num_layers=3, num_heads=4, decoder_start_token_id=0)
+    size = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
+    text = {"vocab_size": 256, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    pixels = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10}
+    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "output_router_logits": True}
+    t5 = {"vocab_size": 256, "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 3, "decoder_start_token_id": 0}
     models = {
-        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=256, n_embd=128, n_layer=4, n_head=4, **no_token)),
-        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**size, **no_token)),
-        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**size)),
-        "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**{**size, **pixels})),
+        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=128, n_layer=4, n_head=4, **text)),
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**size, **text)),
+        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**size, vocab_size=256)),
+        "vit": lambda: hf.ViTForImageClassification(hf.ViTConfig(**size, **pixels)),
         "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**t5)),
-        "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**size, **experts, **no_token)),
+        "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**size, **text, **experts)),
     }
     return models[name]()
 

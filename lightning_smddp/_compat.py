@@ -99,8 +99,8 @@ def forget_hooks(tensor: Tensor) -> None:
 
     The Python object remembers that it had some, and adds new ones to those, which nobody calls any more.
     """
-    tensor._backward_hooks = None  # type: ignore[assignment]
-    tensor._post_accumulate_grad_hooks = None
+    tensor._backward_hooks = None
+    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
 
 
 def write_count(tensor: Tensor) -> int:

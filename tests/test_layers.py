@@ -86,11 +86,16 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def test_communication_never_imports_lightning() -> None:
+@pytest.mark.parametrize(
+    ("layer", "forbidden"),
+    [("communication", LIGHTNING), ("pipeline", LIGHTNING), ("planner", UPSTREAM | {"numpy", "torchmetrics"})],
+)
+def test_lower_layers_import_no_higher_ones(layer: str, forbidden: set[str]) -> None:
     offenders = []
-    for path in sorted((PACKAGE / "communication").rglob("*.py")):
-        found = [(line, name) for line, name in imported_names(parse(path)) if root(name) in LIGHTNING]
-        offenders += describe(path, found)
+    for path in sorted((PACKAGE / layer).rglob("*.py")):
+        imports = list(imported_names(parse(path)))
+        offenders += describe(path, [(line, name) for line, name in imports if root(name) in forbidden])
+        offenders += describe(path, [(line, name) for line, name in imports if ".strategies" in name])
     assert offenders == []
 
 

@@ -144,13 +144,25 @@ def test_the_import_is_light() -> None:
     assert again < 500
 
 
+PIPELINES = {
+    "smddp_pipeline": "popen",
+    "smddp_pipeline_fork": "fork",
+    "smddp_pipeline_notebook": "fork",
+    "smddp_pipeline_spawn": "spawn",
+}
+
+
 # ---- in this one, where torch's autoload registered the names ----
 
 
 @pytest.mark.parametrize("module", list(_registration._REGISTRIES))
 def test_all_names(module: str) -> None:
     registry = getattr(importlib.import_module(module), _registration._REGISTRIES[module][0])
-    assert [name for name in registry.available_strategies() if name.startswith("smddp")] == NAMES
+    pipelines = PIPELINES if _registration._REGISTRIES[module][3] else []
+    names = [name for name in registry.available_strategies() if name.startswith("smddp")]
+    assert names == sorted([*NAMES, *pipelines])
+    for name in pipelines:
+        assert registry.get(name)._start_method == PIPELINES[name]
     for name in NAMES:
         strategy = registry.get(name)
         flag = {"true": True, "false": False}.get(name.rpartition("_")[2])

@@ -155,7 +155,7 @@ def ownership_of(
                 if other != ranks[plan.stage]:
                     raise SplitError(
                         f"Buffer {name!r} is changed on ranks {other} and {ranks[plan.stage]} of the pipeline: the "
-                        "module that changes it is called in several stages. Name stages by `split=` so that it is in one."
+                        "module that changes it is called in several stages. Cut elsewhere by `split=`."
                     )
     parameters = {name: tuple(dict.fromkeys(ranks[s] for s in stages)) for name, stages in homes.items()}
     return Ownership(parameters, buffers, max(ranks) + 1)

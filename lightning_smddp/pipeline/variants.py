@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from lightning_smddp.pipeline.ghosts import ReplayError, Shapes
 from lightning_smddp.pipeline.microbatches import MicroBatch, signature
@@ -70,6 +71,11 @@ class Variants:
     retrace: Callable[[Any, MicroBatch], StagedStep]
     train: bool
     _courses: dict[str, dict[tuple[str, ...], Course]] = field(default_factory=dict)
+    _parameters: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Collect the parameters once: it takes longer than to look at them."""
+        self._parameters = list(self.runtime.root.parameters())
 
     def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch) -> Course:
         """``staged`` was traced with a micro-batch like this."""
@@ -129,5 +135,5 @@ class Variants:
         return tuple(reads) or ("",)
 
     def _key(self, microbatch: MicroBatch) -> str:
-        frozen = "".join("01"[p.requires_grad] for p in self.runtime.root.parameters())
+        frozen = "".join("01"[p.requires_grad] for p in self._parameters)
         return f"{signature(microbatch)}|{frozen}"

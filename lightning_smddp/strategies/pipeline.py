@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_smddp._compat import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.full_state import broadcast_initial
+from lightning_smddp.pipeline.full_state import broadcast_initial, load_full_state_dict
 from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.verification import Finding
@@ -28,7 +29,7 @@ from lightning_smddp.strategies.hand_over import connected
 from lightning_smddp.strategies.pipeline_checks import require_supported, without_sync_advice
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.reductions import mean_by_sum
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Session, check_devices
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options, Session, check_devices
 from lightning_smddp.strategies.staged_module import StagedModule
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class PipelineParallel(_Base):
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
         algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose: as of
             ``SMDDPStrategy``; they apply to the gradients of replicas.
-        **kwargs: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
-            ``precision_plugin``, ``timeout``, ``start_method`` of ``DDPStrategy``.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, timeout, start_method: as
+            of ``DDPStrategy``.
 
     Raises:
         ValueError: an argument is not one of the valid values; the message lists them.
@@ -97,8 +98,17 @@ class PipelineParallel(_Base):
         collective_timeout: timedelta | float | None = None,
         tuning_cache: str | Path | bool = True,
         verbose: bool = True,
-        **kwargs: Any,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        communication = Options.parse(
+            algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose
+        )
         self.options = PipelineOptions.parse(
             pipeline_parallel_size,
             num_microbatches,
@@ -112,27 +122,25 @@ class PipelineParallel(_Base):
             memory_limit_gb,
             check,
             batch_size_fn,
-            algorithm,
-            compression,
-            bucket_cap_mb,
-            process_group_backend,
-            collective_timeout,
-            tuning_cache,
-            verbose,
+            communication,
         )
-        super().__init__(process_group_backend=self.options.communication.process_group_backend, **kwargs)
-        if self._ddp_kwargs:
-            raise ValueError(
-                f"{', '.join(self._ddp_kwargs)}: no such argument. DistributedDataParallel is not used here, so its "
-                "arguments have no meaning."
-            )
+        super().__init__(process_group_backend=communication.process_group_backend, **kwargs)
+        self._refuse_ddp_arguments()
         self._session = Session(self.options.communication)
         self._groups: Groups | None = None
         self._staged: StagedModule | None = None
         self._ended: StagedModule | None = None
         self._last_report: CommunicationReport | None = None
         self._accumulates = False
+        self._restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
         self._changes = ExitStack()  # of Lightning, until teardown
+
+    def _refuse_ddp_arguments(self) -> None:
+        if self._ddp_kwargs:
+            raise ValueError(
+                f"{', '.join(self._ddp_kwargs)}: no such argument. DistributedDataParallel is not used here, so its "
+                "arguments have no meaning."
+            )
 
     # ---- start and end ----
 
@@ -167,6 +175,9 @@ class PipelineParallel(_Base):
         self._staged = StagedModule(
             self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
         )
+        if self._restored is not None:
+            self._staged.load_state_dict(self._restored, strict=False)
+            self._restored = None
         self.model_to_device()
         if fits:
             self.setup_optimizers(trainer)
@@ -292,12 +303,14 @@ class PipelineParallel(_Base):
         return self._last_staged().state_dict()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a checkpoint of the whole module."""
+        """Load a checkpoint of the whole module; what has no memory yet gets its values when it does."""
         if self._staged is not None:
             self._staged.load_state_dict(checkpoint["state_dict"], strict)
-        else:
-            assert self.lightning_module is not None
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            return
+        module = self.lightning_module
+        assert module is not None
+        load_full_state_dict(module, checkpoint["state_dict"], strict)
+        self._restored = checkpoint["state_dict"] if any(p.is_meta for p in module.parameters()) else None
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0. Collective."""

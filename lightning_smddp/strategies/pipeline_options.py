@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.pipeline.placement import Grid
 from lightning_smddp.pipeline.schedules import Schedule, check, parse
 from lightning_smddp.strategies.session import Options
@@ -47,13 +44,7 @@ class PipelineOptions:
         memory_limit_gb: float | None,
         check: bool,
         batch_size_fn: Callable[[Any], int] | None,
-        algorithm: str,
-        compression: Method | dict[str, Any] | Compression | None,
-        bucket_cap_mb: float | None,
-        process_group_backend: str | None,
-        collective_timeout: timedelta | float | None,
-        tuning_cache: str | Path | bool,
-        verbose: bool,
+        communication: Options,
     ) -> PipelineOptions:
         """Check what can be checked before the number of ranks is known. Raises ``ValueError`` with the cure."""
         known = parse(schedule)
@@ -68,15 +59,6 @@ class PipelineOptions:
         if memory_limit_gb is not None and not memory_limit_gb > 0:
             raise ValueError(f"memory_limit_gb={memory_limit_gb!r} has to be positive (GiB a rank), or None.")
         Grid.of(1, 1, placement)
-        communication = Options.parse(
-            algorithm,
-            compression,
-            bucket_cap_mb,
-            process_group_backend,
-            collective_timeout,
-            tuning_cache,
-            verbose,
-        )
         return cls(
             pipeline_parallel_size=pipeline_parallel_size,
             num_microbatches=None if isinstance(num_microbatches, str) else num_microbatches,

@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import Timer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.strategies.learners import samples
-from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of, outcome
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, name_of, outcome
 
 HOOKS = sorted(
     name
@@ -152,10 +146,6 @@ class Data(LightningDataModule):
         return DataLoader(samples(30), batch_size=7)
 
 
-class Module(Evaluated):
-    train_dataloader = val_dataloader = None  # type: ignore[assignment]
-
-
 def data_module(bench: Bench) -> Any:
     model, data = Evaluated(), Data()
     trainer = bench.trainer(reload_dataloaders_every_n_epochs=1)
@@ -188,25 +178,6 @@ class Optimist(Evaluated):
 
 def optimist(bench: Bench) -> Any:
     return bench.fit(Optimist())
-
-
-# ---- averaging of weights ----
-
-
-def swa(bench: Bench) -> Any:
-    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2)
-    model = Net()
-    trainer = bench.trainer(callbacks=[averaging], max_epochs=5)
-    trainer.fit(model)
-    return outcome(model, trainer)
-
-
-def ema(bench: Bench) -> Any:
-    averaging = WeightAveraging(avg_fn=lambda mean, value, count: 0.9 * mean + 0.1 * value)
-    model = Evaluated()
-    trainer = bench.trainer(callbacks=[averaging], max_epochs=3)
-    trainer.fit(model)
-    return outcome(model, trainer)
 
 
 def timer(bench: Bench) -> Any:

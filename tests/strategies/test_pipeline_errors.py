@@ -1,0 +1,244 @@
+"""What a pipeline cannot do is said by name, on every rank, and nothing hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_smddp import PipelineStrategy
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import samples
+from tests.strategies.pipeline_learners import Bench, Evaluated, Net
+
+
+def refused(make: Any, options: dict[str, Any], trainer_options: dict[str, Any]) -> str:
+    """Body of a rank: the error that ``fit`` raises."""
+    try:
+        trainer_options = {key: value() if callable(value) else value for key, value in trainer_options.items()}
+        Bench({"collective_timeout": 30}).trainer(options, **trainer_options).fit(make())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def assert_refused(
+    expected: str, make: Any, options: dict[str, Any] | None = None, ranks: int = 2, **trainer_options: Any
+) -> None:
+    for error in run_trainer_ranks(refused, ranks, make, options or {}, trainer_options, timeout=40):
+        assert expected in error
+
+
+# ---- at start ----
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def compiled() -> Any:
+    return torch.compile(Net(), backend="eager")
+
+
+class FromIterator(Net):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return self.loss(next(dataloader_iter)[0])
+
+
+class Huge(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class NoScalar(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+
+
+class NoLoss(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.net(batch[0])
+
+
+class DictWithoutLoss(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"output": self.net(batch[0]).sum()}
+
+
+class Detached(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch).detach()
+
+
+class TwoOptimizers(Net):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
+
+
+def swa() -> Any:
+    return [StochasticWeightAveraging(swa_lrs=0.05)]
+
+
+def weight_averaging() -> Any:
+    return [WeightAveraging()]
+
+
+@pytest.mark.parametrize(
+    ("expected", "make"),
+    [
+        ("Manual uses manual optimization (automatic_optimization=False)", Manual),
+        ("Net was compiled with `torch.compile`", compiled),
+        ("FromIterator.training_step takes `dataloader_iter`", FromIterator),
+        ("LBFGS cannot be used with a pipeline", Huge),
+        ("`training_step` returned is a tensor of shape", NoScalar),
+        ("`training_step` returned None", NoLoss),
+        ("a dict without 'loss' (it has 'output')", DictWithoutLoss),
+        ("does not depend on any parameter", Detached),
+        ("multiple optimizers is only supported with manual", TwoOptimizers),
+    ],
+)
+def test_modules(expected: str, make: Any) -> None:
+    assert_refused(expected, make)
+
+
+@pytest.mark.parametrize(
+    ("expected", "callbacks"),
+    [("StochasticWeightAveraging keeps a second copy", swa), ("WeightAveraging keeps a second copy", weight_averaging)],
+)
+def test_callbacks(expected: str, callbacks: Any) -> None:
+    assert_refused(expected, Net, callbacks=callbacks)
+
+
+@pytest.mark.parametrize(
+    ("expected", "options", "ranks"),
+    [
+        ("as many micro-batches as there are stages", {"num_microbatches": 2}, 3),
+        ("makes 3 stages, but there are 2", {"split": ["net.2", "net.4"]}, 2),
+        ("net.99", {"split": ["net.99"]}, 2),
+        ("pipeline_parallel_size=2", {"pipeline_parallel_size": 2}, 3),
+        ("stages", {"schedule": "interleaved_1f1b", "stages_per_rank": 5}, 2),
+        ("memory_limit_gb", {"memory_limit_gb": 1e-9}, 2),
+    ],
+)
+def test_layouts(expected: str, options: dict[str, Any], ranks: int) -> None:
+    assert_refused(expected, Net, options, ranks)
+
+
+@pytest.mark.parametrize(
+    ("expected", "options"),
+    [
+        ("schedule='2f2b'", {"schedule": "2f2b"}),
+        ("num_microbatches=0", {"num_microbatches": 0}),
+        ("stages_per_rank='two'", {"stages_per_rank": "two"}),
+        ("split='net.2'", {"split": "net.2"}),
+        ("placement", {"placement": "random"}),
+        ("pipeline_parallel_size=-1", {"pipeline_parallel_size": -1}),
+        ("active_microbatches=0", {"active_microbatches": 0}),
+        ("memory_limit_gb=-1", {"memory_limit_gb": -1}),
+    ],
+)
+def test_arguments(expected: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=expected):
+        PipelineStrategy(**options)
+
+
+# ---- while running ----
+
+
+class Failing(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise ZeroDivisionError("the user's own")
+        return super().training_step(batch, batch_idx)
+
+
+class FailingAtOnce(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        raise ZeroDivisionError("the user's own")
+
+
+class FailingLate(Evaluated):
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        out = self.net(batch[0])
+        if not self.trainer.sanity_checking:
+            raise ZeroDivisionError(f"the user's own, {out.shape}")
+
+
+class FailingHook(Net):
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise ZeroDivisionError("the user's own")
+
+
+@pytest.mark.parametrize("make", [Failing, FailingAtOnce, FailingHook])
+def test_exceptions_of_the_user_come_out_as_they_are(make: Any) -> None:
+    assert_refused("ZeroDivisionError: the user's own", make)
+
+
+def late() -> str:
+    return refused(FailingLate, {}, {})
+
+
+def test_an_exception_that_only_the_last_stage_meets() -> None:
+    """It is raised there; the other ranks end too."""
+    first, last = run_trainer_ranks(refused, 2, FailingLate, {}, {}, timeout=60)
+    assert "ZeroDivisionError: the user's own" in last
+    assert first != "nothing"
+
+
+class Opaque:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class OpaqueBatches(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch["o"].x).sum() / len(batch["y"])
+
+    def train_dataloader(self) -> Any:
+        def collate(rows: list[Any]) -> Any:
+            return {"o": Opaque(torch.stack([x for x, _ in rows])), "y": torch.stack([y for _, y in rows])}
+
+        return DataLoader(samples(16), batch_size=8, collate_fn=collate)
+
+
+def test_batches_that_cannot_be_cut() -> None:
+    assert_refused("['o'] is a Opaque", OpaqueBatches)
+
+
+class Reading(Net):
+    """Reads an activation's value between two modules."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x = self.net[:4](batch[0])
+        if x.sum().item() > 1e9:
+            x = x * 2
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+
+def test_reading_a_value_between_modules() -> None:
+    assert_refused("item", Reading)
+
+
+def test_learning_rate_finder_ends() -> None:
+    """It restores a checkpoint in the middle of a run."""
+    assert_refused("nothing", WithRate, callbacks=finder)
+
+
+class WithRate(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def finder() -> Any:
+    return [LearningRateFinder(num_training_steps=8)]

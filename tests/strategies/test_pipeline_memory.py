@@ -1,0 +1,146 @@
+"""Models that are never whole on a rank, and activation checkpointing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import QUIET
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """With a parameter of its own, a buffer, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shift", torch.linspace(0, 1, WIDTH), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x))) * self.scale + self.shift
+
+
+class Configured(LightningModule):
+    """Makes its layers in ``configure_model``."""
+
+    depth = 6
+
+    def configure_model(self) -> None:
+        if hasattr(self, "blocks"):
+            return
+        self.blocks = nn.ModuleList(Block() for _ in range(self.depth))
+        self.head = nn.Linear(WIDTH, 3)
+        self.born_whole = not any(parameter.is_meta for parameter in self.parameters())
+
+    def step(self, batch: list[Tensor]) -> Tensor:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.step(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.step(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def loader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(24, WIDTH, generator=generator)
+        return DataLoader(TensorDataset(x, x[:, :3].argmax(1)), batch_size=8)
+
+    train_dataloader = val_dataloader = loader
+
+
+def saved(
+    directory: str, options: dict[str, Any], trainer_options: dict[str, Any] | None = None, ckpt_path: str | None = None
+) -> Any:
+    """Train, with a checkpoint at the end: metrics, names of what is here, whether it was born whole, the file."""
+    from lightning_smddp import PipelineStrategy
+
+    torch.manual_seed(7)
+    module, checkpoint = Configured(), ModelCheckpoint(directory)
+    trainer = Trainer(
+        strategy=PipelineStrategy(num_microbatches=4, verbose=False, **options),
+        devices=int(os.environ["WORLD_SIZE"]),
+        callbacks=[checkpoint],
+        **{**QUIET, "enable_checkpointing": True, "max_epochs": 2, **(trainer_options or {})},
+    )
+    trainer.fit(module, ckpt_path=ckpt_path)
+    here = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return metrics, here, module.born_whole, checkpoint.best_model_path
+
+
+def test_a_model_without_memory_is_the_same_for_any_number_of_stages(tmp_path: Path) -> None:
+    two = run_trainer_ranks(saved, 2, str(tmp_path / "2"), {"meta_init": True}, {"num_sanity_val_steps": 0})
+    three = run_trainer_ranks(saved, 3, str(tmp_path / "3"), {"meta_init": True})  # divided by the validation step
+    for results in (two, three):
+        assert not any(born_whole for _, _, born_whole, _ in results)
+        names = [name for _, here, _, _ in results for name in here]
+        assert len(names) == len(set(names)) == 6 * 5 + 2  # each parameter on one rank, to the end
+    for metrics, *_ in [*two, *three]:
+        torch.testing.assert_close(metrics, two[0][0], rtol=1e-5, atol=1e-6)
+    states = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("*/*.ckpt"))]
+    assert len(states) == 2
+    torch.testing.assert_close(states[0]["state_dict"], states[1]["state_dict"], rtol=1e-5, atol=1e-6)
+    assert list(states[0]["state_dict"]) == list(plain_keys())
+
+
+def plain_keys() -> Any:
+    module = Configured()
+    module.configure_model()
+    return module.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_model_without_memory_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    whole = run_trainer_ranks(saved, 2, str(tmp_path / "a"), {"meta_init": True})
+    first = run_trainer_ranks(saved, 2, str(tmp_path / "b"), {"meta_init": True}, {"max_epochs": 1})
+    rest = run_trainer_ranks(saved, 3, str(tmp_path / "c"), {"meta_init": True}, {}, first[0][3])
+    for metrics, *_ in rest:
+        torch.testing.assert_close(metrics, whole[0][0], rtol=1e-5, atol=1e-6)
+
+
+def checkpointed(activation_checkpointing: bool, schedule: str) -> Any:
+    from lightning_smddp import PipelineStrategy
+
+    torch.manual_seed(7)
+    module = Configured()
+    strategy = PipelineStrategy(
+        num_microbatches=4, verbose=False, schedule=schedule, activation_checkpointing=activation_checkpointing
+    )
+    trainer = Trainer(strategy=strategy, devices=2, **{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0})
+    trainer.fit(module)
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    return weights, float(trainer.callback_metrics["loss"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+def test_activation_checkpointing_changes_nothing_but_memory(schedule: str) -> None:
+    plain = run_trainer_ranks(checkpointed, 2, False, schedule)
+    sparing = run_trainer_ranks(checkpointed, 2, True, schedule)
+    for (weights, loss), (expected, expected_loss) in zip(sparing, plain, strict=True):
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
