@@ -160,7 +160,7 @@ def test_all_names(module: str) -> None:
     registry = getattr(importlib.import_module(module), _registration._REGISTRIES[module][0])
     pipelines = PIPELINES if _registration._REGISTRIES[module][3] else []
     names = [name for name in registry.available_strategies() if name.startswith("smddp")]
-    assert names == sorted([*NAMES, *pipelines])
+    assert sorted(names) == sorted([*NAMES, *pipelines])
     for name in pipelines:
         assert registry.get(name)._start_method == PIPELINES[name]
     for name in NAMES:

@@ -86,8 +86,8 @@ class DividedModule:
     ) -> None:
         self.module, self.options, self.groups, self.device = module, options, groups, device
         self._weights, self._seed = weights, seed
-        self.weighting, self.warning = self._weigh(step, pair)
         self.division = self._divide(step, microbatches, resources)
+        self.weighting, self.warning = self._weigh(step, pair)
         self._place()
         ownership, rank = self.division.ownership, groups.place
         held = held_parameters(module, ownership, rank)

@@ -5,6 +5,7 @@ The main flow: :meth:`PipelineParallel.training_step` -> ``StagedModule.run`` ->
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -25,6 +26,7 @@ from lightning_smddp.pipeline.full_state import broadcast_initial, load_full_sta
 from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.verification import Finding
+from lightning_smddp.strategies.failures import leave_failure, shared_failures
 from lightning_smddp.strategies.hand_over import connected
 from lightning_smddp.strategies.pipeline_checks import require_supported, without_sync_advice
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+_runs = itertools.count()  # the same on every rank
 _STEP_CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
@@ -110,37 +113,28 @@ class PipelineParallel(_Base):
             algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose
         )
         self.options = PipelineOptions.parse(
-            pipeline_parallel_size,
-            num_microbatches,
-            schedule,
-            stages_per_rank,
-            split,
-            placement,
-            active_microbatches,
-            activation_checkpointing,
-            meta_init,
-            memory_limit_gb,
-            check,
-            batch_size_fn,
-            communication,
+            pipeline_parallel_size, num_microbatches, schedule, stages_per_rank, split, placement, active_microbatches,
+            activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, communication,
+        )  # fmt: skip
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=communication.process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
-        super().__init__(process_group_backend=communication.process_group_backend, **kwargs)
-        self._refuse_ddp_arguments()
         self._session = Session(self.options.communication)
         self._groups: Groups | None = None
         self._staged: StagedModule | None = None
         self._ended: StagedModule | None = None
+        self._failure_key = "smddp_pipeline/failure at start"
         self._last_report: CommunicationReport | None = None
         self._accumulates = False
         self._restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
         self._changes = ExitStack()  # of Lightning, until teardown
-
-    def _refuse_ddp_arguments(self) -> None:
-        if self._ddp_kwargs:
-            raise ValueError(
-                f"{', '.join(self._ddp_kwargs)}: no such argument. DistributedDataParallel is not used here, so its "
-                "arguments have no meaning."
-            )
 
     # ---- start and end ----
 
@@ -172,6 +166,7 @@ class PipelineParallel(_Base):
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
+        self._failure_key = f"smddp_pipeline/failure in run {next(_runs)}"
         self._staged = StagedModule(
             self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
         )
@@ -192,6 +187,11 @@ class PipelineParallel(_Base):
         """Move what is not divided yet, if it fits."""
         assert self._staged is not None
         self._staged.to_device()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the other ranks know."""
+        leave_failure(self._failure_key, exception)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Give back a whole module, and free groups and memory."""
@@ -227,7 +227,8 @@ class PipelineParallel(_Base):
         expected = staged.scale() / trainer.accumulate_grad_batches
         accumulates = self._accumulates
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
-        output = staged.train(batch, rest, expected, continues, self._zeroes_as_usual(), accumulates)
+        with shared_failures(self._failure_key):
+            output = staged.train(batch, rest, expected, continues, self._zeroes_as_usual(), accumulates)
 
         def deliver(arrived: Tensor) -> None:
             staged.deliver(arrived, expected, accumulates)
@@ -251,7 +252,8 @@ class PipelineParallel(_Base):
     def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         staged = self._require_staged()
         batch, *rest = [*args, *kwargs.values()]
-        return staged.evaluate(hook, batch, rest, may_wait=self._trainer.sanity_checking)
+        with shared_failures(self._failure_key):
+            return staged.evaluate(hook, batch, rest, may_wait=self._trainer.sanity_checking)
 
     def _step_context(self, hook: str) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()

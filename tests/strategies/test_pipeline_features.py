@@ -287,6 +287,21 @@ def unused(bench: Bench) -> Any:
     return bench.fit(Chosen())
 
 
+class Reading(Net):
+    """Reads an activation's value between two modules."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x = self.net[:4](batch[0])
+        self.losses.append(x.mean().item())
+        if x.sum().item() > 0:
+            x = x * 2
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+
+def reading(bench: Bench) -> Any:
+    return bench.fit(Reading(batch_size=2), {"num_microbatches": 1})
+
+
 class Closure(Net):
     """An own ``optimizer_step``: warms the rate up, and skips every other step."""
 
@@ -349,6 +364,7 @@ CASES = [
     gpt_checkpointed,
     unused,
     own_optimizer_step,
+    reading,
     buffers,
 ]
 TOLERANCE = {bf16_mixed: 0.02, bf16_true: 0.05, fp16_with_overflow: 5e-3, fp16_accumulation: 5e-3}
