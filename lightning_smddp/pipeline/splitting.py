@@ -218,13 +218,14 @@ def partition(
 def _what_forbids(program: Program) -> str:
     """Where the step cannot be cut, and why: the first such place."""
     _, reader = program.last_cut()
-    if reader is not None:
+    last_unit = max((item.index for item in program.items if item.module is not None), default=-1)
+    if reader is not None and reader.index < last_unit:
         return (
             f" Nothing can be cut off behind {reader.name}, as the step reads a tensor's value there, in "
             f"{reader.place}: only one stage knows it. Move this code behind the last module, or into a module."
         )
     allowed = set(program.cuts())
-    forbidden = next((cut for cut in range(1, len(program.items)) if cut not in allowed), None)
+    forbidden = next((cut for cut in range(1, last_unit + 1) if cut not in allowed), None)
     if forbidden is None:
         return ""
     return f" No stage may begin with {program.items[forbidden].name}: {program.obstacle_to(forbidden)}."

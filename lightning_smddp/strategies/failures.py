@@ -35,7 +35,9 @@ def shared_failures(key: str) -> Iterator[None]:
 
 def _is_of_communication(error: BaseException) -> bool:
     """Whether ``error`` may be the consequence of another rank's. Gloo's errors have no type of their own."""
-    return isinstance(error, (dist.DistError, RankFailedError)) or (type(error) is RuntimeError and "gloo" in str(error))
+    return isinstance(error, (dist.DistError, RankFailedError)) or (
+        type(error) is RuntimeError and "gloo" in str(error)
+    )
 
 
 def leave_failure(key: str, error: BaseException) -> bool:

@@ -101,7 +101,7 @@ class StagedModule:
         step = self._step("training_step", arguments, scale)
         divided = self.divided
         if divided is None:
-            divided = self._divide(step, microbatches, split(batch, max(1, len(microbatches) // 2))[0])
+            divided = self._divide(step, microbatches, self._pair(batch, len(microbatches)))
             microbatches = divided.weighting.apply(microbatches)
         courses = divided.courses(step, microbatches)
         divided.window.begin(len(microbatches), continues, may_drop, accumulates)
@@ -155,8 +155,17 @@ class StagedModule:
         cache = self._caches.setdefault(("batch", hook), HeaderCache())
         return broadcast_structure(batch, self.groups.pipeline, 0, self.device, cache=cache, like=batch)
 
+    def _size(self, batch: Any) -> int | None:
+        return None if self.options.batch_size_fn is None else self.options.batch_size_fn(batch)
+
+    def _pair(self, batch: Any, num_microbatches: int) -> MicroBatch | None:
+        """As many rows as two micro-batches have; None if batches are never cut."""
+        if self.options.num_microbatches == 1:
+            return None
+        return split(batch, max(1, num_microbatches // 2), self._size(batch))[0]
+
     def _microbatches(self, batch: Any) -> list[MicroBatch]:
-        size = None if self.options.batch_size_fn is None else self.options.batch_size_fn(batch)
+        size = self._size(batch)
         count = self.options.num_microbatches
         if count is None:
             count = self._auto_count(split(batch, 1, size)[0].size)

@@ -6,10 +6,12 @@ import os
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.ranks import RanksFailedError, run_trainer_ranks
-from tests.strategies.learners import Learner, Outcome, assert_equal, fit, silent
+from tests.strategies.learners import CLASSES, INPUTS, Learner, Outcome, assert_equal, fit, silent
 
 PRECISIONS = ["32-true", "16-mixed", "bf16-mixed"]
 
@@ -71,3 +73,55 @@ def test_shared_memory_is_for_cpu_gradients() -> None:
     assert sorted(caught.value.tracebacks) == [0, 1]
     for text in caught.value.tracebacks.values():
         assert "ValueError: algorithm='shared_memory' cannot be used" in text
+
+
+class Deep(Learner):
+    """With a unit for each of four stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            layers = [nn.Linear(INPUTS, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)]
+            self.net = nn.Sequential(*layers)
+
+
+def deep_alone(options: dict[str, Any]) -> Outcome:
+    return on_cpu(fit("auto", Deep(), accelerator="gpu", **options))
+
+
+def pipeline_on_gpu(strategies: list[dict[str, Any]], options: dict[str, Any]) -> list[Outcome]:
+    """Train under a pipeline with each of these arguments."""
+    from lightning_smddp import PipelineStrategy
+
+    made = [PipelineStrategy(verbose=False, **arguments) for arguments in strategies]
+    return [on_cpu(fit(strategy, Deep(), accelerator="gpu", **options)) for strategy in made]
+
+
+ONE_STAGE = {"num_microbatches": 2}
+TWO_STAGES = {"num_microbatches": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}
+SCHEDULES = [TWO_STAGES, {**TWO_STAGES, "schedule": "interleaved_zero_bubble"}, {**ONE_STAGE, "schedule": "dualpipev"}]
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_pipeline_on_one_gpu_equals_a_plain_trainer(precision: str) -> None:
+    (outcomes,) = run_trainer_ranks(pipeline_on_gpu, 1, [ONE_STAGE, *SCHEDULES], {"precision": precision})
+    (alone,) = run_trainer_ranks(deep_alone, 1, {"precision": precision})
+    for outcome in outcomes:
+        assert_weights_equal(outcome, alone, 1e-5 if precision == "32-true" else 2e-2)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_pipeline_on_two_gpus_equals_a_plain_trainer(precision: str) -> None:
+    schedules = [ONE_STAGE, *SCHEDULES]
+    (alone,) = run_trainer_ranks(deep_alone, 1, {"precision": precision})
+    for outcomes in run_trainer_ranks(pipeline_on_gpu, 2, schedules, {"precision": precision}):
+        for outcome in outcomes:
+            assert_weights_equal(outcome, alone, 1e-5 if precision == "32-true" else 2e-2)
+
+
+def assert_weights_equal(actual: Outcome, expected: Outcome, tolerance: float) -> None:
+    """The module's own list of losses has the batch's losses under a pipeline only where its step ends."""
+    torch.testing.assert_close(actual.weights, expected.weights, rtol=tolerance, atol=tolerance)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -17,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import CLASSES, make_trainer
-from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, Net, assert_same, name_of, outcome
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
@@ -110,8 +108,14 @@ def test_saves_what_one_process_saves(alone: Any, piped: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    [(2, {}), (3, {}), (2, {"schedule": "interleaved_1f1b"}), (2, "smddp"), (4, {"pipeline_parallel_size": 2})],
-    ids=["2", "3", "interleaved", "smddp", "2x2"],
+    [
+        (2, {}),
+        (3, {}),
+        (2, "smddp"),
+        pytest.param(2, {"schedule": "interleaved_1f1b"}, marks=pytest.mark.slow),
+        pytest.param(4, {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["2", "3", "smddp", "interleaved", "2x2"],
 )
 def test_resumes(ranks: int, strategy: Any, alone: Any, piped: Path, tmp_path: Path) -> None:
     """From two stages to any layout: as if nothing had happened."""
@@ -229,4 +233,3 @@ TWO = Matrix(CASES)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
     TWO.compare(case, str(tmp_path_factory.getbasetemp() / "checkpoints"))
-WARN=["Checkpoint directory"]

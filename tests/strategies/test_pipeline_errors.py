@@ -169,7 +169,7 @@ class FailingAtOnce(Net):
 class FailingLate(Evaluated):
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         out = self.net(batch[0])
-        if not self.trainer.sanity_checking:
+        if self.current_epoch == 1:
             raise ZeroDivisionError(f"the user's own, {out.shape}")
 
 

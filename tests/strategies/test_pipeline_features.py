@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from tests.strategies.learners import CLASSES, INPUTS
@@ -299,7 +300,7 @@ class Reading(Net):
 
 
 def reading(bench: Bench) -> Any:
-    return bench.fit(Reading(batch_size=2), {"num_microbatches": 1})
+    return bench.fit(Reading(), {"num_microbatches": 1})
 
 
 class Closure(Net):

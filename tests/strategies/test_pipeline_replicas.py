@@ -74,7 +74,6 @@ FOUR = Matrix(
         replicas(accumulate_grad_batches=2, gradient_clip_val=0.1),
         replicas({"active_microbatches": 2}, accumulate_grad_batches=3),
         replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2),
-        
     ],
     4,
 )

@@ -101,6 +101,3 @@ BATCHES = Matrix(
 @pytest.mark.parametrize("case", BATCHES.cases, ids=name_of)
 def test_batches(case: Case) -> None:
     BATCHES.compare(case)
-
-
-
