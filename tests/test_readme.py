@@ -13,13 +13,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_smddp import Compression, SMDDPFabricStrategy, SMDDPStrategy
+from lightning_smddp import Compression, PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
+from lightning_smddp.pipeline.schedules import SCHEDULES, orders
+from lightning_smddp.planner.actions import Action, parse_action
+from lightning_smddp.planner.schedules import simulated_bound
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 GUIDE = ROOT / "docs" / "data_parallel.md"
+PIPELINE_GUIDE = ROOT / "docs" / "pipeline.md"
 PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Quoted in the guide, but not ours: Lightning's and gloo's.
 OTHERS_MESSAGES = (
@@ -50,13 +54,13 @@ def test_the_first_program_is_short() -> None:
     assert len(snippets(README, "python")[0].splitlines()) <= 6
 
 
-@pytest.mark.slow
-def test_the_first_program_trains_on_two_ranks(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(snippets(README, "python")[0])
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+def output_of(program: str, directory: Path) -> str:
+    """What a program prints that is run as a script."""
+    (directory / "train.py").write_text(program)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(directory / "cache")}
     result = subprocess.run(
         [sys.executable, "train.py"],
-        cwd=tmp_path,
+        cwd=directory,
         env=environment,
         capture_output=True,
         text=True,
@@ -64,11 +68,29 @@ def test_the_first_program_trains_on_two_ranks(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "2 ranks on cpu" in result.stdout
-    assert "gradient communication over 32 steps" in result.stdout
+    return result.stdout
 
 
-FRAGMENTS = [text for page in (README, GUIDE) for text in snippets(page, "python") if ".fit(" not in text]
+@pytest.mark.slow
+def test_the_first_program_trains_on_two_ranks(tmp_path: Path) -> None:
+    output = output_of(snippets(README, "python")[0], tmp_path)
+    assert "2 ranks on cpu" in output
+    assert "gradient communication over 32 steps" in output
+
+
+def test_the_first_pipeline_is_the_same_on_both_pages() -> None:
+    assert snippets(README, "python")[1] == snippets(PIPELINE_GUIDE, "python")[0]
+
+
+@pytest.mark.slow
+def test_the_first_pipeline_trains_on_two_ranks(tmp_path: Path) -> None:
+    output = output_of(snippets(PIPELINE_GUIDE, "python")[0], tmp_path)
+    assert "stage 1 on rank 1" in output
+
+
+FRAGMENTS = [
+    text for page in (README, GUIDE, PIPELINE_GUIDE) for text in snippets(page, "python") if ".fit(" not in text
+]
 
 
 @pytest.mark.parametrize("text", FRAGMENTS, ids=lambda text: text.strip().splitlines()[-1][:40])
@@ -92,6 +114,37 @@ def test_options_table_is_the_signature() -> None:
         own = [parameter for parameter in signature if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
         expected = {p.name: repr(p.default).replace("'", '"') for p in own if p.name != "self"}
         assert documented == expected
+
+
+def test_pipeline_arguments_are_the_signature() -> None:
+    rows = first_cells(PIPELINE_GUIDE, "## Arguments")
+    documented = {name: row[1].strip("`") for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    parameters = inspect.signature(PipelineStrategy.__init__).parameters.values()
+    expected = {p.name: repr(p.default).replace("'", '"') for p in parameters if p.name != "self"}
+    assert list(documented) == list(expected)
+    assert {name: text for name, text in documented.items() if not text.startswith("as of")}.items() <= expected.items()
+
+
+def test_schedules_table_is_what_schedules_say() -> None:
+    rows = {row[0].split("`")[1]: row for row in first_cells(PIPELINE_GUIDE, "## Schedules")}
+    assert list(rows) == list(SCHEDULES)
+    for name, schedule in SCHEDULES.items():
+        assert all(f"`{alias}`" in rows[name][0] for alias in schedule.aliases)
+        assert rows[name][3] == (f"`{schedule.substitute}`" if schedule.substitute else "-")
+        order = orders(schedule, 4, 4 * schedule.default_stages_per_rank, 8)
+        actions = {rank: [parse_action(text) for text in texts] for rank, texts in order.items()}
+        assert rows[name][5] == f"{100 * simulated_bound(actions):.0f} %"
+        held = max(most_held(actions[rank]) for rank in actions) / schedule.default_stages_per_rank
+        assert rows[name][4] == f"{held:g}"
+
+
+def most_held(actions: list[Action]) -> int:
+    """The most forwards of one rank that wait for the end of their backward."""
+    held = most = 0
+    for action in actions:
+        held += {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        most = max(most, held)
+    return most
 
 
 def test_algorithms_and_methods_are_all_there() -> None:
@@ -150,7 +203,8 @@ def package_strings() -> str:
 
 
 def quoted_messages() -> list[str]:
-    rows = first_cells(GUIDE, "### At the start") + first_cells(GUIDE, "### While training")
+    headings = ("### At the start", "### While training")
+    rows = [row for page in (GUIDE, PIPELINE_GUIDE) for heading in headings for row in first_cells(page, heading)]
     quoted = [message for row in rows for message in re.findall(r"``(.+?)``|`([^`]+)`", row[0])]
     return [double or single for double, single in quoted]
 

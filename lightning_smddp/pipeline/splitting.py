@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
 from lightning_smddp.pipeline.live_sets import live_sets, natural_bytes
@@ -101,7 +104,7 @@ def problem_of(
 ) -> PartitionProblem:
     """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
     allowed = set(program.cuts())
-    costs = [_cost(item, reference, checkpointing) for item in program.items]
+    costs = _evened([_cost(item, reference, checkpointing) for item in program.items], program, resources)
     cuts = [natural_bytes(program, cut) if cut in allowed else float("inf") for cut in range(len(costs) + 1)]
     return PartitionProblem(
         items=costs,
@@ -123,6 +126,27 @@ def _cost(item: Item, reference: Reference | None, checkpointing: bool) -> Cost:
         backward += forward
     kept = 0 if checkpointing and item.module is not None else item.activation_bytes
     return Cost(item.name, forward, backward, kept, item.parameters, item.module is not None)
+
+
+def _evened(costs: list[Cost], program: Program, resources: Resources) -> list[Cost]:
+    """The same times for layers of one kind: one measurement of each may be cold, or disturbed.
+
+    Layers are of one kind if their names differ in numbers only, and parameters, activations and outputs are as large.
+    """
+    kinds: dict[Hashable, list[Cost]] = defaultdict(list)
+    keys = []
+    for item, cost in zip(program.items, costs, strict=True):
+        sizes = tuple(resources.parameter_bytes.get(name, 0) for name in item.parameters)
+        shapes = tuple(tuple(program.values[value].shape) for value in item.outputs)
+        keys.append(
+            (re.sub(r"\d+", "#", item.name) if item.module else item.index, sizes, shapes, cost.activation_bytes)
+        )
+        kinds[keys[-1]].append(cost)
+    forward = {key: median(cost.forward_s for cost in alike) for key, alike in kinds.items()}
+    backward = {key: median(cost.backward_s for cost in alike) for key, alike in kinds.items()}
+    return [
+        replace(cost, forward_s=forward[key], backward_s=backward[key]) for key, cost in zip(keys, costs, strict=True)
+    ]
 
 
 def choose_units(

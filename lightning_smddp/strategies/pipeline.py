@@ -28,7 +28,11 @@ from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.verification import Finding
 from lightning_smddp.strategies.failures import leave_failure, shared_failures
 from lightning_smddp.strategies.hand_over import connected
-from lightning_smddp.strategies.pipeline_checks import require_supported, without_sync_advice
+from lightning_smddp.strategies.pipeline_checks import (
+    require_samplers_of_replicas,
+    require_supported,
+    without_sync_advice,
+)
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options, Session, check_devices
@@ -216,6 +220,12 @@ class PipelineParallel(_Base):
 
     def _meta(self) -> AbstractContextManager[None]:
         return parameters_on_meta() if self.options.meta_init else nullcontext()
+
+    def on_train_start(self) -> None:
+        """Look at the data's samplers."""
+        super().on_train_start()
+        assert self._groups is not None
+        require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.grid.num_replicas)
 
     # ---- steps ----
 

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import DistributedSampler
+
 from lightning_smddp._compat import is_compiled_module
+from lightning_smddp.pipeline.structure import leaves
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -60,3 +63,16 @@ def without_sync_advice(wrong: bool) -> Iterator[None]:
     finally:
         if entry not in before:
             warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list; typeshed shows a Sequence
+
+
+def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:
+    """Raise ``ValueError`` if a ``DistributedSampler`` of the user's own takes each rank for a replica."""
+    for loader in leaves(loaders):
+        for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            if isinstance(sampler, DistributedSampler) and sampler.num_replicas != num_replicas:
+                raise ValueError(
+                    f"The DataLoader's DistributedSampler has num_replicas={sampler.num_replicas}, but there are "
+                    f"{num_replicas} replicas: all ranks of a pipeline work on one batch, so the other data would "
+                    "never be used. Leave the sampler to Lightning, or make it with "
+                    "`DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
+                )

@@ -125,7 +125,7 @@ class Block(nn.Module):
 
 
 class Gpt(LightningModule):
-    """Calls blocks of a ``ModuleList`` in ``training_step``; embedding and head share their weight; sequence lengths change."""
+    """Calls blocks of a ``ModuleList`` in ``training_step``; embedding and head share a weight; lengths change."""
 
     def __init__(self, layers: int = 4, width: int = 8) -> None:
         super().__init__()

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.ranks import RanksFailedError, run_trainer_ranks
-from tests.strategies.learners import CLASSES, INPUTS, Learner, Outcome, assert_equal, fit, silent
+from tests.strategies.learners import CLASSES, INPUTS, Learner, Outcome, assert_equal, fit, samples, silent
 
 PRECISIONS = ["32-true", "16-mixed", "bf16-mixed"]
 
@@ -85,6 +86,9 @@ class Deep(Learner):
             layers = [nn.Linear(INPUTS, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)]
             self.net = nn.Sequential(*layers)
 
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(self.count), batch_size=self.batch_size)  # a pipeline is one replica
+
 
 def deep_alone(options: dict[str, Any]) -> Outcome:
     return on_cpu(fit("auto", Deep(), accelerator="gpu", **options))
@@ -100,7 +104,11 @@ def pipeline_on_gpu(strategies: list[dict[str, Any]], options: dict[str, Any]) -
 
 ONE_STAGE = {"num_microbatches": 2}
 TWO_STAGES = {"num_microbatches": 2, "schedule": "interleaved_1f1b", "stages_per_rank": 2}
-SCHEDULES = [TWO_STAGES, {**TWO_STAGES, "schedule": "interleaved_zero_bubble"}, {**ONE_STAGE, "schedule": "dualpipev"}]
+SCHEDULES = [
+    TWO_STAGES,
+    {**TWO_STAGES, "schedule": "interleaved_zero_bubble"},
+    {"num_microbatches": 4, "schedule": "dualpipev"},
+]
 
 
 @pytest.mark.gpus(1)

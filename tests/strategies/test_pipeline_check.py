@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import QUIET
@@ -235,3 +236,20 @@ def test_the_timeline_refuses_other_files() -> None:
         PipelineTimeline("timeline.pdf")
     with pytest.raises(ValueError, match="at least 1"):
         PipelineTimeline("timeline.svg", batch_idx=0)
+
+
+class SampledByHand(Chain):
+    """Takes each rank for a replica, as scripts written for data parallelism do."""
+
+    def train_dataloader(self) -> Any:
+        data = super().train_dataloader().dataset
+        return DataLoader(data, batch_size=8, sampler=DistributedSampler(data) if dist.is_initialized() else None)
+
+
+def test_a_sampler_for_ranks_is_refused() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_trainer_ranks(pipelined, 2, SampledByHand)
+    assert sorted(failure.value.tracebacks) == [0, 1]
+    for text in failure.value.tracebacks.values():
+        assert "has num_replicas=2, but there are 1 replicas" in text
+        assert "trainer.distributed_sampler_kwargs" in text

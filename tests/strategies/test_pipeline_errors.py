@@ -217,6 +217,20 @@ def test_batches_that_cannot_be_cut() -> None:
     assert_refused("['o'] is a Opaque", OpaqueBatches)
 
 
+class Branching(Net):
+    """Its course depends on an activation's value."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x = self.net[:4](batch[0])
+        if x.sum().item() > 0:
+            x = x * 2
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+
+def test_a_course_that_depends_on_values() -> None:
+    assert_refused("When it was traced it took another course.", Branching, {"num_microbatches": 1})
+
+
 def test_learning_rate_finder_ends() -> None:
     """It restores a checkpoint in the middle of a run."""
     assert_refused("nothing", WithRate, callbacks=finder)

@@ -1,4 +1,4 @@
-"""Every way in which Lightning starts the ranks of a pipeline: scripts, spawn, fork, torchrun, the CLI, and its twin."""
+"""Every way in which Lightning starts the ranks of a pipeline: scripts, spawn, fork, torchrun, CLI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users see of a run: logged values, metrics, outputs, loggers, callbacks. The same on every rank as in one process."""
+"""What users see of a run: logged values, metrics, outputs, loggers. Every rank shows what one process would."""
 
 from __future__ import annotations
 
