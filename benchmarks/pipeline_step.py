@@ -48,7 +48,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=16, help="turns of each arm, of 1 step each")
     args = options.parse_args()
     if args.quick:
-        args.rounds, args.rows = 1, [8, 64]
+        args.rounds, args.rows, args.models = 1, [8, 64], args.models[:1]
     record = Record(
         "pipeline_step",
         f"A pipelined training step, {RANKS} ranks on one node, {args.microbatches} micro-batches",

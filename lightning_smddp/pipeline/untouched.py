@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,7 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _members(value: Any) -> Any:
-    if type(value) in (list, dict, set):
+    if type(value) in (list, dict, set, OrderedDict):  # hooks of modules are in the last
         return value.copy()
     if isinstance(value, Tensor) and not value.requires_grad and value.device.type != "meta":
         return value.clone()  # the state of a metric, say

@@ -25,7 +25,7 @@ from lightning_smddp.pipeline.division import (
 from lightning_smddp.pipeline.full_state import release, set_contents
 from lightning_smddp.pipeline.gradient_window import GradientWindow
 from lightning_smddp.pipeline.materialise import materialise
-from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.microbatches import MicroBatch, split
 from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import Modules, build_program
@@ -39,8 +39,10 @@ from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
 from lightning_smddp.pipeline.verification import EXACT, MIXED, Finding, compare, gradient_norms, require_equal
 from lightning_smddp.pipeline.weighting import Weighting, find_weighting
+from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
+from lightning_smddp.strategies.step_results import StepResults
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -157,23 +159,26 @@ class DividedModule:
     # ---- division ----
 
     def _weigh(self, step: LightningStep, pair: MicroBatch | None) -> tuple[Weighting, str | None]:
-        """How micro-batches' losses make up the batch's: found by the first rank. Collective over all ranks."""
+        """How micro-batches' losses and logs make up the batch's: found by the first rank. Collective."""
         world = dist.group.WORLD
         assert world is not None
         if pair is None or not (self.options.check and is_whole(self.module, self.device)):
             return Weighting(), None
 
         def loss(microbatch: MicroBatch) -> float:
-            torch.manual_seed(CHECK_SEED + microbatch.size)
-            return float(loss_of(step.alone(microbatch)(), step.hook, detached=True))
+            return float(loss_of(step.observed(microbatch).output, step.hook, detached=True))
 
         def decide() -> Any:
             with untouched(self.module, self.device), torch.no_grad():
-                self.module.eval()
+                self.module.eval()  # without dropout; steps that draw random numbers all the same are not compared
                 weighting, warning = find_weighting(loss, pair)
-            return [weighting.to_json(), warning]
+                parts = split(pair.value, 2)
+                seen = [step.observed(part) for part in parts]
+                rules = learn_rules(step.observed(pair), seen, [part.size for part in parts])
+            return [weighting.to_json(), warning, rules]
 
-        found, warning = first_decides(decide, world, self.device)
+        found, warning, rules = first_decides(decide, world, self.device)
+        step.capture.rules |= rules
         return Weighting.from_json(found), warning
 
     def _divide(self, step: LightningStep, microbatches: Sequence[MicroBatch], resources: Resources) -> Division:

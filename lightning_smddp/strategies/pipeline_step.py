@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.structure import map_leaves, tensors
 from lightning_smddp.strategies.step_capture import StepCapture
+from lightning_smddp.strategies.step_results import StepResults
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -92,6 +93,16 @@ class LightningStep:
 
         return run
 
+    def observed(self, microbatch: MicroBatch) -> StepResults:
+        """What a run for nothing would have shown to Lightning."""
+        copy = replace(microbatch, value=map_leaves(_copied, microbatch.value))
+        try:
+            with self.around(0, copy, keep=True):
+                result = self(copy)
+            return self.capture.results([map_leaves(_detached, result)])
+        finally:
+            self.capture.clear()
+
     def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:
         """This micro-batch's part of the batch's loss, times the scale; None where nothing of it counts."""
         if microbatch.weight == 0:
@@ -101,6 +112,10 @@ class LightningStep:
 
 def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _version(tensor: Tensor) -> int:

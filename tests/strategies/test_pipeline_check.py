@@ -253,3 +253,26 @@ def test_a_sampler_for_ranks_is_refused() -> None:
     for text in failure.value.tracebacks.values():
         assert "has num_replicas=2, but there are 1 replicas" in text
         assert "trainer.distributed_sampler_kwargs" in text
+
+
+class Logging(Chain):
+    """Means, counts and extremes, with other reductions over batches than over rows."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        hits = (logits.argmax(1) == batch[1]).float()
+        for reduce_fx in ("mean", "sum", "max", "min"):
+            options = {"reduce_fx": reduce_fx, "on_step": False, "on_epoch": True}
+            self.log(f"mean {reduce_fx}", hits.mean(), **options)
+            self.log(f"rows {reduce_fx}", float(len(logits)), **options)
+            self.log(f"largest {reduce_fx}", logits.max(), **options)
+            self.log(f"smallest {reduce_fx}", logits.min(), **options)
+        return loss
+
+
+def test_what_is_logged_is_the_batchs_whatever_its_reduction_over_batches() -> None:
+    metrics, _ = train(Logging)
+    assert len(metrics) == 16
+    for rank_metrics, _ in run_trainer_ranks(pipelined, 2, Logging):
+        torch.testing.assert_close(rank_metrics, metrics, rtol=1e-5, atol=1e-6)
