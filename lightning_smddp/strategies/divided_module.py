@@ -42,7 +42,6 @@ from lightning_smddp.pipeline.weighting import Weighting, find_weighting
 from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
-from lightning_smddp.strategies.step_results import StepResults
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
