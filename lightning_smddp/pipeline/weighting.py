@@ -95,6 +95,18 @@ def find_weighting(loss_of: Callable[[MicroBatch], float], microbatch: MicroBatc
     )
 
 
+def warning_without_trial(microbatch: MicroBatch) -> str | None:
+    """What to say where nothing can be compared, if the rows have labels that do not count."""
+    for path, leaf in items(microbatch.value):
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and bool((leaf == IGNORED).any()):
+            return (
+                f"batch{_text(path)} has labels of {IGNORED}, which do not count in most losses, and micro-batches are "
+                "weighted by their rows: with a model that is never whole on a rank nothing else can be tried out. If "
+                "the loss is a mean over labels, let each micro-batch have as many, or use num_microbatches=1."
+            )
+    return None
+
+
 def _by_labels(loss_of: Callable[[MicroBatch], float], microbatch: MicroBatch) -> Weighting | None:
     """Take labels out of the first half, and see what the loss does with it."""
     for path, leaf in items(microbatch.value):

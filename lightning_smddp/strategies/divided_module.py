@@ -38,7 +38,7 @@ from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
 from lightning_smddp.pipeline.verification import EXACT, MIXED, Finding, compare, gradient_norms, require_equal
-from lightning_smddp.pipeline.weighting import Weighting, find_weighting
+from lightning_smddp.pipeline.weighting import Weighting, find_weighting, warning_without_trial
 from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
@@ -161,8 +161,10 @@ class DividedModule:
         """How micro-batches' losses and logs make up the batch's: found by the first rank. Collective."""
         world = dist.group.WORLD
         assert world is not None
-        if pair is None or not (self.options.check and is_whole(self.module, self.device)):
+        if pair is None or not self.options.check:
             return Weighting(), None
+        if not is_whole(self.module, self.device):
+            return Weighting(), warning_without_trial(pair)
 
         def loss(microbatch: MicroBatch) -> float:
             return float(loss_of(step.observed(microbatch).output, step.hook, detached=True))

@@ -276,3 +276,27 @@ def test_what_is_logged_is_the_batchs_whatever_its_reduction_over_batches() -> N
     assert len(metrics) == 16
     for rank_metrics, _ in run_trainer_ranks(pipelined, 2, Logging):
         torch.testing.assert_close(rank_metrics, metrics, rtol=1e-5, atol=1e-6)
+
+
+class PaddedLater(Padded):
+    """The same, with layers that are never whole."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            self.layers, self.head = nn.ModuleList([nn.Linear(WIDTH, WIDTH)]), nn.Linear(WIDTH, VOCABULARY)
+
+
+def warned_without_trial() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipelined(PaddedLater, meta_init=True)
+    return [str(w.message) for w in caught if "labels of -100" in str(w.message)]
+
+
+def test_labels_that_do_not_count_are_mentioned_where_weights_cannot_be_tried() -> None:
+    first, second = run_trainer_ranks(warned_without_trial, 2)
+    assert "batch['labels'] has labels of -100" in first[0]
+    assert second == []
