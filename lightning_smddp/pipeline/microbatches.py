@@ -18,20 +18,18 @@ tensors of one first dimension (then each of them is a batch of that size).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_smddp.pipeline.structure import leaves
+from lightning_smddp.pipeline.structure import Members, leaves, members_of, with_members
 
-_Children: TypeAlias = list[tuple[str | int, Any]]
 _ARRAYS = (Tensor, np.ndarray)
 
 
@@ -94,7 +92,7 @@ def signature(microbatch: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"
     if isinstance(value, np.ndarray):
         return f"numpy {value.dtype}{list(value.shape)}"
-    children = _children(value)
+    children = members_of(value)
     if children is None:
         return type(value).__name__
     return f"{type(value).__name__}({', '.join(f'{key}={signature(child)}' for key, child in children)})"
@@ -126,16 +124,16 @@ def _outer_arrays(value: Any, outermost: bool = False) -> Iterator[Any]:
         if value.ndim:
             yield value
     elif not _is_sequence(value) or outermost:
-        for _, child in _children(value) or []:
+        for _, child in members_of(value) or []:
             yield from _outer_arrays(child)
 
 
 def _outer_sequences(value: Any, outermost: bool = True) -> Iterator[Sequence[Any]]:
     """Lists and tuples that are in no other, except in an outermost one that holds them as fields."""
-    if _is_sequence(value) and not (outermost and any(_children(entry) for entry in value)):
+    if _is_sequence(value) and not (outermost and any(members_of(entry) for entry in value)):
         yield value
     else:
-        for _, child in _children(value) or []:
+        for _, child in members_of(value) or []:
             yield from _outer_sequences(child, outermost=False)
 
 
@@ -149,7 +147,7 @@ def _possible_rows(sequence: Sequence[Any]) -> set[int]:
 
 def _is_list_of_samples(value: Sequence[Any]) -> bool:
     """Whether a whole batch is a list of samples as the dataset returned them: alike, and not fields of one size."""
-    if len(value) < 2 or not all(_children(entry) is not None for entry in value) or not _alike(value):
+    if len(value) < 2 or not all(members_of(entry) is not None for entry in value) or not _alike(value):
         return False
     sizes = {array.shape[0] for array in _arrays(value)}
     return len(sizes) != 1 or len(_arrays(value)) != len(leaves(value))
@@ -158,7 +156,7 @@ def _is_list_of_samples(value: Sequence[Any]) -> bool:
 def _has_rows(batch: Any, count: int) -> bool:
     if isinstance(batch, _ARRAYS):
         return batch.ndim > 0 and batch.shape[0] == count
-    children = _children(batch) or []
+    children = members_of(batch) or []
     return (_is_sequence(batch) and len(batch) == count) or any(_has_rows(child, count) for _, child in children)
 
 
@@ -177,7 +175,7 @@ class _Cutter:
             reading = self._reading(value, outermost)
             if reading != "fields":
                 return reading == "rows"
-        return all(self.is_clear(child, outermost=False) for _, child in _children(value) or [])
+        return all(self.is_clear(child, outermost=False) for _, child in members_of(value) or [])
 
     def cut(self, value: Any, start: int, stop: int, outermost: bool = True) -> Any:
         """Rows ``start`` to ``stop`` of ``value``."""
@@ -185,16 +183,16 @@ class _Cutter:
             return value[start:stop] if value.ndim and value.shape[0] == self.count else value
         if _is_sequence(value) and self._reading(value, outermost) == "rows":
             return value[start:stop]
-        children = _children(value)
+        children = members_of(value)
         if children is None:
             return value
-        return _like(value, [(key, self.cut(child, start, stop, outermost=False)) for key, child in children])
+        return with_members(value, [(key, self.cut(child, start, stop, outermost=False)) for key, child in children])
 
     def refuse_opaque(self, value: Any, path: tuple[Any, ...] = ()) -> None:
         """Refuse what may hold rows in a way that is not known here. What is within a row does not matter."""
         if _is_sequence(value) and self._reading(value, outermost=not path) != "fields":
             return
-        children = None if isinstance(value, PackedSequence) else _children(value)
+        children = None if isinstance(value, PackedSequence) else members_of(value)
         for key, child in children or []:
             self.refuse_opaque(child, (*path, key))
         if children is None and _is_opaque(value):
@@ -261,7 +259,7 @@ def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...]) -> Any:
         raise ValueError(f"{_where(path)} has types {[type(value).__name__ for value in values]} in the micro-batches")
     if _is_sequence(first) and _one_entry_per_row(values, sizes):
         return type(first)(entry for value in values for entry in value)
-    if (children := _children(first)) is not None:
+    if (children := members_of(first)) is not None:
         return _combine_members(values, sizes, children, path)
     if type(first) is int and values == sizes and max(sizes) > 1:
         return sum(values)
@@ -292,11 +290,11 @@ def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ..
     )
 
 
-def _combine_members(values: list[Any], sizes: list[int], children: _Children, path: tuple[Any, ...]) -> Any:
-    members = [dict(_children(value) or []) for value in values]
+def _combine_members(values: list[Any], sizes: list[int], children: Members, path: tuple[Any, ...]) -> Any:
+    members = [dict(members_of(value) or []) for value in values]
     if any(member.keys() != members[0].keys() for member in members):
         raise ValueError(f"{_where(path)} has members {[list(member) for member in members]} in the micro-batches")
-    return _like(
+    return with_members(
         values[0], [(key, _combine([member[key] for member in members], sizes, (*path, key))) for key, _ in children]
     )
 
@@ -325,31 +323,6 @@ def _is_sequence(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
 
 
-def _children(value: Any) -> _Children | None:
-    """The members of a container by name or position; None for anything else."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return None
-
-
-def _like(container: Any, children: _Children) -> Any:
-    """A copy of ``container`` with other members."""
-    if isinstance(container, (list, tuple)):
-        members = [child for _, child in children]
-        return type(container)(*members) if hasattr(container, "_fields") else type(container)(members)
-    changed = copy.copy(container)
-    for key, child in children:
-        if isinstance(container, Mapping):
-            changed[key] = child
-        else:
-            object.__setattr__(changed, str(key), child)
-    return changed
-
-
 def _arrays(value: Any) -> list[Any]:
     """All tensors and arrays in ``value`` that have dimensions."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, _ARRAYS) and leaf.ndim]
@@ -363,7 +336,7 @@ def _alike(sequence: Sequence[Any]) -> bool:
 def _kind(value: Any) -> Any:
     if isinstance(value, _ARRAYS):
         return type(value), value.dtype, value.ndim
-    children = _children(value)
+    children = members_of(value)
     if children is None:
         return type(value)
     # Lists within samples may have any lengths.
@@ -379,5 +352,5 @@ def _sizes_text(value: Any, path: tuple[Any, ...] = ()) -> str:
     if isinstance(value, _ARRAYS):
         return f"{_where(path)} has shape {list(value.shape)}"
     texts = [f"{_where(path)} has {len(value)} entries"] if _is_sequence(value) else []
-    texts += [_sizes_text(child, (*path, key)) for key, child in (_children(value) or [])[:8]]
+    texts += [_sizes_text(child, (*path, key)) for key, child in (members_of(value) or [])[:8]]
     return ", ".join(text for text in texts if text)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 Path: TypeAlias = tuple[str | int, ...]
+Members: TypeAlias = list[tuple[str | int, Any]]
 
 _LEAVES = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})
 
@@ -32,7 +33,7 @@ def tensors(structure: Any) -> list[Tensor]:
 
 def items(structure: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Each leaf with its keys and positions from the outside in."""
-    children = _children(structure)
+    children = members_of(structure)
     if children is None:
         yield path, structure
     else:
@@ -50,21 +51,26 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     """A copy of ``structure`` with ``function`` applied to each leaf, in order."""
     if type(structure) in _LEAVES:
         return function(structure)
-    children = _children(structure)
+    children = members_of(structure)
     if children is None:
         return function(structure)
-    values = [(key, map_leaves(function, child)) for key, child in children]
-    if isinstance(structure, Mapping):
-        return _like_mapping(structure, values)
-    if dataclasses.is_dataclass(structure):
-        changed = copy.copy(structure)
-        for key, value in values:
+    return with_members(structure, [(key, map_leaves(function, child)) for key, child in children])
+
+
+def with_members(container: Any, values: Members) -> Any:
+    """A copy of ``container`` with other members, of the same keys and number unless it is a list or tuple."""
+    if type(container) is dict:
+        return dict(values)
+    if isinstance(container, (list, tuple)):
+        plain = [value for _, value in values]
+        return type(container)(*plain) if hasattr(container, "_fields") else type(container)(plain)
+    changed = copy.copy(container)
+    for key, value in values:
+        if isinstance(container, Mapping):
+            changed[key] = value
+        else:
             object.__setattr__(changed, str(key), value)
-        return changed
-    plain = [value for _, value in values]
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return type(structure)(*plain)
-    return type(structure)(plain)
+    return changed
 
 
 def _collect(structure: Any, found: list[Any]) -> None:
@@ -79,7 +85,7 @@ def _collect(structure: Any, found: list[Any]) -> None:
         for child in structure.values():
             _collect(child, found)
     else:
-        children = _children(structure)
+        children = members_of(structure)
         if children is None:
             found.append(structure)
             return
@@ -87,7 +93,7 @@ def _collect(structure: Any, found: list[Any]) -> None:
             _collect(child, found)
 
 
-def _children(structure: Any) -> list[tuple[str | int, Any]] | None:
+def members_of(structure: Any) -> Members | None:
     """Keys and members of a container; None for a leaf."""
     if isinstance(structure, Mapping):
         return list(structure.items())
@@ -96,12 +102,3 @@ def _children(structure: Any) -> list[tuple[str | int, Any]] | None:
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         return [(f.name, getattr(structure, f.name)) for f in dataclasses.fields(structure)]
     return None
-
-
-def _like_mapping(structure: Any, values: list[tuple[str | int, Any]]) -> Any:
-    if type(structure) is dict:
-        return dict(values)
-    changed = copy.copy(structure)
-    for key, value in values:
-        changed[key] = value
-    return changed
