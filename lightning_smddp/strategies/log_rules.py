@@ -37,8 +37,9 @@ def learn_rules(whole: StepResults, parts: Sequence[StepResults], sizes: Sequenc
             continue
         declared = reduction_name(log.options.get("reduce_fx", "mean")) or "mean"
         given = [part[log.name] for part in values]
-        # The mean first: where several are right, as for a value that is still the same everywhere, it is likeliest.
-        right = [rule for rule in ("mean", declared, *_RULES) if _close(expected, reduce_values(rule, given, sizes))]
+        # Where several are right, as for what is zero at first: a sum is likely a count, anything else a mean.
+        first: Rule = "sum" if declared == "sum" else "mean"
+        right = [rule for rule in (first, declared, *_RULES) if _close(expected, reduce_values(rule, given, sizes))]
         if right and right[0] != declared:
             rules[log.name] = right[0]
     return rules
