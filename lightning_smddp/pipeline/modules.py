@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch import nn
 
-from lightning_smddp.pipeline.records import HIDDEN, Call, Rebind, Trace
+from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Trace
 
 
 class Modules:
@@ -22,8 +22,8 @@ class Modules:
             self.chains[call.index] = (*self.chains[call.parent], call.index)
         self.obstacles: dict[str, str] = {}  # module -> why it cannot be a unit
         self.seals: dict[str, str] = {}  # module -> why it cannot be opened
-        self._judge_calls()
         self._find_escapes()
+        self._judge_calls()
 
     def seconds(self, name: str) -> float:
         """Forward time of all calls of a module."""
@@ -46,6 +46,11 @@ class Modules:
                 self.seals[name] = event.reason
             elif event.parameters_changed:
                 self.seals[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
+            elif event.reads and name and self._calls_others_behind(event) and name not in self.obstacles:
+                self.seals[name] = f"it reads a tensor's value in {event.place}, and what it does next may depend on it"
+
+    def _calls_others_behind(self, event: Event) -> bool:
+        return any(call.parent == event.call and call.first > event.index for call in self.trace.calls)
 
     def _find_escapes(self) -> None:
         """Values used outside of the call that made them, without being returned by it."""

@@ -163,6 +163,7 @@ def choose_units(
     best, best_seconds, failures, error = None, float("inf"), 0, None
     for _ in range(_ROUNDS):
         program = build_program(trace, modules, _is_closed(opened))
+        _refuse_readers(program)
         try:
             partition = best_partition(problem_of(program, resources, None, checkpointing))
             slowest, mean = max(partition.stage_seconds), sum(partition.stage_seconds) / resources.num_stages
@@ -217,7 +218,9 @@ def _units_for(trace: Trace, modules: Modules, split: Sequence[str]) -> Program:
     def is_small(name: str) -> bool:
         return not any(wanted.startswith(f"{name}.") for wanted in split)
 
-    return build_program(trace, modules, is_small)
+    program = build_program(trace, modules, is_small)
+    _refuse_readers(program)
+    return program
 
 
 def partition(
@@ -239,15 +242,24 @@ def partition(
         raise SplitError(f"{error}.{_what_forbids(program)}") from error
 
 
+def _refuse_readers(program: Program) -> None:
+    """What comes behind such a place may be another course on each batch, and only one stage would know it."""
+    _, reader = program.last_cut()
+    if reader is not None and reader.index < _last_unit(program):
+        raise SplitError(
+            f"The step reads the value of a tensor that a module made, at {reader.place} ({reader.name}), and calls "
+            "modules behind it: what they do may depend on it, and only one stage knows it. Move this code behind the "
+            "last module, or into a module, or use strategy='smddp'."
+        )
+
+
+def _last_unit(program: Program) -> int:
+    return max((item.index for item in program.items if item.module is not None), default=-1)
+
+
 def _what_forbids(program: Program) -> str:
     """Where the step cannot be cut, and why: the first such place."""
-    _, reader = program.last_cut()
-    last_unit = max((item.index for item in program.items if item.module is not None), default=-1)
-    if reader is not None and reader.index < last_unit:
-        return (
-            f" Nothing can be cut off behind {reader.name}, as the step reads a tensor's value there, in "
-            f"{reader.place}: only one stage knows it. Move this code behind the last module, or into a module."
-        )
+    last_unit = _last_unit(program)
     allowed = set(program.cuts())
     forbidden = next((cut for cut in range(1, last_unit + 1) if cut not in allowed), None)
     if forbidden is None:
@@ -292,6 +304,7 @@ def follow(program: Program, homes: Mapping[str, tuple[int, ...]], num_stages: i
     Raises:
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
+    _refuse_readers(program)
     stage, stages = 0, []
     for item in program.items:
         allowed = set(range(num_stages))

@@ -42,6 +42,7 @@ from lightning_smddp.pipeline.weighting import Weighting, find_weighting, warnin
 from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
+from lightning_smddp.strategies.step_results import StepResults
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -121,6 +122,15 @@ class DividedModule:
             variants = self._add(step, staged)
             variants.remember(staged, step, microbatches[0])
         return [variants.find(step, microbatch) for microbatch in microbatches]
+
+    def try_out(self, step: LightningStep, microbatch: MicroBatch) -> StepResults:
+        """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective."""
+        with untouched(self.module, self.device):
+            try:
+                outputs = self.runtime.run(self.courses(step, [microbatch]), step, [microbatch], False)
+                return step.capture.results(outputs) if self.runtime.ends_here else StepResults()
+            finally:
+                step.forget()
 
     def _add(self, step: LightningStep, staged: StagedStep) -> Variants:
         retrace: Callable[[LightningStep, MicroBatch], StagedStep] = self._trace

@@ -27,6 +27,7 @@ from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
 from lightning_smddp.strategies.hand_over import factor_of
+from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep
@@ -73,6 +74,7 @@ class StagedModule:
         self.recorder: Recorder | None = None
         self.divided: DividedModule | None = None
         self._caches: dict[Any, HeaderCache] = {}
+        self._tried: set[Any] = set()
         self._optimizers: list[Optimizer] = []
         self._partitions: list[OptimizerPartition] = []
         self._states: Sequence[Mapping[str, Any]] | None = None
@@ -135,8 +137,20 @@ class StagedModule:
                 return getattr(self.module, hook)(batch, *arguments)
         microbatches = self._microbatches(batch)
         divided = self.divided or self._divide(step, microbatches, None)
+        if step.key not in self._tried:
+            self._tried.add(step.key)
+            self._try(divided, step, self._pair(batch, len(microbatches)))
         outputs = self._run(divided, divided.courses(step, microbatches), step, microbatches)
         return self._share(step, outputs)
+
+    def _try(self, divided: DividedModule, step: LightningStep, pair: MicroBatch | None) -> None:
+        """Learn how what ``step`` logs for micro-batches makes up what it logs for a batch. Collective."""
+        parts = [] if pair is None else split(pair.value, 2, self._size(pair.value))
+        if pair is None or len(parts) < 2 or not self.options.check or step.hook == "predict_step":
+            return
+        whole, *halves = [divided.try_out(step, rows) for rows in (pair, *parts)]
+        if divided.runtime.ends_here:
+            self.capture.rules |= learn_rules(whole, halves, [part.size for part in parts])
 
     def scale(self) -> float:
         """What a gradient scaler multiplies losses by."""

@@ -78,14 +78,24 @@ def test_python_may_read_the_batch(body: Callable[..., Tensor]) -> None:
     ],
 )
 def test_nothing_is_cut_off_behind_what_python_reads(read: Callable[[Tensor], float]) -> None:
-    found = program(lambda s, x: s.c(s.b(h := s.a(x)) * read(h)).mean())
+    net = Net(lambda s, x: s.c(s.b(h := s.a(x)) * read(h)).mean())
+    x = torch.linspace(-2, 2, 4 * D).reshape(4, D).sin()
+    record = trace(lambda: net(x.clone()), net, CPU)
+    found = build_program(record, Modules(record, net), lambda name: True)
     last, reader = found.last_cut()
     assert reader is not None
     assert "test_program.py:" in reader.name
-    assert names(found).index("net.a") < last < names(found).index("net.c")
+    assert names(found).index("a") < last < names(found).index("c")
     assert found.cuts() == list(range(1, last + 1))
-    with pytest.raises(SplitError, match=r"net.c.*reads a value into Python"):
-        live_sets(found, [names(found).index("net.c")])
+    with pytest.raises(SplitError, match=r"begin with c: .*reads a value into Python"):
+        live_sets(found, [names(found).index("c")])
+
+
+def test_a_module_that_reads_between_its_modules_stays_whole() -> None:
+    found = program(lambda s, x: s.b(s.a(x)).mean() if s.a(x).sum() > 0 else s.b(x).mean())
+    assert found.units == ("net",)
+    behind = program(lambda s, x: s.b(h := s.a(x)).mean() * h.mean().item())  # read late, but made early
+    assert "net" not in behind.units
 
 
 def test_what_python_reads_within_a_unit_is_its_own_affair() -> None:

@@ -259,22 +259,36 @@ class Logging(Chain):
     """Means, counts and extremes, with other reductions over batches than over rows."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.logged(batch, "")
+
+    def logged(self, batch: list[Tensor], prefix: str) -> Tensor:
         logits = self(batch[0])
         loss = F.cross_entropy(logits, batch[1])
         hits = (batch[0][:, 0] > batch[0][:, 1]).float()
         for reduce_fx in ("mean", "sum", "max", "min"):
             options = {"reduce_fx": reduce_fx, "on_step": False, "on_epoch": True}
-            self.log(f"mean {reduce_fx}", hits.mean(), **options)
-            self.log(f"rows {reduce_fx}", float(len(logits)), **options)
-            self.log(f"largest {reduce_fx}", logits.max(), **options)
-            self.log(f"smallest {reduce_fx}", logits.min(), **options)
+            self.log(f"{prefix}mean {reduce_fx}", hits.mean(), **options)
+            self.log(f"{prefix}rows {reduce_fx}", float(len(logits)), **options)
+            self.log(f"{prefix}largest {reduce_fx}", logits.max(), **options)
+            self.log(f"{prefix}smallest {reduce_fx}", logits.min(), **options)
         return loss
 
 
-def test_what_is_logged_is_the_batchs_whatever_its_reduction_over_batches() -> None:
-    metrics, _ = train(Logging)
-    assert len(metrics) == 16
-    for rank_metrics, _ in run_trainer_ranks(pipelined, 2, Logging):
+class LoggingEvaluation(Logging):
+    """The same in validation."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.logged(batch, "val ")
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.train_dataloader()
+
+
+@pytest.mark.parametrize(("learner", "names"), [(Logging, 16), (LoggingEvaluation, 32)])
+def test_what_is_logged_is_the_batchs_whatever_its_reduction_over_batches(learner: type[Chain], names: int) -> None:
+    metrics, _ = train(learner)
+    assert len(metrics) == names
+    for rank_metrics, _ in run_trainer_ranks(pipelined, 2, learner):
         torch.testing.assert_close(rank_metrics, metrics, rtol=1e-5, atol=1e-6)
 
 
