@@ -17,6 +17,7 @@ from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.broadcast import HeaderCache, broadcast_structure
 from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.fingerprint import same_everywhere
 from lightning_smddp.pipeline.full_state import full_state_dict, gather_full, load_full_state_dict
 from lightning_smddp.pipeline.microbatches import MicroBatch, split
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
@@ -25,7 +26,7 @@ from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
-from lightning_smddp.strategies.division_table import describe, resources_for
+from lightning_smddp.strategies.division_table import describe, looks_at_other_rows, resources_for
 from lightning_smddp.strategies.hand_over import factor_of
 from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
@@ -75,6 +76,7 @@ class StagedModule:
         self.divided: DividedModule | None = None
         self._caches: dict[Any, HeaderCache] = {}
         self._tried: set[Any] = set()
+        self._same_batches = True  # so far, on all ranks of the pipeline
         self._optimizers: list[Optimizer] = []
         self._partitions: list[OptimizerPartition] = []
         self._states: Sequence[Mapping[str, Any]] | None = None
@@ -166,6 +168,10 @@ class StagedModule:
 
     def _agreed(self, batch: Any, hook: str) -> Any:
         """The batch of the pipeline's first rank: samplers, streams and augmentation may differ on the others."""
+        if self._same_batches and self.device.type == "cpu":
+            if same_everywhere(batch, self.groups.pipeline):
+                return batch
+            self._same_batches = False  # nor will they be, so there is no need to ask again
         cache = self._caches.setdefault(("batch", hook), HeaderCache())
         return broadcast_structure(batch, self.groups.pipeline, 0, self.device, cache=cache, like=batch)
 
@@ -189,7 +195,11 @@ class StagedModule:
     def _auto_count(self, rows: int) -> int:
         """Micro-batches for a batch of ``rows``; where the schedule allows none, its substitute takes all there are."""
         ranks = self.groups.pipeline.size()
-        allowed = self._allows
+        least = 2 if looks_at_other_rows(self.module) else 1  # it refuses a single row
+
+        def allowed(count: int) -> bool:
+            return self._allows(count) and rows // count >= least
+
         if not any(allowed(count) for count in range(1, rows + 1)):
             return rows
         return auto_num_microbatches(rows, ranks, allowed)
@@ -214,7 +224,8 @@ class StagedModule:
 
     def _share(self, step: LightningStep, outputs: list[Any]) -> Any:
         """Combine what the micro-batches gave where the step ends, and apply it on every rank."""
-        results = self.capture.results(outputs) if self.groups.place == self.last_rank else None
+        with self.context(step.hook):  # metrics that see the whole batch compute as they would in the step
+            results = self.capture.results(outputs) if self.groups.place == self.last_rank else None
         cache = self._caches.setdefault(step.key, HeaderCache())
         like = self.capture.examples.get(step.key)
         results = broadcast_results(results, self.groups.pipeline, self.last_rank, self.device, cache, like)

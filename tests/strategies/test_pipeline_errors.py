@@ -247,3 +247,7 @@ class WithRate(Net):
 
 def finder() -> Any:
     return [LearningRateFinder(num_training_steps=8)]
+
+
+def test_a_rank_without_enough_memory() -> None:
+    assert_refused("SplitError: found no partition into 2 stages", Net, {"memory_limit_gb": 1e-6})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
+from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import CLASSES, INPUTS
 from tests.strategies.pipeline_learners import (
     Bench,
@@ -289,12 +293,12 @@ def unused(bench: Bench) -> Any:
 
 
 class Reading(Net):
-    """Reads an activation's value between two modules."""
+    """Reads an activation's value behind the last module."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
-        x = self.net[:4](batch[0])
-        self.losses.append(x.mean().item())
-        return F.cross_entropy(self.net[4:](x), batch[1])
+        x = self.net[4:](hidden := self.net[:4](batch[0]))
+        self.losses.append(hidden.mean().item())
+        return F.cross_entropy(x * 2 if hidden.mean() > -10 else x, batch[1])
 
 
 def reading(bench: Bench) -> Any:
@@ -381,3 +385,24 @@ def test_all_stages_skip_overflowing_steps_together() -> None:
     assert_same(first, second, 0.0)
     assert 2**14 <= first["scale"] < 2**24
     assert all(value.isfinite().all() for value in first["weights"].values())
+
+
+class Normalised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, nn.BatchNorm1d(16))
+
+
+def table_of(directory: str) -> str:
+    path = Path(directory, f"table{os.environ['RANK']}")
+    with path.open("w") as file, redirect_stdout(file):
+        Bench({"verbose": True}).fit(Normalised(), max_epochs=1)
+    return path.read_text()
+
+
+def test_the_table_says_what_sees_micro_batches(tmp_path: Path) -> None:
+    first, second = run_trainer_ranks(table_of, 2, str(tmp_path))
+    assert "stage 1 on rank 1" in first
+    assert "4 micro-batches of 2 rows" in " ".join(first.split())  # not of one: it could not be normalised
+    assert "in training net.2 (BatchNorm)" in " ".join(first.split())
+    assert "stage 1" not in second
