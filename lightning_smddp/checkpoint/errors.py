@@ -1,0 +1,26 @@
+"""The error of a checkpoint that cannot be used."""
+
+from __future__ import annotations
+
+import os
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used.
+
+    Attributes:
+        path: The file, directory or URL.
+        reason: What is wrong with it.
+        fix: What to do about it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str, fix: str) -> None:
+        self.path, self.reason, self.fix = str(path), _one_line(reason), _one_line(fix)
+        super().__init__(self.path, self.reason, self.fix)  # the arguments, for pickling
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}. {self.fix}"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,105 @@
+"""Where a checkpoint is: a local path, or a URL that fsspec knows (``s3://bucket/run/last.ckpt``)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from lightning_smddp.checkpoint.contents import Dump
+from lightning_smddp.checkpoint.files import STRAY_AFTER_S, explained, is_temporary, temporary_name, write_file
+from lightning_smddp.checkpoint.seal import write_sealed
+
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
+
+
+def locate(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """The fsspec file system of ``path`` and its name there; None and a path for local files."""
+    if isinstance(path, Path):
+        return None, str(path)
+    fs, name = url_to_fs(os.fspath(path))
+    return (None if isinstance(fs, LocalFileSystem) else fs), name
+
+
+def write_checkpoint(dump: Dump, path: str | os.PathLike[str], needed: int, verify: bool = True) -> None:
+    """Write a checkpoint to a path or URL; what was there stays until the new one is complete and verified.
+
+    See :func:`~lightning_smddp.checkpoint.files.write_file` for local paths, arguments and errors.
+    """
+    fs, name = locate(path)
+    if fs is None:
+        write_file(dump, name, needed, verify)
+        return
+    try:
+        _write_remote(dump, fs, name, verify)
+    except OSError as error:
+        raise explained(error, str(path), needed) from error
+
+
+def _write_remote(dump: Dump, fs: Any, path: str, verify: bool) -> None:
+    """Upload under a temporary name, read that back, and rename it.
+
+    In object stores renaming is a copy, made by the store, that appears when it is complete.
+    """
+    directory, name = posixpath.split(path)
+    if not _OBJECT_STORES & {fs.protocol, *fs.protocol}:  # where this would make a bucket of a wrong name
+        fs.makedirs(directory, exist_ok=True)
+    _remove_remote_strays(fs, directory)
+    temporary = posixpath.join(directory, temporary_name(name))
+    try:
+        with fs.open(temporary, "wb") as file:
+            seal, size = write_sealed(dump, file)
+        _require_size(fs, temporary, size)
+        if verify:
+            with fs.open(temporary, "rb") as written:
+                if not seal.matches(written):
+                    raise OSError(errno.EIO, "what was read back differs from what was written")
+        fs.mv(temporary, path)
+        _require_size(fs, path, size)
+    except BaseException:
+        with suppress(OSError):  # what went wrong first is what matters
+            fs.rm_file(temporary)
+        raise
+
+
+def _require_size(fs: Any, path: str, expected: int) -> None:
+    fs.invalidate_cache(posixpath.dirname(path))
+    size = fs.size(path)
+    if size != expected:
+        raise OSError(errno.EIO, f"{size} bytes arrived of {expected}")
+
+
+def _remove_remote_strays(fs: Any, directory: str) -> None:
+    """Remove temporary files of more than a day ago; whether a younger one's writer lives cannot be seen."""
+    with suppress(OSError, NotImplementedError):  # no reason not to save
+        for entry in fs.ls(directory, detail=True, refresh=True):
+            if entry["type"] != "file" or not is_temporary(posixpath.basename(entry["name"])):
+                continue
+            if time.time() - modified_ns(fs, entry["name"]) / 1e9 > STRAY_AFTER_S:
+                fs.rm_file(entry["name"])
+
+
+def modified_ns(fs: Any, path: str) -> int:
+    """When a file was changed, in nanoseconds since 1970."""
+    return int(fs.modified(path).timestamp() * 1e9)
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint, file or directory; of a symbolic link the link only. Nothing happens if there is none."""
+    fs, name = locate(path)
+    if fs is not None:
+        if fs.exists(name):
+            fs.rm(name, recursive=True)
+    elif os.path.isdir(name) and not os.path.islink(name):
+        shutil.rmtree(name)
+    else:
+        with suppress(FileNotFoundError):  # the wish is fulfilled
+            os.unlink(name)

@@ -1,0 +1,177 @@
+"""Reading a checkpoint: verified first, and never as code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from typing import IO, Any
+
+import torch
+
+from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.places import locate
+from lightning_smddp.checkpoint.seal import BrokenSealError, Seal
+
+_ANOTHER = "Use an earlier checkpoint, or another copy of this one."
+_DAMAGED = "its contents changed since it was saved (wrong SHA-256)"
+_BROKEN_ZIP = "is cut off or damaged: the zip file's table of contents, a checksum or its end is wrong"
+_ZIP = b"PK\x03\x04"
+_LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch.save wrote at first until torch 1.6
+_GLOBAL = re.compile(r"GLOBAL (\S+)")
+_CALLS_CODE = {"builtins", "code", "ctypes", "importlib", "multiprocessing", "nt", "os", "pickle", "posix", "pty"} | {
+    "runpy", "shutil", "socket", "subprocess", "sys", "webbrowser",
+}  # fmt: skip
+
+
+def read_checkpoint(
+    path: str | PathLike[str], map_location: Any = "cpu", weights_only: bool | None = None, mmap: bool = False
+) -> Any:
+    """Verify a checkpoint at a path or URL, and load it.
+
+    Args:
+        path: a file of ours, or any other that ``torch.save`` wrote.
+        map_location: where tensors go; see ``torch.load``.
+        weights_only: None and True load tensors and plain data only. False, which warns, runs the code that the
+            file contains; nothing but the caller's False does so, no environment variable either.
+        mmap: of a local file, leave tensors there until they are used.
+
+    Raises:
+        CheckpointError: the file is damaged, no checkpoint, or has objects that are not plain data.
+        FileNotFoundError: there is no such file.
+    """
+    with _opened(path) as file:
+        _verify(file, str(path))
+        if weights_only is False:
+            warnings.warn(
+                f"{path} is loaded with weights_only=False: code that it contains runs. Do so with files of your own "
+                "only.",
+                stacklevel=2,
+            )
+        file.seek(0)
+        return _load(file, str(path), map_location, weights_only is not False, mmap)
+
+
+def verify_checkpoint(path: str | PathLike[str]) -> None:
+    """Read a whole file and compare its hash, or where it has none of ours, the checksums that ``torch.save`` wrote.
+
+    Raises:
+        CheckpointError, FileNotFoundError: as :func:`read_checkpoint`.
+    """
+    with _opened(path) as file:
+        _verify(file, str(path))
+
+
+@contextmanager
+def _opened(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
+    """The file; of a remote one a local copy, so that what was verified is what is loaded."""
+    fs, name = locate(path)
+    try:
+        with open(name, "rb") if fs is None else fs.open(name, "rb") as file:
+            if fs is None:
+                yield file
+                return
+            with tempfile.TemporaryFile() as copy:
+                shutil.copyfileobj(file, copy, 2**24)
+                yield copy
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"Checkpoint file not found: {path}") from error
+    except IsADirectoryError as error:
+        raise CheckpointError(path, "is a directory, not a checkpoint file", "Give the file itself.") from error
+
+
+def _verify(file: IO[bytes], path: str) -> None:
+    file.seek(0)
+    start = file.read(512)
+    if start.startswith(_ZIP):
+        try:
+            seal = Seal.of(file)
+        except BrokenSealError as error:
+            raise CheckpointError(path, _DAMAGED, _ANOTHER) from error
+        if seal is None:
+            _verify_zip(file, path)
+        elif not seal.matches(file):
+            raise CheckpointError(path, _DAMAGED, _ANOTHER)
+    elif not start.startswith(_LEGACY):
+        raise CheckpointError(path, *_what_it_is(start))
+
+
+def _verify_zip(file: IO[bytes], path: str) -> None:
+    """Compare a plain file's checksums, which ``torch.load`` does not. ``torch.save`` can be told to write none: 0."""
+    try:
+        complete = _ends_as_it_says(file)
+        with zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                with archive.open(record) as contents:
+                    while record.CRC and contents.read(2**20):
+                        pass
+    except Exception as error:  # whatever its parser stumbles over
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a wrong offset
+            raise
+        raise CheckpointError(path, _BROKEN_ZIP, _ANOTHER) from error
+    if not complete:
+        raise CheckpointError(path, _BROKEN_ZIP, _ANOTHER)
+
+
+def _ends_as_it_says(file: IO[bytes]) -> bool:
+    """Whether nothing follows a zip file's end, or is missing there, which its parsers tolerate."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 2**16 - 22))
+    tail = file.read()
+    end = tail.rfind(b"PK\x05\x06")
+    return end >= 0 and end + 22 + int.from_bytes(tail[end + 20 : end + 22], "little") == len(tail)
+
+
+def _what_it_is(start: bytes) -> tuple[str, str]:
+    """What a file is that begins with ``start`` and is no checkpoint, and what to do."""
+    text = start.lstrip().lower()
+    if not start:
+        return "is empty", _ANOTHER
+    if start.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file itself", "Fetch the contents with `git lfs pull`."
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "is a web page or XML text, not a checkpoint", "Download it again: it may be an error or a login page."
+    if start.startswith(b"\x80"):
+        return "is a bare pickle, which can run any code when it is read; it was not read", _ANOTHER
+    printable = sum(byte >= 32 or byte in b"\t\r\n" for byte in start)
+    if b"\0" not in start and printable > 0.95 * len(start):
+        return "is text, not a checkpoint", "Check the path."
+    return "is not a checkpoint, or its beginning is damaged", _ANOTHER
+
+
+def _load(file: IO[bytes], path: str, map_location: Any, weights_only: bool, mmap: bool) -> Any:
+    try:
+        return torch.load(path if mmap else file, map_location=map_location, weights_only=weights_only, mmap=mmap)
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(path, *_refused(str(error))) from error
+    except Exception as error:  # a damaged file without a hash of ours, or what unpickling the user's classes raised
+        reason = f"cannot be read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise CheckpointError(path, reason, _ANOTHER) from error
+
+
+def _refused(message: str) -> tuple[str, str]:
+    """Reason and cure for an object that is not plain data; torch's own message advises to load it regardless."""
+    found = _GLOBAL.search(message)
+    if found is None:
+        return "contains something else than tensors and plain data; nothing of it was run", _ANOTHER
+    name = found[1].rstrip(".,")
+    module, _, attribute = name.rpartition(".")
+    reason = f"contains `{name}`, which is not plain data; nothing of it was run"
+    is_class = isinstance(getattr(sys.modules.get(module), attribute, None), type)
+    if not is_class or module.partition(".")[0] in _CALLS_CODE:
+        return reason, "Use a checkpoint from a source that you trust."
+    return reason, (
+        f"If the file is your own, call `torch.serialization.add_safe_globals([{name}])` before, or save without it, "
+        "as by `save_hyperparameters(ignore=[...])`."
+    )

@@ -1,0 +1,84 @@
+"""Reading ``.metadata`` of ``torch.distributed.checkpoint``, which is a pickle, without running what it says.
+
+Only its own classes of plain data can be made. Entries that are pickles themselves ("bytes") are refused, as reading
+them would run code; our directories have none.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.tensor_files import METADATA, Entry
+
+_DCP = "torch.distributed.checkpoint."
+_ALLOWED = {
+    f"{_DCP}metadata.{name}"
+    for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )
+} | {f"{_DCP}filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout"}  # fmt: skip
+_DTYPES = {
+    f"torch.{name}"
+    for name in (
+        "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128", "bool", "uint8", "uint16",
+        "uint32", "uint64", "int8", "int16", "int32", "int64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+        "float8_e5m2fnuz", "float8_e8m0fnu",
+    )
+}  # fmt: skip
+
+
+class _Refused(pickle.UnpicklingError):
+    pass
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" not in _ALLOWED | _DTYPES or "." in name:
+            raise _Refused(f"contains `{module}.{name}`, which is not plain data; nothing of it was run")
+        return super().find_class(module, name)
+
+
+def read_metadata(directory: str) -> list[Entry]:
+    """The tensors of a directory that ``torch.distributed.checkpoint`` can read.
+
+    Raises:
+        CheckpointError: ``.metadata`` has something else than tensors, whole in files of this directory.
+    """
+    path = os.path.join(directory, METADATA)
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+        return _entries(metadata)
+    except _Refused as error:
+        raise CheckpointError(path, str(error), "Use a checkpoint from a source that you trust.") from error
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged pickle leads to
+        reason = f"is damaged, or not ours: {type(error).__name__}: {error}"
+        raise CheckpointError(path, reason, "Use an earlier checkpoint, or another copy of this one.") from error
+
+
+def _entries(metadata: Any) -> list[Entry]:
+    if type(metadata) is not Metadata:
+        raise _Refused(f"contains a {type(metadata).__name__}, not a checkpoint's metadata")
+    return [_entry(name, stored, metadata) for name, stored in metadata.state_dict_metadata.items()]
+
+
+def _entry(name: str, stored: Any, metadata: Metadata) -> Entry:
+    if type(stored) is not TensorStorageMetadata:
+        raise _Refused(f"has {name!r} as a pickle of its own, which can run any code when it is read; it was not read")
+    if len(stored.chunks) != 1:
+        raise ValueError(f"{name} is in {len(stored.chunks)} pieces")
+    shape = tuple(int(size) for size in stored.size)
+    place = metadata.storage_data[MetadataIndex(name, [0] * len(shape))]
+    path = tuple(str(part) for part in metadata.planner_data[name])
+    if os.path.basename(place.relative_path) != place.relative_path:
+        raise _Refused(f"refers to {place.relative_path!r}, which is not in this directory")
+    dtype = str(stored.properties.dtype).removeprefix("torch.")
+    return Entry(path, dtype, shape, place.relative_path, int(place.offset), int(place.length))

@@ -1,0 +1,172 @@
+"""Lightning's CheckpointIO over ``checkpoint/``, and errors of the rank that saves on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.checkpoint.background import BackgroundWriter
+from lightning_smddp.checkpoint.contents import Snapshot, bytes_needed, dump_of
+from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.places import remove_checkpoint, write_checkpoint
+from lightning_smddp.checkpoint.reading import read_checkpoint
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.messages import broadcast_json
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO as _Base
+else:
+    _Base = object
+
+Path = str | PathLike[str]
+
+
+class SafeFiles(_Base):
+    """Checkpoints as ordinary files, of which a valid one exists whenever the process or the machine dies.
+
+    Local files are written beside their place, verified and renamed; URLs (``s3://...``) likewise, in their store.
+    Files carry their SHA-256 and stay readable by ``torch.load`` and by Lightning without this package. Files are
+    verified before they are loaded, and load tensors and plain data only.
+
+    Args:
+        asynchronous: write in a thread. Saving then takes as long as copying everything to CPU memory, which holds
+            that copy until it is written. A checkpoint that another replaces (``save_top_k``) is removed when the
+            other is complete. Failures are raised by the next call, and known at once: see ``failure``.
+        verify: read each file back after writing it.
+        on_failure: called with the exception of a failed asynchronous save, from its thread, at once.
+    """
+
+    def __init__(
+        self,
+        asynchronous: bool = False,
+        verify: bool = True,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._asynchronous, self._verify, self._on_failure = asynchronous, verify, on_failure
+        self._writer: BackgroundWriter | None = None  # made when needed: it cannot be sent to a spawned process
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why an asynchronous save failed, until it has been raised. Cheap: may be read every step."""
+        return None if self._writer is None else self._writer.failure
+
+    def raise_failure(self) -> None:
+        """Raise :attr:`failure`, once."""
+        if self._writer is not None:
+            self._writer.raise_failure()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None) -> None:
+        """Save to a path or URL; with ``asynchronous`` return when the contents are copied.
+
+        Raises:
+            OSError: of the kind that the system reported, with ``path`` and the bytes needed in the message; or of an
+                earlier asynchronous save.
+            TypeError: ``storage_options`` were given; fsspec has its own settings for each store.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} cannot be used: loading a checkpoint takes none. "
+                "Set them in the environment or in fsspec's configuration, such as AWS_ENDPOINT_URL."
+            )
+        if self._asynchronous and "state_dict" in checkpoint:  # not the file by which `ddp_spawn` returns weights
+            if self._writer is None:
+                self._writer = BackgroundWriter(self._on_failure)
+            self._writer.close()  # before there are two copies in memory
+            snapshot = Snapshot(checkpoint)
+            self._writer.submit(partial(write_checkpoint, snapshot.dump, path, snapshot.size, self._verify))
+        else:
+            self._settle()
+            write_checkpoint(dump_of(checkpoint), path, bytes_needed(checkpoint), self._verify)
+
+    def load_checkpoint(self, path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Verify and load, to the CPU unless ``map_location`` says otherwise.
+
+        Raises:
+            CheckpointError: the file is damaged, no checkpoint, or has objects that are not plain data.
+            FileNotFoundError: there is no such file.
+        """
+        self._settle()
+        where = "cpu" if map_location is None else map_location
+        loaded: dict[str, Any] = read_checkpoint(path, where, weights_only)
+        return loaded
+
+    def remove_checkpoint(self, path: Path) -> None:
+        """Remove, once what is being written is complete; not if it fails."""
+        if self._writer is None:
+            remove_checkpoint(path)
+        else:
+            self._writer.afterwards(partial(remove_checkpoint, path))
+
+    def teardown(self) -> None:
+        """Wait for what is being written, and raise its failure."""
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def require_trainers(checkpoint: Any, path: Path) -> None:
+    """Raise ``CheckpointError`` unless ``checkpoint`` is what a Trainer saved.
+
+    Without this, Lightning's migration raises ``KeyError: 'pytorch-lightning_version'``.
+    """
+    if not isinstance(checkpoint, dict):
+        reason = f"contains a {type(checkpoint).__name__}, not the dict that a Trainer saves"
+    elif "pytorch-lightning_version" not in checkpoint or "state_dict" not in checkpoint:
+        found = ", ".join(str(key) for key in list(checkpoint)[:5])
+        reason = f"was not saved by a Trainer: it has no `pytorch-lightning_version` or no `state_dict`, but {found}"
+    else:
+        return
+    fix = "To load weights alone, call `model.load_state_dict(torch.load(path, weights_only=True))` before `fit`."
+    raise CheckpointError(path, reason, fix)
+
+
+def save_on_first_rank(save: Callable[[], None], device: torch.device, interrupted: bool) -> None:
+    """Call ``save``, which writes on global rank 0 only, and raise its error on every rank. Collective.
+
+    Args:
+        save: called on every rank.
+        device: where the default group's messages are.
+        interrupted: an exception has ended training: peers may be gone or elsewhere, so nothing is sent.
+
+    Raises:
+        OSError: rank 0's, with its number, text and path.
+        CheckpointError: rank 0's.
+        RankFailedError: another error of rank 0, on the other ranks.
+    """
+    error: Exception | None = None
+    try:
+        save()
+    except Exception as caught:
+        error = caught
+    if not interrupted and dist.is_initialized() and dist.get_world_size() > 1:
+        assert dist.group.WORLD is not None
+        told = broadcast_json(_to_json(error), dist.group.WORLD, device)
+        error = error or _from_json(told)
+    if error is not None:
+        raise error
+
+
+def _to_json(error: Exception | None) -> list[Any] | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return ["OSError", error.errno, error.strerror, None if error.filename is None else str(error.filename)]
+    if isinstance(error, CheckpointError):
+        return ["CheckpointError", error.path, error.reason, error.fix]
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def _from_json(told: list[Any] | None) -> Exception | None:
+    if told is None:
+        return None
+    kind, *details = told
+    if kind == "OSError":
+        return OSError(*details)
+    if kind == "CheckpointError":
+        return CheckpointError(*details)
+    return RankFailedError(0, f"Rank 0 could not save a checkpoint: {kind}: {details[0]}")

@@ -1,0 +1,278 @@
+"""``SafeCheckpointIO`` in Trainers, in the background, and with several ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lightning_smddp import CheckpointError, SafeCheckpointIO
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.strategies import checkpoint_io
+from lightning_smddp.strategies.checkpoint_io import require_trainers, save_on_first_rank
+from lightning_smddp.strategies.pytorch_lightning import SafeCheckpointIO as StandaloneSafeCheckpointIO
+from tests.checkpoint.models import assert_equal, example
+from tests.ranks import run_ranks
+
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports torch's compiler, which sets environment variables
+
+
+def make_learner(package: Any) -> Any:
+    class Learner(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(torch.ones(6, 4), batch_size=2)
+
+    return Learner()
+
+
+def fit(directory: Path, io: Any, epochs: int, package: Any = lightning.pytorch, **options: Any) -> Any:
+    """Train, and return the Trainer."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    saved = package.callbacks.ModelCheckpoint(directory, "{epoch}", save_top_k=-1)
+    callbacks = options.pop("callbacks", [saved])
+    plugins = [] if io is None else [io]
+    trainer = package.Trainer(**quiet, max_epochs=epochs, callbacks=callbacks, plugins=plugins)
+    trainer.fit(make_learner(package), **options)
+    return trainer
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+]
+PACKAGES = [(lightning.pytorch, SafeCheckpointIO), (pytorch_lightning, StandaloneSafeCheckpointIO)]
+
+
+# ---- in Trainers ----
+
+
+@pytest.mark.parametrize(("package", "ours"), PACKAGES, ids=["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("kind", ["ours to plain", "plain to ours", "asynchronous"])
+def test_exchanges_checkpoints_with_plain_lightning(kind: str, package: Any, ours: Any, tmp_path: Path) -> None:
+    expected = fit(tmp_path / "unbroken", None, 3, package).model.state_dict()
+    torch.manual_seed(1)
+    saving, loading = {
+        "ours to plain": (ours(), None),
+        "plain to ours": (None, ours()),
+        "asynchronous": (ours(asynchronous=True), None),
+    }[kind]
+    fit(tmp_path / "run", saving, 2, package)
+    start = tmp_path / "unbroken" / "epoch=0.ckpt" if kind == "plain to ours" else tmp_path / "run" / "epoch=1.ckpt"
+    resumed = fit(tmp_path / "run", loading, 3, package, ckpt_path=start)
+    assert resumed.global_step == 9
+    if kind == "plain to ours":
+        assert_equal(dict(resumed.model.state_dict()), dict(expected))
+    assert sorted(os.listdir(tmp_path / "run"))[-1] == "epoch=2.ckpt"
+
+
+def test_a_damaged_file_in_fit(tmp_path: Path) -> None:
+    fit(tmp_path, SafeCheckpointIO(), 1)
+    path = tmp_path / "epoch=0.ckpt"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="epoch=0.ckpt: is cut off or damaged"):
+        fit(tmp_path, SafeCheckpointIO(), 2, ckpt_path=path)
+
+
+def test_storage_options() -> None:
+    with pytest.raises(TypeError, match="AWS_ENDPOINT_URL"):
+        SafeCheckpointIO().save_checkpoint({}, "memory://a.ckpt", storage_options={"key": "x"})
+
+
+def test_what_no_trainer_saved() -> None:
+    require_trainers(example(), "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a.ckpt: was not saved by a Trainer: .* but weight, bias"):
+        require_trainers({"weight": 1, "bias": 2}, "a.ckpt")
+    with pytest.raises(CheckpointError, match="contains a list"):
+        require_trainers([], "a.ckpt")
+
+
+def test_can_be_sent_to_a_process() -> None:
+    assert isinstance(pickle.loads(pickle.dumps(SafeCheckpointIO(asynchronous=True))), SafeCheckpointIO)
+
+
+# ---- in the background ----
+
+
+class Gate:
+    """Holds back writing until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.reached, self.error = threading.Event(), threading.Event(), None
+        self._write = checkpoint_io.write_checkpoint
+        monkeypatch.setattr(checkpoint_io, "write_checkpoint", self)
+
+    error: BaseException | None
+
+    def __call__(self, *args: Any) -> None:
+        self.reached.set()
+        assert self.open.wait(20)
+        if self.error is not None:
+            raise self.error
+        self._write(*args)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open.set()
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_returns_before_it_is_written(gate: Gate, tmp_path: Path) -> None:
+    io, checkpoint = SafeCheckpointIO(asynchronous=True), example()
+    io.save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    checkpoint["state_dict"]["weight"].zero_()
+    assert os.listdir(tmp_path) == []
+    gate.open.set()
+    assert_equal(io.load_checkpoint(tmp_path / "a.ckpt"), example())  # which waits
+    io.teardown()
+
+
+def test_one_at_a_time(gate: Gate, tmp_path: Path) -> None:
+    io = SafeCheckpointIO(asynchronous=True)
+    io.save_checkpoint(example(1), tmp_path / "a.ckpt")
+    second = threading.Thread(target=io.save_checkpoint, args=(example(2), tmp_path / "b.ckpt"))
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    gate.open.set()
+    second.join()
+    io.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt"]
+
+
+def test_removes_the_old_one_after_the_new_one_is_there(gate: Gate, tmp_path: Path) -> None:
+    io = SafeCheckpointIO(asynchronous=True)
+    gate.open.set()
+    io.save_checkpoint(example(1), tmp_path / "old.ckpt")
+    io.teardown()
+    gate.open.clear()
+    io.save_checkpoint(example(2), tmp_path / "new.ckpt")
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    assert os.listdir(tmp_path) == ["old.ckpt"]
+    gate.open.set()
+    io.teardown()
+    assert os.listdir(tmp_path) == ["new.ckpt"]
+    io.remove_checkpoint(tmp_path / "new.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_is_known_at_once_and_raised_once(gate: Gate, tmp_path: Path) -> None:
+    heard: list[BaseException] = []
+    io = SafeCheckpointIO(asynchronous=True, on_failure=heard.append)
+    gate.open.set()
+    io.save_checkpoint(example(1), tmp_path / "old.ckpt")
+    io.teardown()
+    gate.open.clear()
+    gate.error = OSError(errno.ENOSPC, "No space left on device")
+    io.save_checkpoint(example(2), tmp_path / "new.ckpt")
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    assert io.failure is None
+    gate.open.set()
+    wait_until(lambda: heard)
+    assert heard == [gate.error]
+    assert io.failure is gate.error
+    io.remove_checkpoint(tmp_path / "old.ckpt")
+    assert os.listdir(tmp_path) == ["old.ckpt"], "what should have been replaced stays"
+    with pytest.raises(OSError, match="No space left"):
+        io.raise_failure()
+    assert io.failure is None
+    io.raise_failure()
+    gate.error = None
+    io.save_checkpoint(example(3), tmp_path / "new.ckpt")
+    io.teardown()
+    assert sorted(os.listdir(tmp_path)) == ["new.ckpt", "old.ckpt"]
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint", "teardown"])
+def test_each_next_call_raises_a_failure(call: str, gate: Gate, tmp_path: Path) -> None:
+    io = SafeCheckpointIO(asynchronous=True)
+    gate.error = OSError(errno.ENOSPC, "No space left on device")
+    gate.open.set()
+    io.save_checkpoint(example(1), tmp_path / "a.ckpt")
+    arguments = {"save_checkpoint": (example(2), tmp_path / "b.ckpt"), "load_checkpoint": (tmp_path / "b.ckpt",)}
+    with pytest.raises(OSError, match="No space left"):
+        getattr(io, call)(*arguments.get(call, ()))
+    io.teardown()
+
+
+def test_what_spawn_returns_is_written_at_once(gate: Gate, tmp_path: Path) -> None:
+    """Lightning's main process reads it as soon as it is told where, and knows nothing of our thread."""
+    gate.open.set()
+    SafeCheckpointIO(asynchronous=True).save_checkpoint({"layer.weight": torch.ones(2)}, tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_keeps_the_best_in_the_background(tmp_path: Path) -> None:
+    saved = ModelCheckpoint(tmp_path, "{step}", save_top_k=1, every_n_train_steps=1, monitor="step", mode="max")
+    fit(tmp_path, SafeCheckpointIO(asynchronous=True), 2, callbacks=[saved])
+    assert os.listdir(tmp_path) == ["step=6.ckpt"]
+
+
+# ---- with several ranks ----
+
+
+def told(rank: int, kind: str, interrupted: bool) -> str | None:
+    def save() -> None:
+        if rank == 0 and kind == "OSError":
+            raise OSError(errno.ENOSPC, "No space left on device: needs 123 bytes", "/run/a.ckpt")
+        if rank == 0 and kind == "CheckpointError":
+            raise CheckpointError("/run/a.ckpt", "is bad", "Use another one.")
+        if rank == 0 and kind == "other":
+            raise TypeError("cannot pickle")
+
+    try:
+        save_on_first_rank(save, torch.device("cpu"), interrupted)
+    except (OSError, CheckpointError, TypeError, RankFailedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def tell_all() -> list[str | None]:
+    rank = torch.distributed.get_rank()
+    kinds = [("none", False), ("OSError", False), ("CheckpointError", False), ("other", False), ("OSError", True)]
+    return [told(rank, kind, interrupted) for kind, interrupted in kinds]
+
+
+def test_all_ranks_raise_what_the_first_one_did() -> None:
+    first, second = run_ranks(tell_all, 2)
+    full = "OSError: [Errno 28] No space left on device: needs 123 bytes: '/run/a.ckpt'"
+    bad = "CheckpointError: /run/a.ckpt: is bad. Use another one."
+    assert first == [None, full, bad, "TypeError: cannot pickle", full]
+    failed = "RankFailedError: Rank 0 could not save a checkpoint: TypeError: cannot pickle"
+    assert second == [None, full, bad, failed, None]
+
+
+def test_one_process_alone() -> None:
+    assert told(0, "OSError", False) == told(0, "OSError", True)
+    assert told(0, "none", False) is None

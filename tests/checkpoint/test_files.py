@@ -1,0 +1,291 @@
+"""Writing: what the file is, what it leaves, and what a failure says and does not touch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smddp.checkpoint import files
+from lightning_smddp.checkpoint.contents import Snapshot, bytes_needed, dump_of
+from lightning_smddp.checkpoint.files import remove_strays, temporary_name, write_file
+from lightning_smddp.checkpoint.places import remove_checkpoint, write_checkpoint
+from lightning_smddp.checkpoint.reading import read_checkpoint
+from lightning_smddp.checkpoint.seal import Seal
+from tests.checkpoint.models import assert_equal, example, save
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+# ---- what the file is ----
+
+
+@pytest.mark.parametrize("options", [{}, {"mmap": True}, {"weights_only": False}], ids=str)
+def test_plain_torch_reads_it(options: dict[str, Any], tmp_path: Path) -> None:
+    expected = save(tmp_path / "a.ckpt")
+    loaded = torch.load(tmp_path / "a.ckpt", **{"weights_only": True, **options})
+    assert_equal(loaded, expected)
+    state = loaded["state_dict"]
+    assert state["tied"].data_ptr() == state["weight"].data_ptr()
+    with zipfile.ZipFile(tmp_path / "a.ckpt") as archive:
+        assert archive.testzip() is None
+
+
+def test_reads_what_it_wrote(tmp_path: Path) -> None:
+    expected = save(tmp_path / "a.ckpt")
+    assert_equal(read_checkpoint(tmp_path / "a.ckpt"), expected)
+
+
+def test_a_snapshot_is_not_changed_afterwards(tmp_path: Path) -> None:
+    checkpoint = example()
+    snapshot = Snapshot(checkpoint)
+    checkpoint["state_dict"]["weight"].zero_()
+    checkpoint["hyper_parameters"]["width"] = 0
+    write_file(snapshot.dump, str(tmp_path / "a.ckpt"), snapshot.size)
+    assert_equal(read_checkpoint(tmp_path / "a.ckpt"), example())
+
+
+@pytest.mark.parametrize("pieces", [[b"abcdefg"], [b"a", b"b", b"", b"c", b"d", b"efg"]], ids=len)
+def test_the_hash_covers_pieces_of_any_size(pieces: list[bytes], tmp_path: Path) -> None:
+    def dump(file: Any) -> None:
+        for piece in [b"PK\x03\x04", *pieces, b"PK\x05\x06" + b"." * 16, b"\0", b"\0"]:
+            file.write(piece)
+
+    write_file(dump, str(tmp_path / "a"), 0)
+    with open(tmp_path / "a", "rb") as file:
+        seal = Seal.of(file)
+        assert seal is not None
+        assert seal.matches(file)
+        file.seek(0)
+        assert file.read(11) == b"PK\x03\x04abcdefg"
+
+
+def test_the_size_is_known_before(tmp_path: Path) -> None:
+    checkpoint = {**example(), "big": torch.zeros(1_000_000), "part": torch.zeros(1000, 1000)[:, :2]}
+    needed = bytes_needed(checkpoint)
+    write_file(dump_of(checkpoint), str(tmp_path / "a.ckpt"), needed)
+    assert 0.98 * needed < os.path.getsize(tmp_path / "a.ckpt") <= needed
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
+def test_the_umask_decides_who_may_read(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        save(tmp_path / "a.ckpt")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.ckpt").stat().st_mode) == mode
+
+
+def test_makes_directories_and_replaces_links(tmp_path: Path) -> None:
+    save(tmp_path / "new" / "a.ckpt", 1)
+    (tmp_path / "last.ckpt").symlink_to("new/a.ckpt")
+    save(tmp_path / "last.ckpt", 2)
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert [read_checkpoint(tmp_path / name)["global_step"] for name in ("new/a.ckpt", "last.ckpt")] == [1, 2]
+
+
+def test_names_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    save(tmp_path / ("ä" * 125 + ".ckpt"))
+
+
+def test_removes(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    save(tmp_path / "b.ckpt" / "part")
+    (tmp_path / "link.ckpt").symlink_to("b.ckpt")
+    for name in ("a.ckpt", "link.ckpt", "not there.ckpt"):
+        remove_checkpoint(tmp_path / name)
+    assert os.listdir(tmp_path) == ["b.ckpt"]
+    remove_checkpoint(str(tmp_path / "b.ckpt"))
+    assert os.listdir(tmp_path) == []
+
+
+# ---- what others left ----
+
+
+def test_removes_files_of_writers_that_are_gone(tmp_path: Path) -> None:
+    stray = temporary_name("a.ckpt")
+    (tmp_path / stray).write_bytes(b"half")
+    theirs = [".tmp-mine", "x.tmp-a-0123456789abcdef", temporary_name("directory"), temporary_name("link")]
+    for name in theirs[:2]:
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / theirs[2]).mkdir()
+    (tmp_path / "precious").write_bytes(b"precious")
+    (tmp_path / theirs[3]).symlink_to("precious")
+    save(tmp_path / "a.ckpt")
+    assert sorted(os.listdir(tmp_path)) == sorted([*theirs, "precious", "a.ckpt"])
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+
+
+def test_leaves_the_file_of_a_writer_that_lives(tmp_path: Path) -> None:
+    half, go_on = threading.Event(), threading.Event()
+
+    def dump(file: Any) -> None:
+        half.set()
+        assert go_on.wait(20)
+        torch.save(example(1), file)
+
+    writer = threading.Thread(target=write_file, args=(dump, str(tmp_path / "a.ckpt"), 0))
+    writer.start()
+    assert half.wait(20)
+    save(tmp_path / "b.ckpt", 2)
+    assert remove_strays(str(tmp_path)) == []
+    go_on.set()
+    writer.join()
+    assert [read_checkpoint(tmp_path / name)["global_step"] for name in ("a.ckpt", "b.ckpt")] == [1, 2]
+
+
+def test_without_locks_only_old_files_are_strays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*args: Any) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
+
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    young, old = temporary_name("a.ckpt"), temporary_name("a.ckpt")
+    for name in (young, old):
+        (tmp_path / name).write_bytes(b"half")
+    os.utime(tmp_path / old, (0, 0))
+    save(tmp_path / "a.ckpt")
+    assert sorted(os.listdir(tmp_path)) == [young, "a.ckpt"]
+
+
+# ---- failures ----
+
+
+def failing(dump: Callable[[Any], None], path: Path, needed: int = 12345) -> OSError:
+    """The error of overwriting a checkpoint, which has to be intact afterwards, with nothing beside it."""
+    with pytest.raises(OSError, match="could not save a checkpoint, which needs") as caught:
+        write_file(dump, str(path), needed)
+    assert caught.value.filename == str(path)
+    assert f"{needed} bytes" in str(caught.value)
+    if path.parent.exists():
+        assert os.listdir(path.parent) == [path.name]
+        assert_equal(read_checkpoint(path), example())
+    return caught.value
+
+
+def test_too_large_for_the_file_system(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    error = failing(dump_of(example(2)), tmp_path / "a.ckpt", 10**15)
+    assert error.errno == errno.ENOSPC
+    assert "bytes are free" in str(error)
+
+
+@pytest.mark.parametrize("part", [0, 100, 4000])
+def test_writing_fails_half_way(part: int, tmp_path: Path) -> None:
+    """torch's own error for that would be about an ``unexpected pos``."""
+    save(tmp_path / "a.ckpt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (part, before[1]))
+    try:
+        error = failing(dump_of({"big": torch.zeros(10**6)}), tmp_path / "a.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.errno == errno.EFBIG
+
+
+def test_the_directory_is_removed_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a.ckpt"
+    save(path)
+
+    def dump(file: Any) -> None:
+        torch.save(example(2), file)
+        remove_checkpoint(path.parent)
+
+    assert isinstance(failing(dump, path), FileNotFoundError)
+
+
+def test_the_disk_returns_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a.ckpt")
+    fsync = os.fsync
+
+    def sync_and_damage(descriptor: int) -> None:
+        fsync(descriptor)
+        os.pwrite(descriptor, b"?", 300)
+
+    monkeypatch.setattr(files.os, "fsync", sync_and_damage)
+    error = failing(dump_of(example(2)), tmp_path / "a.ckpt")
+    assert error.errno == errno.EIO
+    assert "differs from what was written" in str(error)
+
+
+def test_what_cannot_be_pickled(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+    with pytest.raises(AttributeError, match="local object"):
+        write_checkpoint(dump_of({"hook": lambda: None}), tmp_path / "a.ckpt", 0)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_interrupted(tmp_path: Path) -> None:
+    save(tmp_path / "a.ckpt")
+
+    def dump(file: Any) -> None:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_file(dump, str(tmp_path / "a.ckpt"), 0)
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert_equal(read_checkpoint(tmp_path / "a.ckpt"), example())
+
+
+IN_A_SMALL_FILE_SYSTEM = """
+set -e
+mount -t tmpfs -o size=1m tmpfs "$1"
+"$2" - "$1" <<'PROGRAM'
+import errno, subprocess, sys
+from pathlib import Path
+import torch
+from tests.checkpoint.models import save
+from tests.checkpoint.test_files import failing
+from lightning_smddp.checkpoint.contents import dump_of
+path = Path(sys.argv[1], "a.ckpt")
+save(path)
+big = dump_of({"big": torch.zeros(10**6)})
+assert failing(big, path, needed=10).errno == errno.ENOSPC
+assert failing(big, path, needed=4 * 10**6).errno == errno.ENOSPC
+subprocess.run(["mount", "-o", "remount,ro", sys.argv[1]], check=True)
+assert failing(dump_of({}), path, needed=10).errno == errno.EROFS
+print("all as expected")
+PROGRAM
+"""
+
+
+def test_disk_full_and_read_only(tmp_path: Path) -> None:
+    command = ["unshare", "--user", "--map-root-user", "--mount"]
+    allowed = subprocess.run(
+        [*command, "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    )
+    if allowed.returncode != 0:
+        pytest.skip(f"no file systems can be mounted here: {allowed.stderr.decode().strip()}")
+    result = subprocess.run(
+        [*command, "bash", "-c", IN_A_SMALL_FILE_SYSTEM, "bash", str(tmp_path), sys.executable],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.stdout == "all as expected\n", result.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_may_not_be_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "a.ckpt"
+    save(path)
+    path.parent.chmod(0o500)
+    try:
+        assert isinstance(failing(dump_of({}), path), PermissionError)
+    finally:
+        path.parent.chmod(0o700)

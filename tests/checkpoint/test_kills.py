@@ -1,0 +1,59 @@
+"""Processes killed while they save: a valid checkpoint is there, whenever it happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def memory_directory() -> Iterator[Path]:
+    """On another file system than ``tmp_path``."""
+    path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def run(*arguments: Any, temporary: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.checkpoint.killed", *map(str, arguments)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saved_in", ["disk", "memory"])
+def test_at_random_times(kills: int, saved_in: str, tmp_path: Path, memory_directory: Path) -> None:
+    """With TMPDIR on the other file system."""
+    directory, temporary = (tmp_path, memory_directory) if saved_in == "disk" else (memory_directory, tmp_path)
+    found = run("random", directory, kills, kills, temporary=temporary)
+    assert found["lost"] == 0
+    assert found["stray"] > 0, "no kill met a save"
+    assert os.listdir(directory) == ["last.ckpt"]
+    assert os.listdir(temporary) == [], "nothing of ours goes to TMPDIR"
+
+
+@pytest.mark.parametrize("where", ["files", pytest.param("everywhere", marks=pytest.mark.slow)])
+def test_before_and_after_every_call(where: str, tmp_path: Path, memory_directory: Path) -> None:
+    found = run("boundaries", memory_directory, where, temporary=tmp_path)
+    assert found["lost"] == 0
+    assert found["kills"] > 100
+    assert found["old"] > 0
+    assert found["new"] > 1  # one of them is the save that nobody killed
+
+    control = found["control"]
+    assert control["lost"] > control["kills"] / 2, "writing in place loses checkpoints, else this test could not fail"

@@ -1,0 +1,168 @@
+"""Checkpoints in a real S3 server on the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smddp import CheckpointError, SafeCheckpointIO
+from lightning_smddp.checkpoint import places
+from lightning_smddp.checkpoint.files import temporary_name
+from lightning_smddp.checkpoint.newest import newest_checkpoint
+from lightning_smddp.checkpoint.reading import read_checkpoint
+from tests.checkpoint.models import assert_equal, example, save
+
+s3fs = pytest.importorskip("s3fs")
+pytest.importorskip("moto.server")
+
+ROOT = Path(__file__).parent.parent.parent
+SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print("http://%s:%d" % server.get_host_and_port(), flush=True)
+sys.stdin.read()
+"""
+LOOP = """
+import sys
+from tests.checkpoint.models import save
+for step in range(int(sys.argv[2]), 10**9):
+    save(sys.argv[1], step)
+    print(step, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().decode().strip()
+    finally:
+        process.stdin.close()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty bucket."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    fs = s3fs.S3FileSystem()
+    fs.mkdir("bucket")
+    yield "s3://bucket"
+    fs.rm("bucket", recursive=True)
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def names(bucket: str) -> list[str]:
+    return sorted(s3fs.S3FileSystem().find(bucket, refresh=True))
+
+
+def test_saves_overwrites_loads_and_removes(bucket: str) -> None:
+    io, url = SafeCheckpointIO(), f"{bucket}/run/a.ckpt"
+    for step in (1, 2):
+        io.save_checkpoint(example(step), url)
+        assert_equal(io.load_checkpoint(url), example(step))
+    assert names(bucket) == ["bucket/run/a.ckpt"]
+    io.remove_checkpoint(url)
+    io.remove_checkpoint(url)
+    assert names(bucket) == []
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found: s3://bucket/run/a.ckpt"):
+        io.load_checkpoint(url)
+
+
+def test_in_several_parts(bucket: str) -> None:
+    """S3 takes more than 50 MiB in parts."""
+    import torch
+
+    io, checkpoint = SafeCheckpointIO(), {"big": torch.arange(15_000_000.0)}
+    io.save_checkpoint(checkpoint, f"{bucket}/a.ckpt")
+    assert_equal(io.load_checkpoint(f"{bucket}/a.ckpt"), checkpoint)
+
+
+def test_damage_and_the_newest(bucket: str) -> None:
+    for step, name in enumerate(["b", "c", "a"]):
+        save(f"{bucket}/run/{name}.ckpt", step)
+    fs = s3fs.S3FileSystem()
+    data = bytearray(fs.cat("bucket/run/a.ckpt"))
+    data[len(data) // 2] ^= 1
+    fs.pipe("bucket/run/a.ckpt", bytes(data))
+    with pytest.raises(CheckpointError, match="s3://bucket/run/a.ckpt: .*wrong SHA-256"):
+        read_checkpoint(f"{bucket}/run/a.ckpt")
+    lines: list[str] = []
+    assert newest_checkpoint([f"{bucket}/run"], report=lines.append) == "s3://bucket/run/c.ckpt"
+    assert len(lines) == 1
+
+
+def test_an_upload_that_fails_leaves_the_previous_one(bucket: str) -> None:
+    url = f"{bucket}/run/a.ckpt"
+    save(url, 1)
+
+    def dump(file: Any) -> None:
+        file.write(b"half")
+        raise OSError("the network is gone")
+
+    with pytest.raises(
+        OSError, match="the network is gone: could not save a checkpoint, which needs 99 bytes"
+    ) as caught:
+        places.write_checkpoint(dump, url, 99)
+    assert caught.value.filename == url
+    assert names(bucket) == ["bucket/run/a.ckpt"]
+    assert_equal(read_checkpoint(url), example(1))
+
+
+def test_no_such_bucket(bucket: str) -> None:
+    with pytest.raises(FileNotFoundError, match="could not save a checkpoint") as caught:
+        SafeCheckpointIO().save_checkpoint(example(), "s3://no-such-bucket/a.ckpt")
+    assert caught.value.filename == "s3://no-such-bucket/a.ckpt"
+
+
+def test_removes_only_old_strays(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs, stray = s3fs.S3FileSystem(), f"bucket/run/{temporary_name('a.ckpt')}"
+    fs.pipe(stray, b"half")
+    save(f"{bucket}/run/a.ckpt")
+    assert names(bucket) == sorted([stray, "bucket/run/a.ckpt"])
+    monkeypatch.setattr(places, "STRAY_AFTER_S", -60.0)
+    save(f"{bucket}/run/a.ckpt")
+    assert names(bucket) == ["bucket/run/a.ckpt"]
+
+
+@pytest.mark.slow
+def test_kills(bucket: str) -> None:
+    url, last = f"{bucket}/run/a.ckpt", 0
+    save(url, last)
+    for kill in range(8):
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOOP, url, str(last + 1)], cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()  # it works
+        time.sleep(0.013 * kill)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        step = read_checkpoint(url)["global_step"]
+        assert step > last
+        assert_equal(read_checkpoint(url), example(step))
+        last = step
