@@ -1,0 +1,260 @@
+"""A rank's side of the watching thread: what it hears from the hub, and the state that the training thread reads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lightning_smddp.supervision.failure import Failure, failure_of
+from lightning_smddp.supervision.loop import Loop
+from lightning_smddp.supervision.member import Member, OomWatch
+from lightning_smddp.supervision.processes import Process, has_ended
+from lightning_smddp.supervision.progress import Progress, Reading, RemoteProgress
+from lightning_smddp.supervision.stop import StopGate
+from lightning_smddp.supervision.wire import Connection, Message
+
+_LATE_BEATS = 3.0
+
+
+class State:
+    """What the training thread waits for. ``attention`` is read without the lock."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failed = threading.Event()
+        self.failure: Failure | None = None
+        self.attention = False
+        self.welcomed = self.goodbye = False
+        self.epoch = -1  # last one that all ranks have ended
+        self.late: tuple[int | None] | None = None
+        self.gate = StopGate()
+        self.waiting = False  # the training thread waits here, and raises by itself
+
+    def update(self, **values: Any) -> None:
+        """Set attributes and wake who waits."""
+        with self.changed:
+            for name, value in values.items():
+                setattr(self, name, value)
+            self.changed.notify_all()
+
+    def wait_for(self, ready: Callable[[], object], timeout: float | None) -> bool:
+        """Wait until ``ready()`` or a failure; whether one of them came."""
+        self.waiting = True
+        try:
+            with self.changed:
+                return bool(self.changed.wait_for(lambda: self.failure is not None or ready(), timeout))
+        finally:
+            self.waiting = False
+
+
+class Client:
+    """Belongs to the loop's thread.
+
+    Args:
+        loop: of the watching thread.
+        rank: this rank.
+        host: its host's name.
+        progress: how far it is.
+        limit: seconds of silence after which the hub has failed.
+        period: seconds between heartbeats.
+        state: for the training thread.
+        oom: what the kernel killed.
+        on_failure: called once, with the failure that all ranks agree on.
+        on_stop: called with the signal when the job is asked to stop.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        rank: int,
+        host: str,
+        progress: Progress,
+        limit: float,
+        period: float,
+        state: State,
+        oom: OomWatch,
+        on_failure: Callable[[Failure], None],
+        on_stop: Callable[[int], None],
+    ) -> None:
+        self._loop, self.rank, self._host, self._progress = loop, rank, host, progress
+        self._limit, self._period, self._state, self._oom = limit, period, state, oom
+        self._on_failure, self._on_stop = on_failure, on_stop
+        self.tell: Callable[[Message], None] = lambda message: None  # to the hub
+        self.hub: Member | None = None  # of a rank other than 0
+        self.pids: frozenset[int] = frozenset()
+        self.missing: list[Process] = []  # did not answer when the ranks were asked where to stop
+
+    def join(self, connection: Connection) -> None:
+        """Use this connection to the hub, whose name comes with its welcome."""
+        connection.on_message = self.receive
+        connection.on_end = lambda reason: self._hub_ended(self.hub, reason)
+        self.hub = Member(0, "of rank 0", Process(0, 0, ""), RemoteProgress(None, -1), connection)
+        self.tell = connection.send
+
+    def receive(self, message: Message) -> None:
+        """A message of the hub; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is none."""
+        kind = message["type"]
+        if self.hub is not None:
+            self.hub.silence_s = 0.0
+        if kind == "beat":
+            if self.hub is not None and isinstance(self.hub.progress, RemoteProgress):
+                self.hub.progress.told = Reading.from_json(message["progress"])
+        elif kind == "welcome":
+            self._welcomed(message)
+        elif kind == "failure":
+            kill = message["kill"]
+            self.record(Failure.from_json(message["failure"]), None if kill is None else Process.from_json(kill))
+        elif kind == "ask":
+            self._state.attention = True  # before the answer reads the step
+            signum = int(message["signum"])
+            first = self._state.gate.answer(signum)
+            self._state.update()
+            self.tell({"type": "ready", "step": first})
+            self._on_stop(signum)
+        elif kind == "stop":
+            self.missing = [Process.from_json(values) for values in message["missing"]]
+            self.decide(int(message["signum"]), message["step"])
+        elif kind == "epoch":
+            self._state.update(epoch=int(message["epoch"]))
+        elif kind == "late":
+            self._state.update(late=(message["rank"],))
+        elif kind == "refused":
+            text = f"the supervisor of rank 0 refused it: {message['reason']}"
+            self.record(failure_of(self.rank, self._host, os.getpid(), Reading(), "exception", text), None)
+        elif kind == "bye":
+            if self.hub is not None:
+                self.hub.has_left = True
+            self._state.update(goodbye=True)
+        else:
+            raise ValueError(f"unknown message {kind!r}")
+
+    def _welcomed(self, message: Message) -> None:
+        self.pids = frozenset(int(pid) for pid in message["pids"])
+        if self.hub is not None:
+            process = Process.from_json(message["process"])
+            progress = RemoteProgress(process.pid if process.is_here else None, int(message["descriptor"]))
+            self.hub.host, self.hub.process, self.hub.progress = str(message["host"]), process, progress
+            self.hub.watch_process(self._loop, self._hub_ended)
+        self._state.update(welcomed=True)
+
+    def decide(self, signum: int, step: int | None) -> None:
+        """All ranks stop at ``step``; None: there is no agreement. The first decision counts."""
+        gate = self._state.gate
+        if gate.decision is None:
+            gate.answer(signum)
+            gate.decision = (step,)
+            self._state.update(attention=True)
+
+    def beat(self) -> None:
+        """Tell the hub how far this rank is."""
+        if self.hub is None:
+            return
+        self.hub.send({"type": "beat", "progress": self._progress.read().to_json()}, droppable=True)
+
+    def tick(self, seconds: float) -> None:
+        """A period has gone by, of which this thread was there to see ``seconds``."""
+        self.beat()
+        if self.hub is not None and self.hub.counts:
+            self.hub.silence_s += seconds
+            if self.hub.silence_s > self._limit:
+                self.declare_hub_silent()
+
+    @property
+    def hub_is_late(self) -> bool:
+        """Whether the hub has missed several heartbeats."""
+        return self.hub is not None and self.hub.counts and self.hub.silence_s > _LATE_BEATS * self._period
+
+    def declare_hub_silent(self) -> None:
+        """Rank 0 is stopped or cut off."""
+        assert self.hub is not None
+        text = f"nothing was heard from it for {self.hub.silence_s:.0f} s: it is stopped, or cut off"
+        self.record(self.hub.failure("silent", text), self.hub.process)
+
+    def parent_ended(self, pid: int, text: str) -> None:
+        """The launcher of this rank has gone; if that is rank 0 itself, the cause is whatever ended that."""
+        hub = self.hub
+        if hub is not None and hub.process.pid == pid and hub.process.is_here:
+            self._hub_ended(hub, "its process ended")
+        else:
+            self.report(failure_of(self.rank, self._host, os.getpid(), self._progress.read(), "died", text), False)
+
+    def report(self, failure: Failure, of_communication: bool) -> None:
+        """This rank has failed: tell the hub, which tells everyone including this rank."""
+        if self.hub is not None and not self.hub.counts:
+            if of_communication and self.hub.has_left:
+                text = f"it ended its run while rank {self.rank} was in the middle of its own: {failure.message}"
+                failure = self.hub.failure("left", text)
+            self.record(failure, None)
+            return
+        self.tell({"type": "failure", "failure": failure.to_json(), "of_communication": of_communication})
+
+    def _hub_ended(self, hub: Member | None, how: str) -> None:
+        if hub is not None and hub.counts:
+            if self.hub_is_late:  # it was stopped, and another rank has killed it for that already
+                self.declare_hub_silent()
+            hub.has_ended = True
+            hub.settle(self._loop, self._oom, how, lambda text: self.record(hub.failure("died", text), None))
+
+    def record(self, failure: Failure, kill: Process | None) -> None:
+        """What all ranks agree on. ``kill``: a stopped process, which a rank of its host ends."""
+        if self._state.failure is not None:
+            return
+        self.tell({"type": "ack"})
+        self._state.attention = True
+        self._state.update(failure=failure)
+        self._state.failed.set()
+        if kill is not None and kill.pid != os.getpid():
+            kill.kill_with_workers(self.pids)
+        self._on_failure(failure)
+
+    def kill_missing(self) -> None:
+        """SIGKILL to the processes of this host that did not even answer the question where to stop."""
+        missing = list(self.missing)
+        if self.hub_is_late and self.hub is not None:
+            missing.append(self.hub.process)
+        for process in missing:
+            if process.pid != os.getpid():
+                process.kill_with_workers(self.pids)
+
+
+class ParentWatch:
+    """Calls ``on_end(pid, text)`` once when the process that started this one has gone.
+
+    Not by PR_SET_PDEATHSIG: that signal may be ignored or blocked, and comes when the parent's *thread* ends.
+    """
+
+    def __init__(self, loop: Loop, pid: int, on_end: Callable[[int, str], None]) -> None:
+        self._loop, self._pid, self._on_end = loop, pid, on_end
+        self._is_parent = os.getppid() == pid
+        self._process = Process.of(pid)
+        self._descriptor = self._process.open()
+        self._done = False
+        if self._descriptor is not None:
+            loop.watch(self._descriptor, self.look)
+
+    def look(self) -> None:
+        """Once a period, and when the descriptor says so."""
+        if self._done:
+            return
+        if self._descriptor is not None:
+            gone = has_ended(self._descriptor)
+        else:
+            gone = self._process.namespace != "" and not self._process.exists()
+        if gone or (self._is_parent and os.getppid() != self._pid):
+            self.close()
+            self._on_end(self._pid, f"its launcher (process {self._pid}) ended")
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._done = True
+        if self._descriptor is not None:
+            self._loop.unwatch(self._descriptor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The same in a forked child."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,163 @@
+"""Where the hub lets the other ranks in: a listening socket on one address, open until all have come."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+from lightning_smddp.supervision.loop import Loop
+from lightning_smddp.supervision.wire import Connection, Message
+
+_PROOF_WITHIN_S = 5.0
+_MAX_STRANGERS = 64
+_MAX_GREETING_BYTES = 4096
+_RETRY_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+class Door:
+    """Accepts connections on ``listener`` and calls ``admit(message, connection)`` for those with the secret.
+
+    ``admit`` returns None, or why it refuses. Everyone else is dropped, with one line in the log for each.
+    """
+
+    def __init__(
+        self, loop: Loop, listener: socket.socket, secret: str, admit: Callable[[Message, Connection], str | None]
+    ) -> None:
+        self._loop, self._listener, self._secret, self._admit = loop, listener, secret, admit
+        self._strangers: set[Connection] = set()
+        self._closed = False
+        listener.setblocking(False)
+        loop.watch(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Nobody comes in any more."""
+        if not self._closed:
+            self._closed = True
+            self._loop.unwatch(self._listener.fileno())
+            self._listener.close()
+            for stranger in self._strangers:
+                stranger.close()
+            self._strangers.clear()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of the sockets."""
+        self._listener.close()
+        for stranger in self._strangers:
+            stranger.abandon()
+
+    def _accept(self) -> None:
+        try:
+            peer, address = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptor left, say: trying again at once would only burn the processor
+            _log.warning("A connection to the supervisor was not accepted: %s", error)
+            self._loop.unwatch(self._listener.fileno())
+            self._loop.later(1.0, self._resume)
+            return
+        if len(self._strangers) >= _MAX_STRANGERS:
+            peer.close()
+            return
+        who = f"{address[0]} port {address[1]}"
+        stranger = Connection(self._loop, peer, _refuse_all, _ignore, _MAX_GREETING_BYTES)
+        stranger.on_message = lambda message: self._greeted(message, stranger, who)
+        stranger.on_end = lambda reason: self._drop(stranger, who, reason)
+        self._strangers.add(stranger)
+        self._loop.later(_PROOF_WITHIN_S, self._drop, stranger, who, f"no greeting within {_PROOF_WITHIN_S:g} s")
+
+    def _resume(self) -> None:
+        if not self._closed:
+            self._loop.watch(self._listener.fileno(), self._accept)
+
+    def _greeted(self, message: Message, stranger: Connection, who: str) -> None:
+        proof = str(message["secret"])
+        if not secrets.compare_digest(proof.encode(), self._secret.encode()):
+            self._drop(stranger, who, "wrong secret")
+            return
+        self._strangers.discard(stranger)  # first, as admitting the last one closes the door
+        reason = self._admit(message, stranger)
+        if reason is not None:
+            stranger.send({"type": "refused", "reason": reason})
+            self._strangers.add(stranger)
+            self._drop(stranger, who, reason)
+
+    def _drop(self, stranger: Connection, who: str, reason: str) -> None:
+        if stranger in self._strangers:
+            self._strangers.discard(stranger)
+            stranger.close()
+            _log.warning("The supervisor of this job dropped a connection from %s: %s.", who, reason)
+
+
+def _refuse_all(message: Message) -> None:
+    raise ValueError("not introduced yet")
+
+
+def _ignore(reason: str) -> None:
+    return
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket on the interface that ``address`` (a name or a number) stands for, never on all of them.
+
+    Where the name means another machine (a service in front of this one) or, as on Debian, this one's loopback, the
+    interface of the default route is taken. Raises ``ValueError`` when that cannot be done either.
+    """
+    reasons = []
+    for numeric in (*_numbers_of(address), _default_route()):
+        if numeric is None or ipaddress.ip_address(numeric).is_unspecified:
+            continue
+        family = socket.AF_INET6 if ":" in numeric else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind((numeric, 0))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            reasons.append(f"{numeric}: {error.strerror}")
+            continue
+        return listener
+    raise ValueError(
+        f"The supervisor cannot listen on the address {address!r} of rank 0 ({'; '.join(reasons) or 'unknown'}). "
+        "Set MASTER_ADDR to an address of the host of rank 0."
+    )
+
+
+def _numbers_of(address: str) -> list[str]:
+    """What ``address`` resolves to; a name's loopback addresses only if the name is ``localhost``."""
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+    found = [number.partition("%")[0] for number in dict.fromkeys(found)]
+    if address == "localhost" or address in found:
+        return found
+    return [number for number in found if not ipaddress.ip_address(number).is_loopback]
+
+
+def _default_route() -> str | None:
+    """This host's address on the way to elsewhere; no packet is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
+    return None
+
+
+def connect(addresses: list[str], port: int, deadline: float) -> socket.socket:
+    """The first of ``addresses`` that answers before ``time.monotonic()`` is ``deadline``; else its ``OSError``."""
+    while True:
+        for address in addresses:
+            try:
+                return socket.create_connection(
+                    (address, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))
+                )
+            except OSError as error:
+                problem = error
+        if time.monotonic() > deadline:
+            raise problem
+        time.sleep(_RETRY_S)

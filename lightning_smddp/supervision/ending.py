@@ -1,0 +1,122 @@
+"""How a rank's process ends when its job has: by its training thread if that can, else by force, tidied up."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.supervision.failure import Failure
+from lightning_smddp.supervision.loop import Loop
+from lightning_smddp.supervision.processes import kill_own_workers
+
+INTERRUPT_AFTER_S = 0.5  # errors of communication come by themselves within less
+CLEAN_UP_WITHIN_S = 1.0
+ALL_CLEAN_UPS_WITHIN_S = 2.5
+
+
+class InterruptionError(RankFailedError):
+    """The error that :meth:`Ending.interrupt` raises in the training thread; made without arguments there."""
+
+    failure: Failure
+
+    def __init__(self) -> None:
+        error = self.failure.error()
+        super().__init__(error.rank, str(error))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankFailedError, (self.rank, str(self))
+
+
+class Ending:
+    """Created by the training thread; the methods that say so belong to it, the others to the loop's thread.
+
+    Args:
+        loop: of the watching thread.
+        where: this rank, step and phase, for the last line.
+        is_waiting: whether the training thread waits in the supervisor, which raises there.
+    """
+
+    def __init__(self, loop: Loop, where: Callable[[], str], is_waiting: Callable[[], bool]) -> None:
+        self._loop, self._where, self._is_waiting = loop, where, is_waiting
+        self._thread = threading.get_ident()
+        self._not_before = 0.0
+        self.clean_ups: list[Callable[[], object]] = [kill_own_workers]
+        self.is_handled = False  # the training thread has an error in hand
+        self.is_over = False  # it has closed the supervisor: it ends, or goes on, as it likes
+
+    # ---- for the training thread ----
+
+    def take_over(self) -> None:
+        """The training thread has an exception, and needs no other."""
+        self.is_handled = True
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+
+    def postpone(self, seconds: float) -> None:
+        """No forced end within ``seconds`` from now."""
+        self._not_before = time.monotonic() + seconds
+
+    # ---- for the loop's thread ----
+
+    def after_failure(self, failure: Failure, code: Callable[[], int], grace: float, unwind: float) -> None:
+        """Leave the training thread ``grace`` seconds to raise, and ``unwind`` to let go; then end the process."""
+        self._loop.later(min(INTERRUPT_AFTER_S, grace), self.interrupt, failure)
+        line = failure.describe()
+        self._loop.later(grace, self._force_unless, lambda: self.is_handled, code, line)
+        self._loop.later(max(grace, unwind), self._force_unless, lambda: False, code, line)
+
+    def interrupt(self, failure: Failure) -> bool:
+        """Raise in the training thread, if it runs Python code and handles no error yet; whether it was tried."""
+        busy = self.is_handled or self.is_over or self._is_waiting() or _handles_an_exception(self._thread)
+        if busy or self._thread not in sys._current_frames():
+            return False
+        error = type(
+            "RankFailedError", (InterruptionError,), {"failure": failure, "__module__": RankFailedError.__module__}
+        )
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(error))
+        return True
+
+    def _force_unless(self, excused: Callable[[], bool], code: Callable[[], int], line: str) -> None:
+        if self.is_over or excused():
+            return
+        left = self._not_before - time.monotonic()
+        if left > 0:
+            self._loop.later(left, self._force_unless, excused, code, line)
+        else:
+            self.force(code(), line)
+
+    def force(self, code: int, reason: str) -> None:
+        """Say why in one line, tidy up, and end the process, whatever its other threads do."""
+        line = f"lightning-smddp: {self._where()} is ended, exit code {code}. Cause: {' '.join(reason.split())}\n"
+        os.write(2, line.encode(errors="replace"))  # not sys.stderr, whose lock another thread may hold
+        deadline = time.monotonic() + ALL_CLEAN_UPS_WITHIN_S
+        for clean_up in [_flush, *reversed(self.clean_ups)]:
+            thread = threading.Thread(target=_run_guarded, args=(clean_up,), daemon=True)
+            thread.start()
+            thread.join(max(0.05, min(CLEAN_UP_WITHIN_S, deadline - time.monotonic())))
+        os._exit(code)
+
+
+def _run_guarded(clean_up: Callable[[], object]) -> None:
+    try:
+        clean_up()
+    except Exception as error:  # the process ends in any case, and the next clean-up has its turn
+        os.write(2, f"lightning-smddp: {clean_up!r} failed: {error!r}\n".encode(errors="replace"))
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+
+
+def _handles_an_exception(thread: int) -> bool:
+    current: Any = sys._current_exceptions().get(thread)
+    if isinstance(current, tuple):  # Python before 3.12: (type, value, traceback)
+        current = current[1]
+    return current is not None

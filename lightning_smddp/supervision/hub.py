@@ -1,0 +1,253 @@
+"""The hub: the watching thread of rank 0, to which all ranks are connected. It decides what was the first failure."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from lightning_smddp.supervision.door import Door
+from lightning_smddp.supervision.epochs import Rendezvous
+from lightning_smddp.supervision.failure import Failure, Kind, failure_of
+from lightning_smddp.supervision.loop import Loop
+from lightning_smddp.supervision.member import Member, OomWatch
+from lightning_smddp.supervision.processes import Process
+from lightning_smddp.supervision.progress import Reading, RemoteProgress
+from lightning_smddp.supervision.stop import StopVote
+from lightning_smddp.supervision.wire import MAX_LINE_BYTES, Connection, Message
+
+_LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
+
+
+class Hub:
+    """Belongs to the loop's thread.
+
+    Args:
+        loop: of rank 0's watching thread.
+        own: rank 0 itself.
+        world_size: number of ranks.
+        period: seconds between heartbeats.
+        limit: seconds of silence after which a rank has failed.
+        tell_own: hands a message to rank 0's own client.
+        oom: what the kernel killed.
+        on_failure: called with the first failure before the ranks are told.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        own: Member,
+        world_size: int,
+        period: float,
+        limit: float,
+        tell_own: Callable[[Message], None],
+        oom: OomWatch,
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self._loop, self._own, self._world_size = loop, own, world_size
+        self._period, self._limit, self._tell_own, self._oom = period, limit, tell_own, oom
+        self._on_failure = on_failure
+        self.members: dict[int, Member] = {own.rank: own}
+        self.failure: Failure | None = None
+        self.secret = secrets.token_hex(16)
+        self.started = False
+        self._door: Door | None = None
+        self._stops = StopVote(loop, self._all, self._tell_all)
+        self._epochs = Rendezvous(self._all, self._tell_all, self.declare)
+
+    # ---- start ----
+
+    def open(self, listener: socket.socket | None, within_s: float) -> None:
+        """Let the other ranks in; those that have not come in time are the first failure."""
+        if listener is not None:
+            self._door = Door(self._loop, listener, self.secret, self._admit)
+            self._loop.later(within_s, self._check_all_came, within_s)
+        self._start_if_complete()
+
+    def _admit(self, message: Message, connection: Connection) -> str | None:
+        rank, host = int(message["rank"]), str(message["host"])[:200]
+        if message["world_size"] != self._world_size or not 0 < rank < self._world_size:
+            return f"it is rank {rank} of {message['world_size']}, this job has {self._world_size} ranks"
+        if rank in self.members:
+            return f"rank {rank} is here already (host {self.members[rank].host}), this one is on host {host}"
+        process = Process.from_json(message["process"])
+        progress = RemoteProgress(process.pid if process.is_here else None, int(message["descriptor"]))
+        member = Member(rank, host, process, progress, connection)
+        connection.max_line = MAX_LINE_BYTES
+        connection.on_message = lambda received: self.receive(member, received)
+        connection.on_end = lambda reason: self._ended(member, reason)
+        self.members[rank] = member
+        member.watch_process(self._loop, self._ended)
+        self._start_if_complete()
+        return None
+
+    def _start_if_complete(self) -> None:
+        if len(self.members) < self._world_size or self.failure is not None:
+            return
+        self.started = True
+        if self._door is not None:
+            self._door.close()
+        own = self._own
+        self._tell_all(
+            {
+                "type": "welcome",
+                "host": own.host,
+                "process": own.process.to_json(),
+                "descriptor": getattr(own.progress, "descriptor", -1),
+                "pids": [member.process.pid for member in self.members.values()],
+            }
+        )
+
+    def _check_all_came(self, within_s: float) -> None:
+        if self.started or self.failure is not None:
+            return
+        missing = [rank for rank in range(self._world_size) if rank not in self.members]
+        names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        text = f"of {self._world_size} ranks, these did not start within {within_s:g} s: {names}"
+        self.declare(failure_of(missing[0], "unknown", 0, Reading(), "timeout", text))
+
+    # ---- messages of the ranks ----
+
+    def receive(self, member: Member, message: Message) -> None:
+        """A message of ``member``; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is none."""
+        member.silence_s = 0.0
+        kind = message["type"]
+        if kind == "beat":
+            if isinstance(member.progress, RemoteProgress):
+                member.progress.told = Reading.from_json(message["progress"])
+        elif kind == "failure":
+            self._reported(Failure.from_json(message["failure"]), bool(message["of_communication"]))
+        elif kind == "timeout":
+            self._timed_out(member, str(message["message"]))
+        elif kind == "late":
+            found = self._late(member)
+            member_rank = None if found is None else found[0].rank
+            self._tell(member, {"type": "late", "rank": member_rank})
+        elif kind == "stop":
+            self._stops.request(int(message["signum"]))
+        elif kind == "ready":
+            self._stops.answer(member.rank, int(message["step"]))
+        elif kind == "epoch":
+            self._epochs.came(member.rank, int(message["epoch"]), int(message["batches"]))
+        elif kind == "bye":
+            self._left(member)
+        elif kind == "ack":
+            member.acknowledged = True
+        else:
+            raise ValueError(f"unknown message {kind!r}")
+
+    def _left(self, member: Member) -> None:
+        member.has_left = True
+        if member is not self._own:
+            self._tell(member, {"type": "bye"})
+        self._stops.look()
+        self._epochs.look()
+        self._say_bye_if_last()
+
+    def _say_bye_if_last(self) -> None:
+        if self._own.has_left and not any(member.counts for member in self.members.values()):
+            self._tell_own({"type": "bye"})
+
+    # ---- failures ----
+
+    def _reported(self, failure: Failure, of_communication: bool) -> None:
+        gone = next((m for m in self.members.values() if m.has_left and m.rank != failure.rank), None)
+        if of_communication and gone is not None:
+            text = f"it ended its run while rank {failure.rank} was in the middle of its own: {failure.message}"
+            failure = gone.failure("left", text)
+        self.declare(failure)
+
+    def _timed_out(self, member: Member, text: str) -> None:
+        found = self._late(member)
+        if found is None:
+            everyone = "all ranks say that they are at the same point"
+            self.declare(member.failure("timeout", f"{text}; no rank is behind: {everyone}"))
+            return
+        late, kind = found
+        at = member.progress.read()
+        waiter = f"{member.name} waited for it at step {at.step}{f' ({at.phase})' if at.phase else ''}: {text}"
+        self.declare(late.failure(kind, waiter), late.process if kind == "silent" else None)
+
+    def _late(self, asking: Member) -> tuple[Member, Kind] | None:
+        """Who is waited for: the one that is silent, else behind in steps, else in another phase than the rest."""
+        members = [member for member in self.members.values() if member.counts]
+        silent = max(members, key=lambda member: member.silence_s)
+        if silent.silence_s > _LATE_BEATS * self._period:
+            return silent, "silent"
+        readings = {member.rank: member.progress.read() for member in members}
+        steps = [reading.step for reading in readings.values()]
+        if min(steps) < max(steps):
+            return next(m for m in members if readings[m.rank].step == min(steps)), "timeout"
+        phases = Counter(reading.phase for reading in readings.values())
+        usual = max(phases, key=lambda phase: (phases[phase], phase == readings[asking.rank].phase))
+        odd = next((m for m in members if readings[m.rank].phase != usual), None)
+        return None if odd is None else (odd, "timeout")
+
+    def _ended(self, member: Member, how: str) -> None:
+        if member.counts:
+            member.has_ended = True
+            member.settle(self._loop, self._oom, how, lambda text: self.declare(member.failure("died", text)))
+        self._say_bye_if_last()
+
+    def declare(self, failure: Failure, kill: Process | None = None) -> None:
+        """The first one is what everybody hears of; later ones are its consequences, or nobody's concern."""
+        if self.failure is not None:
+            return
+        self.failure = failure
+        self._on_failure(failure)
+        process = None if kill is None else kill.to_json()
+        self._tell_all({"type": "failure", "failure": failure.to_json(), "kill": process})
+
+    @property
+    def unaware(self) -> bool:
+        """Whether some rank that is still there has not confirmed the failure."""
+        return any(m.counts and not m.acknowledged for m in list(self.members.values()))
+
+    # ---- time ----
+
+    def tick(self, seconds: float) -> None:
+        """A period has gone by, of which this thread was there to see ``seconds``."""
+        for member in list(self.members.values()):
+            if member is self._own or not member.counts:
+                continue
+            member.silence_s += seconds
+            member.send({"type": "beat", "progress": self._own.progress.read().to_json()}, droppable=True)
+            if member.silence_s > self._limit:
+                text = f"nothing was heard from it for {member.silence_s:.0f} s: it is stopped, or cut off"
+                self.declare(member.failure("silent", text), member.process)
+        self._epochs.look()
+
+    def say_bye(self) -> None:
+        """To the ranks that are still there: they go on without a hub."""
+        for member in self.members.values():
+            if member.counts and member is not self._own:
+                member.send({"type": "bye"})
+
+    def _all(self) -> Iterable[Member]:
+        return self.members.values()
+
+    def _tell(self, member: Member, message: Message) -> None:
+        if member is self._own:
+            self._tell_own(message)
+        else:
+            member.send(message)
+
+    def _tell_all(self, message: Message) -> None:
+        for member in list(self.members.values()):
+            if not member.has_ended:
+                self._tell(member, message)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        if self._door is not None:
+            self._door.close()
+        for member in self.members.values():
+            member.close()
+
+    def abandon(self) -> None:
+        """The same in a forked child."""
+        if self._door is not None:
+            self._door.abandon()
+        for member in self.members.values():
+            member.abandon()

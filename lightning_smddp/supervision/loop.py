@@ -1,0 +1,116 @@
+"""One thread that waits for descriptors, timers and calls from other threads."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+_Callback = Callable[[], None]
+
+
+class Timer:
+    """A call that is still to come."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: _Callback) -> None:
+        self.call: _Callback | None = call
+
+    def cancel(self) -> None:
+        """It will not come."""
+        self.call = None
+
+
+class Loop:
+    """``run()`` belongs to one thread, and so do all methods but :meth:`call` and :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._reader, self._writer = os.pipe()  # close-on-exec, as all descriptors of Python
+        for end in (self._reader, self._writer):
+            os.set_blocking(end, False)
+        self._calls: deque[_Callback] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._numbers = itertools.count()
+        self._stopped = False
+        self.watch(self._reader, self._drain)
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Have ``function(*args)`` called in the loop's thread; for any thread, also after the end."""
+        self._calls.append(lambda: void(function, *args))
+        # A full pipe wakes the loop as well; after the end nobody listens.
+        with contextlib.suppress(BlockingIOError, OSError):
+            if self._writer >= 0:
+                os.write(self._writer, b"\0")
+
+    def later(self, seconds: float, function: Callable[..., object], *args: Any) -> Timer:
+        """Call ``function(*args)`` in so many seconds."""
+        timer = Timer(lambda: void(function, *args))
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), timer))
+        return timer
+
+    def watch(self, descriptor: int, readable: _Callback, writable: _Callback | None = None) -> None:
+        """Call ``readable()`` when ``descriptor`` can be read, ``writable()`` when written; replaces what was set."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
+        if descriptor in self._selector.get_map():
+            self._selector.modify(descriptor, events, (readable, writable))
+        else:
+            self._selector.register(descriptor, events, (readable, writable))
+
+    def unwatch(self, descriptor: int) -> None:
+        """Forget ``descriptor``, before it is closed."""
+        with contextlib.suppress(KeyError):  # was not watched
+            self._selector.unregister(descriptor)
+
+    def stop(self) -> None:
+        """Let ``run`` return after the calls that were made before this one."""
+        self.call(setattr, self, "_stopped", True)
+
+    def run(self) -> None:
+        """Until :meth:`stop`; exceptions of callbacks come out here."""
+        while not self._stopped:
+            for key, events in self._selector.select(self._patience()):
+                readable, writable = key.data
+                if events & selectors.EVENT_READ:
+                    readable()
+                if writable is not None and events & selectors.EVENT_WRITE:
+                    writable()
+            while self._calls:
+                self._calls.popleft()()
+            self._run_timers()
+
+    def _patience(self) -> float | None:
+        if self._calls:
+            return 0.0
+        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            if timer.call is not None:
+                timer.call()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._reader, 4096):
+                pass
+
+    def close(self) -> None:
+        """Close its descriptors: after ``run``, or in a forked child, where this leaves the parent's loop alone."""
+        self._selector.close()
+        writer, self._writer = self._writer, -1
+        os.close(writer)
+        os.close(self._reader)
+
+
+def void(function: Callable[..., object], *args: Any) -> None:
+    """Call it."""
+    function(*args)

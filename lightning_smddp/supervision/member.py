@@ -1,0 +1,136 @@
+"""A rank as another rank's watching thread sees it: its process, its connection, and how either ended."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from lightning_smddp.supervision.failure import Failure, Kind, failure_of
+from lightning_smddp.supervision.loop import Loop
+from lightning_smddp.supervision.processes import Process, ending, has_ended, oom_kills
+from lightning_smddp.supervision.progress import Reading, RemoteProgress
+from lightning_smddp.supervision.wire import Connection, Message
+
+_SETTLE_S = 0.1  # a connection ends a little before its process, and last messages may still be on their way
+_MAX_LOOKS = 6
+_OOM_WINDOW = 10  # ticks
+
+
+class _Readable(Protocol):
+    def read(self) -> Reading: ...
+
+
+class OomWatch:
+    """Whether the kernel killed for lack of memory lately."""
+
+    def __init__(self) -> None:
+        self._counts = deque([oom_kills()], maxlen=_OOM_WINDOW)
+
+    def tick(self) -> None:
+        """Once a period."""
+        self._counts.append(oom_kills())
+
+    def happened(self) -> bool:
+        """Since ten ticks ago."""
+        return oom_kills() > self._counts[0]
+
+
+class Member:
+    """A rank of the job.
+
+    Args:
+        rank: its global rank.
+        host: its host's name.
+        process: its process.
+        progress: where to read how far it is.
+        connection: to it; None for the rank that this thread belongs to.
+    """
+
+    def __init__(
+        self, rank: int, host: str, process: Process, progress: _Readable, connection: Connection | None
+    ) -> None:
+        self.rank, self.host, self.process = rank, host, process
+        self.progress, self.connection = progress, connection
+        self.silence_s = 0.0
+        self.has_left = False  # said goodbye
+        self.has_ended = False
+        self.acknowledged = False
+        self._descriptor: int | None = None
+        self._loop: Loop | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether its end would be a failure."""
+        return not self.has_left and not self.has_ended
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.rank} (host {self.host})"
+
+    def failure(self, kind: Kind, message: str) -> Failure:
+        """Its failure, noticed now."""
+        return failure_of(self.rank, self.host, self.process.pid, self.progress.read(), kind, message)
+
+    def send(self, message: Message, droppable: bool = False) -> None:
+        """To its process; a ``droppable`` one not before it has taken the earlier ones."""
+        if self.connection is not None and not (droppable and self.connection.is_clogged):
+            self.connection.send(message)
+
+    def watch_process(self, loop: Loop, on_end: Callable[[Member, str], None]) -> None:
+        """Call ``on_end(self, how)`` when its process ends, if it is on this host.
+
+        Needed beside the connection: processes that it started may hold that open.
+        """
+        self._descriptor, self._loop = self.process.open(), loop
+        if self._descriptor is None:
+            return
+        descriptor = self._descriptor
+
+        def ended() -> None:
+            loop.unwatch(descriptor)
+            if self.connection is not None:
+                self.connection.receive()
+            on_end(self, "its process ended")
+
+        loop.watch(descriptor, ended)
+
+    def settle(self, loop: Loop, oom: OomWatch, how: str, then: Callable[[str], None], looks: int = 0) -> None:
+        """Find out how it ended and call ``then(text)``; takes a moment."""
+        if looks and (self._descriptor is None or has_ended(self._descriptor)):
+            then(self._how_it_ended(oom, how))
+        elif looks >= _MAX_LOOKS:
+            then(f"its connection ended ({how}), though its process did not yet")
+        else:
+            loop.later(_SETTLE_S, self.settle, loop, oom, how, then, looks + 1)
+
+    def _how_it_ended(self, oom: OomWatch, how: str) -> str:
+        if self._descriptor is None:
+            return f"its process or its connection ended ({how})"
+        text = f"its process {ending(self.process.pid, self._descriptor)}"
+        if "SIGKILL" in text and oom.happened():
+            text += ", while the kernel was killing processes for lack of memory (OOM)"
+        return text
+
+    def close(self) -> None:
+        """Let go of both."""
+        if self.connection is not None:
+            self.connection.close()
+        if self._descriptor is not None and self._loop is not None:
+            self._loop.unwatch(self._descriptor)
+        self._close_descriptor()
+
+    def abandon(self) -> None:
+        """The same in a forked child."""
+        if self.connection is not None:
+            self.connection.abandon()
+        self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        if isinstance(self.progress, RemoteProgress):
+            self.progress.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

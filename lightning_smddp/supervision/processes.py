@@ -1,0 +1,206 @@
+"""Processes of this host: one and the same by its start time, its end and how it came, its workers, its death."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import select
+import signal
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h; exit codes since Linux 6.15
+_PIDFD_INFO_EXIT = 1 << 3
+_PIDFD_EXIT_CODE_OFFSET = 60
+# Fields of /proc/PID/stat after the command's name, by proc(5)'s number less 3.
+_STATE, _PARENT, _START, _EXIT_CODE = 0, 1, 19, 49
+
+
+@functools.cache
+def namespace() -> str:
+    """Boot id and process-id namespace: where process ids mean the same. Empty where unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that no later one can be taken for: the id comes again, with another start time.
+
+    Attributes:
+        pid: its id.
+        start: its start in clock ticks since boot; 0 if unknown.
+        namespace: see :func:`namespace`.
+    """
+
+    pid: int
+    start: int
+    namespace: str
+
+    @classmethod
+    def of(cls, pid: int) -> Process:
+        """The process that has this id now."""
+        fields = _stat(pid)
+        return cls(pid, int(fields[_START]) if fields else 0, namespace())
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> Process:
+        """From a list of the attributes; raises ``ValueError`` or ``TypeError`` for anything else."""
+        pid, start, where = values
+        return cls(int(pid), int(start), str(where))
+
+    def to_json(self) -> list[Any]:
+        """As plain values."""
+        return [self.pid, self.start, self.namespace]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its id means the same to this process, so that it can be asked after."""
+        return self.start > 0 and self.namespace == namespace() != ""
+
+    def exists(self) -> bool:
+        """Whether it runs or is stopped; one that ended and was not waited for yet (a zombie) does not."""
+        fields = _stat(self.pid)
+        return bool(fields) and int(fields[_START]) == self.start and fields[_STATE] not in "ZX"
+
+    def open(self) -> int | None:
+        """A descriptor that becomes readable when it ends, or None. The caller closes it."""
+        if not self.is_here or not hasattr(os, "pidfd_open"):
+            return None
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:  # gone, or a kernel before 5.3
+            return None
+        fields = _stat(self.pid)
+        if not fields or int(fields[_START]) != self.start:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def kill(self) -> bool:
+        """SIGKILL to this very process, which also ends a stopped one; whether it was sent."""
+        descriptor = self.open()
+        if descriptor is None:
+            return False
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        except OSError:  # it ended meanwhile, or belongs to another user
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def kill_with_workers(self, spare: Iterable[int]) -> bool:
+        """:meth:`kill` it and the processes it forked, such as DataLoader workers; not those numbered in ``spare``.
+
+        Helpers that were started with a command of their own go on: some of them clean up.
+        """
+        workers = [worker for worker in _workers(self) if worker.pid not in set(spare)] if self.is_here else []
+        killed = self.kill()
+        if killed:
+            for worker in workers:
+                worker.kill()
+        return killed
+
+
+def has_ended(descriptor: int) -> bool:
+    """Whether the process behind a descriptor of :meth:`Process.open` has."""
+    poll = select.poll()  # unlike select(), takes descriptors above 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def ending(pid: int, descriptor: int) -> str:
+    """How a process that has ended did: ``was killed by SIGKILL``, ``exited with code 3``, or just ``ended``."""
+    code = _exit_code(pid, descriptor)
+    if code is None:
+        return "ended"
+    number = code & 0x7F
+    if number:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"was killed by {name}"
+    return f"exited with code {code >> 8}"
+
+
+def _exit_code(pid: int, descriptor: int) -> int | None:
+    """The wait status, without being the parent: while a zombie from /proc, later from the descriptor."""
+    fields = _stat(pid)
+    if fields and fields[_STATE] in "ZX":
+        return int(fields[_EXIT_CODE])
+    import fcntl
+
+    info = bytearray(64)
+    struct.pack_into("=Q", info, 0, _PIDFD_INFO_EXIT)
+    try:
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
+    except OSError:  # a kernel before 6.13
+        return None
+    if not struct.unpack_from("=Q", info)[0] & _PIDFD_INFO_EXIT:
+        return None
+    return int(struct.unpack_from("=i", info, _PIDFD_EXIT_CODE_OFFSET)[0])
+
+
+def kill_own_workers() -> None:
+    """SIGKILL to what this process started through ``multiprocessing``: DataLoader workers."""
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
+            child.kill()
+
+
+def oom_kills() -> int:
+    """How many processes the kernel killed for lack of memory, on this machine and in this cgroup; 0 if unknown."""
+    total = 0
+    for path in ("/proc/vmstat", *_memory_events()):
+        with contextlib.suppress(OSError, ValueError):
+            lines = Path(path).read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+    return total
+
+
+@functools.cache
+def _memory_events() -> tuple[str, ...]:
+    """The cgroup's counters: version 2's file, then version 1's."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                found.append(f"/sys/fs/cgroup{path}/memory.events")
+            elif "memory" in controllers.split(","):
+                found.append(f"/sys/fs/cgroup/memory{path}/memory.oom_control")
+    return tuple(path for path in found if os.path.exists(path))
+
+
+def _workers(parent: Process) -> list[Process]:
+    """Children of ``parent`` that it forked without a new program, or that ``multiprocessing`` started."""
+    command = _command(parent.pid)
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(entry.name))
+        if fields and int(fields[_PARENT]) == parent.pid:
+            theirs = _command(int(entry.name))
+            if theirs == command or b"--multiprocessing-fork" in theirs:
+                found.append(Process(int(entry.name), int(fields[_START]), parent.namespace))
+    return found
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,109 @@
+"""Stopping all ranks at one step, without a message per step.
+
+On a request the hub asks every rank's watching thread. Each answers with the first step at which its training thread
+can still stop, and from then on that thread waits in ``gate()`` at this step. The largest answer is the step at which
+all stop: nobody is beyond it, and the ones before it go on until they come to it. The answers come from threads that
+no collective blocks, so this cannot deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lightning_smddp.supervision.loop import Loop, Timer
+from lightning_smddp.supervision.member import Member
+from lightning_smddp.supervision.wire import Message
+
+AGREE_WITHIN_S = 4.0
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop now.
+
+    Attributes:
+        signum: the signal that asked for it.
+        step: the number that ``gate`` was called with.
+        agreed: whether all ranks stop at this step. If not, some rank does not answer: a collective would hang.
+    """
+
+    signum: int
+    step: int
+    agreed: bool = True
+
+
+class StopGate:
+    """A rank's side.
+
+    The training thread first writes ``step``, then looks at ``attention``; the watching one first writes
+    ``attention``, then reads ``step``. So either the former sees the question, or the latter sees the new step.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.signum: int | None = None
+        self.first: int | None = None  # this rank's answer: the first step at which it can stop
+        self.decision: tuple[int | None] | None = None  # (the step,), or (None,): no agreement
+
+    def answer(self, signum: int) -> int:
+        """The watching thread's answer, after it has called for attention; always the same."""
+        self.signum = self.signum or signum
+        if self.first is None:
+            self.first = self.step + 1
+        return self.first
+
+    def may_pass(self, step: int) -> bool:
+        """Whether the training thread need not wait at ``step``."""
+        return self.decision is not None or (self.first is not None and step < self.first)
+
+    def verdict(self, step: int) -> Stop | None:
+        """For a thread that may pass."""
+        if self.decision is None:
+            return None
+        at = self.decision[0]
+        if at is not None and step < at:
+            return None
+        return Stop(self.signum or 0, step, at is not None)
+
+
+class StopVote:
+    """The hub's side."""
+
+    def __init__(self, loop: Loop, members: Callable[[], Iterable[Member]], tell: Callable[[Message], None]) -> None:
+        self._loop, self._members, self._tell = loop, members, tell
+        self.signum: int | None = None
+        self._answers: dict[int, int] = {}
+        self._timer: Timer | None = None
+        self.missing: list[Member] = []
+
+    def request(self, signum: int) -> None:
+        """Some rank was asked to stop; the first one counts."""
+        if self.signum is None:
+            self.signum = signum
+            self._timer = self._loop.later(AGREE_WITHIN_S, self._give_up)
+            self._tell({"type": "ask", "signum": signum})
+
+    def answer(self, rank: int, step: int) -> None:
+        """``rank`` can stop at ``step``."""
+        self._answers[rank] = step
+        self.look()
+
+    def look(self) -> None:
+        """Decide if everyone who is still there has answered."""
+        if self._timer is not None and not self._unanswered():
+            self._decide(max(self._answers.values()))
+
+    def _unanswered(self) -> list[Member]:
+        return [member for member in self._members() if member.counts and member.rank not in self._answers]
+
+    def _give_up(self) -> None:
+        self.missing = self._unanswered()
+        self._decide(None)
+
+    def _decide(self, step: int | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            missing = [member.process.to_json() for member in self.missing]
+            self._tell({"type": "stop", "signum": self.signum, "step": step, "missing": missing})

@@ -1,0 +1,305 @@
+"""A rank's supervisor: what the training thread calls. One thread beside it watches the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import weakref
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from lightning_smddp.communication.errors import RankTimeoutError
+from lightning_smddp.supervision.ending import InterruptionError
+from lightning_smddp.supervision.failure import Failure, Kind, is_of_communication, is_timeout, text_of
+from lightning_smddp.supervision.stop import AGREE_WITHIN_S, Stop
+from lightning_smddp.supervision.watch import FAILURE_KEY, Watch
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+_REPORT_WITHIN_S = 1.0
+_GOODBYE_WITHIN_S = 2.0
+_live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
+
+
+class Supervisor:
+    """Watches all ranks of a job from one. Make it by :meth:`start`; end it by :meth:`close`.
+
+    Everything but ``failure``, ``failed`` and ``request_stop`` belongs to the thread that called :meth:`start`.
+
+    Attributes:
+        progress: set its attributes as training goes on; see :class:`Progress`.
+        failed: set once there is a failure.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._state, self._ending = watch, watch.state, watch.ending
+        self._gate = watch.state.gate
+        self.rank, self.progress, self.failed = watch.rank, watch.progress, watch.state.failed
+        self._pid = os.getpid()
+        self._closed = False
+        _live.add(self)
+
+    @classmethod
+    def start(
+        cls,
+        store: Store,
+        rank: int,
+        world_size: int,
+        collective_timeout: timedelta | float,
+        on_lost: Callable[[Failure], None] | None = None,
+        host: str | None = None,
+        parent_pid: int | None = None,
+        address: str = "127.0.0.1",
+        start_timeout: timedelta | float = 60.0,
+        stop_grace: timedelta | float = 90.0,
+        grace: float = 3.0,
+        unwind: float = 8.0,
+    ) -> Supervisor:
+        """Start watching, together with all other ranks. Collective: call it equally often on every rank.
+
+        Args:
+            store: shared by the ranks, such as the process group's. Used now, and to leave the failure in.
+            rank: this global rank.
+            world_size: number of ranks.
+            collective_timeout: silence after which a rank has failed.
+            on_lost: called in the watching thread with the first failure. None: :meth:`end_process`.
+            host: this host's name, for messages.
+            parent_pid: a launcher without which this rank must not go on; its end is a failure. None: nobody is
+                watched, as is right for a process that a user started, whose shell may end before it.
+            address: by which the other ranks reach the host of rank 0; rank 0 listens there.
+            start_timeout: how long to wait for all ranks.
+            stop_grace: how long after a request to stop the process may go on.
+            grace: seconds after a failure within which the training thread has to raise.
+            unwind: seconds after a failure within which it has to come to :meth:`close`.
+
+        Raises:
+            ValueError: rank 0 cannot listen on ``address``.
+            RankTimeoutError: not all ranks came in time; the message says who is missing.
+            RankFailedError: a rank failed meanwhile.
+        """
+        watch = Watch(
+            store,
+            rank,
+            world_size,
+            host or socket.gethostname(),
+            _seconds(collective_timeout),
+            _seconds(start_timeout),
+            _seconds(stop_grace),
+            parent_pid,
+            (grace, unwind),
+            on_lost,
+        )
+        supervisor = cls(watch)
+        try:
+            watch.begin(address)
+            supervisor._await_welcome(_seconds(start_timeout))
+        except BaseException:
+            supervisor.close()
+            raise
+        return supervisor
+
+    def _await_welcome(self, seconds: float) -> None:
+        state = self._state
+        state.wait_for(lambda: state.welcomed, seconds + _REPORT_WITHIN_S)
+        failure = state.failure
+        if failure is not None and failure.kind == "timeout":
+            raise RankTimeoutError(failure.rank, str(failure.error()))
+        self._raise_failure()
+        if not state.welcomed:
+            raise RankTimeoutError(0, f"Rank 0 did not start the job within {seconds:g} s.")
+
+    # ---- failures ----
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure of the job, as all ranks agree on it; None if there is none."""
+        return self._state.failure
+
+    def report(self, error: BaseException) -> None:
+        """This rank fails by ``error``. Returns when all ranks are being told, or after a second."""
+        self._ending.take_over()
+        kind: Kind = "exception"
+        text = text_of(error)
+        if isinstance(error, SystemExit):
+            kind, text = "left", f"it called sys.exit({error.code!r}) in the middle of the run"
+        elif isinstance(error, KeyboardInterrupt):
+            kind = "stopped"
+        self._watch.report(kind, text, is_of_communication(error))
+        self._state.wait_for(lambda: False, _REPORT_WITHIN_S)
+
+    def explain(self, error: BaseException, wait: float = 2.0) -> BaseException:
+        """What to raise for ``error``, which is about to end training: itself, or the failure that it follows from.
+
+        An error of communication waits up to ``wait`` seconds for word of the rank that caused it. An error of this
+        rank's own is reported to the others. An exit after an agreed stop is neither.
+
+        Returns:
+            ``error``, or a :class:`RankFailedError` that names the first cause; raise that ``from error``.
+        """
+        self._ending.take_over()
+        if isinstance(error, InterruptionError) or (self.stop_decided and not isinstance(error, Exception)):
+            return error
+        follows = is_of_communication(error)
+        if follows and self.failure is None:
+            if is_timeout(error):
+                self._watch.report_timeout(text_of(error))
+            self._state.wait_for(lambda: False, wait)
+        if self.failure is None:
+            self.report(error)
+        failure = self.failure
+        if failure is None or not follows or (failure.rank == self.rank and failure.kind == "exception"):
+            return error
+        explained = failure.error()
+        return error if str(error) == str(explained) else explained
+
+    def who_is_late(self, wait: float = 2.0) -> int | None:
+        """The rank that the others seem to wait for, by their progress: silent, behind, or elsewhere than the rest."""
+        if self._watch.client.hub_is_late:
+            return 0
+        self._state.late = None
+        self._watch.tell({"type": "late"})
+        self._state.wait_for(lambda: self._state.late is not None, wait)
+        return self._state.late[0] if self._state.late is not None else None
+
+    def end_process(self, failure: Failure) -> None:
+        """What ``on_lost`` does by default, for the watching thread.
+
+        The training thread has ``grace`` seconds to raise by itself; it is interrupted if it runs Python code. When it
+        has called :meth:`explain` it has ``unwind`` seconds to come to :meth:`close`. Else the process ends: one line
+        on stderr, clean-ups, ``os._exit(1)`` (128 + the signal's number after a request to stop).
+        """
+        self._watch.end_process(failure)
+
+    def interrupt_main(self) -> bool:
+        """Raise the failure in the thread that called :meth:`start`, unless it is at it already.
+
+        It takes effect when that thread runs Python code; ``time.sleep`` or a collective is not cut short.
+        Returns whether it was tried.
+        """
+        return self.failure is not None and self._ending.interrupt(self.failure)
+
+    def at_emergency(self, clean_up: Callable[[], object]) -> None:
+        """Call ``clean_up`` before a forced end, in a thread of its own and for a second at most; last one first."""
+        self._ending.clean_ups.append(clean_up)
+
+    def postpone(self, seconds: float) -> None:
+        """No forced end because of a failure within ``seconds`` from now: something is being saved."""
+        self._ending.postpone(seconds)
+
+    # ---- stops ----
+
+    def install_signals(
+        self, signums: Iterable[int] = (signal.SIGTERM, signal.SIGINT), call_previous: bool = False
+    ) -> None:
+        """These signals ask all ranks to stop, until :meth:`close`. In the main thread only, else ``ValueError``.
+
+        A second one, a second or more after the first, ends this process at once. See
+        :class:`~lightning_smddp.supervision.signals.Signals` for ``call_previous``.
+        """
+        self._watch.install_signals(signums, call_previous)
+
+    def request_stop(self, signum: int = signal.SIGTERM) -> None:
+        """Ask all ranks to stop, as if the signal had come. For any thread; again has no effect."""
+        self._watch.request_stop(signum)
+
+    @property
+    def stop_signal(self) -> int | None:
+        """The signal by which the job was asked to stop; None if it was not."""
+        return self._watch.stop_signal
+
+    @property
+    def stop_decided(self) -> bool:
+        """Whether it is settled where to stop, or that there is no agreement."""
+        return self._gate.decision is not None
+
+    def gate(self, step: int) -> Stop | None:
+        """Whether to stop here. Call it where that is possible, with the same rising numbers on every rank.
+
+        Usually this stores a number and looks at a flag. Once a stop is asked for it waits until the ranks have
+        agreed on the step, a few seconds at most.
+
+        Raises:
+            RankFailedError: there is a failure.
+        """
+        self._gate.step = step
+        if self._state.attention:
+            return self._attend(step)
+        return None
+
+    def _attend(self, step: int) -> Stop | None:
+        gate = self._gate
+        came = self._state.wait_for(lambda: gate.may_pass(step), AGREE_WITHIN_S + 2.0)
+        self._raise_failure()
+        if not came:
+            self._watch.call(self._watch.client.decide, gate.signum or signal.SIGTERM, None)
+            return Stop(gate.signum or signal.SIGTERM, step, agreed=False)
+        return gate.verdict(step)
+
+    # ---- epochs ----
+
+    def end_of_epoch(self, epoch: int, batches: int) -> None:
+        """Wait until every rank is at the end of ``epoch``, with as many batches. Collective.
+
+        Needs ``progress.start_epoch`` and ``progress.batches`` on every rank, so that ranks with more batches are
+        found out while they wait for this one elsewhere.
+
+        Raises:
+            RankFailedError: a rank failed, had another number of batches, or ended its run.
+        """
+        self._watch.tell({"type": "epoch", "epoch": epoch, "batches": batches})
+        if not self._state.wait_for(lambda: self._state.epoch >= epoch, self._watch.collective_timeout):
+            self._watch.report_timeout(f"it waited {self._watch.collective_timeout:g} s at the end of epoch {epoch}")
+            self._state.wait_for(lambda: False, _REPORT_WITHIN_S)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure.error()
+
+    # ---- end ----
+
+    def close(self, patience: float = 5.0) -> Failure | None:
+        """Say goodbye and stop watching; the thread, its sockets and signal handlers are gone afterwards.
+
+        Rank 0 waits up to ``patience`` seconds for the other ranks' goodbyes. Whoever ends without one has failed.
+
+        Returns:
+            The failure of the job, if there was one, also one that came while this rank was waiting here.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return self.failure
+        self._closed = True
+        self._ending.take_over()
+        self._watch.close(patience if self.rank == 0 else _GOODBYE_WITHIN_S)
+        _live.discard(self)
+        return self.failure
+
+    def _forget(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._watch.abandon()
+
+
+def read_failure(store: Store) -> Failure | None:
+    """The last failure that was left in ``store``, for a process that was no rank itself. None if there is none."""
+    if not store.check([FAILURE_KEY]):
+        return None
+    return Failure.from_json(json.loads(store.get(FAILURE_KEY)))
+
+
+def _seconds(value: timedelta | float) -> float:
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+
+
+def _forget_all() -> None:
+    for supervisor in list(_live):
+        supervisor._forget()
+    _live.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

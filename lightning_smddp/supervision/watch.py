@@ -1,0 +1,322 @@
+"""The watching thread of a rank: it puts hub, client, timers, launcher and signals on one loop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from lightning_smddp.supervision.client import Client, ParentWatch, State
+from lightning_smddp.supervision.door import connect, listen
+from lightning_smddp.supervision.ending import Ending
+from lightning_smddp.supervision.failure import Failure, Kind, failure_of
+from lightning_smddp.supervision.hub import Hub
+from lightning_smddp.supervision.loop import Loop
+from lightning_smddp.supervision.member import Member, OomWatch
+from lightning_smddp.supervision.processes import Process
+from lightning_smddp.supervision.progress import Progress
+from lightning_smddp.supervision.signals import Signals
+from lightning_smddp.supervision.stop import AGREE_WITHIN_S
+from lightning_smddp.supervision.wire import Connection, Message
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+KEY = "smddp/supervision"
+FAILURE_KEY = f"{KEY}/failure"
+HEARTBEAT_S = 1.0
+RANKS_PER_SECOND = 32  # heartbeats that the hub takes in a second; with more ranks each comes less often
+SECOND_SIGNAL_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
+_FAREWELL_S = 0.3
+_ALL_KNOW_S = 1.0
+_JOIN_S = 3.0
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """See :meth:`Supervisor.start` for the arguments; ``patience`` is (grace, unwind)."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        host: str,
+        collective_timeout: float,
+        start_timeout: float,
+        stop_grace: float,
+        parent_pid: int | None,
+        patience: tuple[float, float],
+        on_lost: Callable[[Failure], None] | None,
+    ) -> None:
+        self._store, self.rank, self._world_size, self.host = store, rank, world_size, host
+        self.collective_timeout, self._start_timeout, self._stop_grace = collective_timeout, start_timeout, stop_grace
+        self._patience, self._on_lost = patience, on_lost or self.end_process
+        self.period = min(HEARTBEAT_S * max(1.0, world_size / RANKS_PER_SECOND), collective_timeout / 4)
+        self.progress = Progress()
+        self.state = State()
+        self.stop_signal: int | None = None
+        self._stop_at = 0.0
+        self._loop = Loop()
+        self._oom = OomWatch()
+        self.ending = Ending(self._loop, self._where, lambda: self.state.waiting)
+        self.client = Client(
+            self._loop,
+            rank,
+            host,
+            self.progress,
+            max(collective_timeout, 3 * self.period),
+            self.period,
+            self.state,
+            self._oom,
+            self._failed,
+            self._stop_asked,
+        )
+        self.hub: Hub | None = None
+        self._signals: Signals | None = None
+        self._parent = None if parent_pid is None else ParentWatch(self._loop, parent_pid, self.client.parent_ended)
+        self._thread = threading.Thread(target=self._run, name="smddp-supervisor", daemon=True)
+        self._ticked_at = time.monotonic()
+
+    # ---- start ----
+
+    def begin(self, address: str) -> None:
+        """Find the hub, or be it, and start the thread. Blocks until the hub has answered the telephone."""
+        number = self._store.add(f"{KEY}/starts/{self.rank}", 1)  # the same on all ranks
+        key = f"{KEY}/{number}"
+        if self.rank == 0:
+            self._be_hub(key, address)
+        else:
+            self._join_hub(key, address)
+        self._loop.later(self.period, self._tick)
+        self._ticked_at = time.monotonic()
+        self._thread.start()
+
+    def _be_hub(self, key: str, address: str) -> None:
+        own = Member(0, self.host, Process.of(os.getpid()), self.progress, None)
+        self.hub = Hub(
+            self._loop,
+            own,
+            self._world_size,
+            self.period,
+            max(self.collective_timeout, 3 * self.period),
+            lambda message: self._loop.call(self.client.receive, message),
+            self._oom,
+            self._keep,
+        )
+        self.client.tell = lambda message: self._loop.call(self._receive_own, message)
+        listener = None
+        if self._world_size > 1:
+            listener = listen(address)
+            bound, port = listener.getsockname()[:2]
+            found = {"addresses": [bound, address], "port": port, "secret": self.hub.secret}
+            self._store.set(key, json.dumps(found))
+            _log.info("The supervisor of this job listens on %s port %d until all ranks are there.", bound, port)
+        self.hub.open(listener, self._start_timeout)
+
+    def _join_hub(self, key: str, address: str) -> None:
+        deadline = time.monotonic() + self._start_timeout
+        self._store.wait([key], timedelta(seconds=self._start_timeout))
+        found = json.loads(self._store.get(key))
+        addresses = [str(one) for one in dict.fromkeys([*found["addresses"], address])]
+        try:
+            peer = connect(addresses, int(found["port"]), deadline)
+        except OSError as error:
+            raise ValueError(
+                f"Rank {self.rank} (host {self.host}) cannot reach rank 0 at {' or '.join(addresses)}, port "
+                f"{found['port']}: {error}. Set MASTER_ADDR to an address of the host of rank 0 that all hosts reach."
+            ) from error
+        connection = Connection(self._loop, peer, lambda message: None, lambda reason: None)
+        self.client.join(connection)
+        connection.send(
+            {
+                "secret": found["secret"],
+                "rank": self.rank,
+                "world_size": self._world_size,
+                "host": self.host,
+                "process": Process.of(os.getpid()).to_json(),
+                "descriptor": self.progress.descriptor,
+            }
+        )
+
+    # ---- for the training thread ----
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        """Have it called in the watching thread."""
+        self._loop.call(function, *args)
+
+    def tell(self, message: Message) -> None:
+        """A message to the hub, after the newest progress."""
+        self._loop.call(self.client.beat)
+        self._loop.call(lambda: self.client.tell(message))
+
+    def report(self, kind: Kind, text: str, of_communication: bool) -> None:
+        """This rank has failed."""
+        failure = failure_of(self.rank, self.host, os.getpid(), self.progress.read(), kind, text)
+        self._loop.call(self.client.report, failure, of_communication)
+
+    def report_timeout(self, text: str) -> None:
+        """This rank's collective has timed out; the hub finds out whose fault that is."""
+        self._loop.call(self._report_timeout, text)
+
+    def _report_timeout(self, text: str) -> None:
+        if self.client.hub_is_late:
+            self.client.declare_hub_silent()
+        else:
+            self.client.beat()
+            self.client.tell({"type": "timeout", "message": text})
+
+    def install_signals(self, signums: Iterable[int], call_previous: bool) -> None:
+        """See :meth:`Supervisor.install_signals`."""
+        if self._signals is None:
+            self._signals = Signals(self._loop, self._signalled, signums, call_previous)
+
+    def request_stop(self, signum: int) -> None:
+        """See :meth:`Supervisor.request_stop`."""
+        self._loop.call(self._ask_to_stop, int(signum))
+
+    def close(self, patience: float) -> None:
+        """Goodbye, then the end of the thread and of everything that it has."""
+        if self._signals is not None and threading.current_thread() is threading.main_thread():
+            self._signals.restore()
+        if self._thread.ident is not None:
+            disagreed = self.state.gate.decision == (None,)  # some rank does not answer any more
+            if self.state.welcomed and self.state.failure is None:
+                patience = min(patience, _FAREWELL_S) if disagreed else patience
+                self._loop.call(lambda: self.client.tell({"type": "bye"}))
+                self.state.wait_for(lambda: self.state.goodbye, patience)
+            if self.hub is not None and self.state.failure is not None:
+                self._wait_until_all_know(self.hub)
+            self.ending.is_over = True
+            if disagreed:
+                self._loop.call(self.client.kill_missing)
+            if self.hub is not None:
+                self._loop.call(self.hub.say_bye)
+            self._loop.stop()
+            self._thread.join(_JOIN_S)
+        if not self._thread.is_alive():
+            self._let_go()
+
+    def _wait_until_all_know(self, hub: Hub) -> None:
+        """Before rank 0 goes, lest its end is taken for the cause."""
+        deadline = time.monotonic() + _ALL_KNOW_S
+        while hub.unaware and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def abandon(self) -> None:
+        """In a forked child: close what belongs to the parent, and give it its own signals back."""
+        if self._signals is not None:
+            self._signals.restore()
+            self._signals.close(watched=False)
+        self._loop.close()
+        for part in (self.hub, self.client.hub, self._parent):
+            if part is not None:
+                part.abandon()
+        self.progress.close()
+
+    def _let_go(self) -> None:
+        for part in (self._signals, self.hub, self.client.hub, self._parent):
+            if part is not None:
+                part.close()
+        self._loop.close()
+        self.progress.close()
+
+    # ---- in the watching thread ----
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException as error:
+            _log.exception("The supervisor of rank %d failed", self.rank)
+            failure = failure_of(
+                self.rank,
+                self.host,
+                os.getpid(),
+                self.progress.read(),
+                "exception",
+                f"its supervisor failed: {error!r}",
+            )
+            self.state.attention = True
+            self.state.update(failure=failure)
+            self.state.failed.set()
+            for part in (self.hub, self.client.hub):  # the others find out at once
+                if part is not None:
+                    part.close()
+
+    def _receive_own(self, message: Message) -> None:
+        assert self.hub is not None
+        self.hub.receive(self.hub.members[0], message)
+
+    def _tick(self) -> None:
+        """Once a period. Time that this thread slept through, as the whole machine may have, is not counted."""
+        now = time.monotonic()
+        seen, self._ticked_at = min(now - self._ticked_at, 1.5 * self.period), now
+        self._oom.tick()
+        self.client.tick(seen)
+        if self.hub is not None:
+            self.hub.tick(seen)
+        if self._parent is not None:
+            self._parent.look()
+        self._loop.later(self.period, self._tick)
+
+    def _failed(self, failure: Failure) -> None:
+        if self.state.welcomed:
+            self._on_lost(failure)
+
+    def end_process(self, failure: Failure) -> None:
+        """See :meth:`Supervisor.end_process`."""
+        self.ending.after_failure(failure, self._exit_code, *self._patience)
+
+    def _exit_code(self) -> int:
+        return 1 if self.stop_signal is None else 128 + self.stop_signal
+
+    def _where(self) -> str:
+        at = self.progress.read()
+        step = f" at step {at.step}" if at.step >= 0 else ""
+        return f"rank {self.rank} (host {self.host}){step}{f' ({at.phase})' if at.phase else ''}"
+
+    def _keep(self, failure: Failure) -> None:
+        """Leave the failure in the store, in a thread of its own: the store may not answer any more."""
+
+        def write() -> None:
+            with contextlib.suppress(Exception):  # the store may have gone with the process that served it
+                self._store.set(FAILURE_KEY, json.dumps(failure.to_json()))
+
+        threading.Thread(target=write, name="smddp-failure-record", daemon=True).start()
+
+    # ---- stops ----
+
+    def _signalled(self, signum: int) -> None:
+        if self.state.failure is None and self.stop_signal is None:
+            self._ask_to_stop(signum)
+        elif self.stop_signal is None or time.monotonic() - self._stop_at >= SECOND_SIGNAL_AFTER_S:
+            name = signal.Signals(signum).name
+            text = f"{name} came again" if self.stop_signal is not None else f"{name} came after the failure"
+            self.stop_signal = self.stop_signal or signum
+            self.report("stopped", text, False)
+            self._loop.later(_FAREWELL_S, self._force, text)
+
+    def _ask_to_stop(self, signum: int) -> None:
+        if self.stop_signal is None:
+            self._stop_asked(signum)
+            self.client.tell({"type": "stop", "signum": signum})
+            self._loop.later(AGREE_WITHIN_S + 2.0, self.client.decide, signum, None)  # if the hub does not answer
+
+    def _stop_asked(self, signum: int) -> None:
+        """Here or on another rank; from now on the time is short."""
+        if self.stop_signal is None:
+            self.stop_signal, self._stop_at = signum, time.monotonic()
+            text = f"it did not stop within {self._stop_grace:g} s of {signal.Signals(signum).name}"
+            self._loop.later(self._stop_grace, self._force, text)
+
+    def _force(self, text: str) -> None:
+        if not self.ending.is_over:
+            self.client.kill_missing()
+            self.ending.force(self._exit_code(), text)
