@@ -33,12 +33,12 @@ def gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> l
     return [_decode(part[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The first rank's ``value`` on every rank."""
+def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, group_src: int = 0) -> Any:
+    """The ``value`` of the rank ``group_src`` of ``group`` (the first) on every rank."""
     data = _encode(value, device)
     length = torch.tensor([data.numel()], device=device)
-    dist.broadcast(length, group=group, group_src=0)
-    if group.rank() != 0:
+    dist.broadcast(length, group=group, group_src=group_src)
+    if group.rank() != group_src:
         data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group=group, group_src=0)
+    dist.broadcast(data, group=group, group_src=group_src)
     return _decode(data)

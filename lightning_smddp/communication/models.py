@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,11 @@ def describe_parameters(module: nn.Module) -> list[str]:
         f"{name}: shape {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in module.named_parameters()
     ]
+
+
+def describe_buffers(module: nn.Module) -> list[str]:
+    """One line for each buffer: name, shape, dtype."""
+    return [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
 
 
 def check_trainable(module: nn.Module) -> None:
@@ -41,22 +49,98 @@ def check_compression(module: nn.Module, compression: Compression | None) -> Non
 
 
 def check_same_model(module: nn.Module, group: dist.ProcessGroup, device: torch.device, topology: Topology) -> None:
-    """Raise ``ValueError`` on every rank if parameters differ between ranks, naming the first. Collective."""
-    lines = describe_parameters(module)
+    """Raise ``ValueError`` on every rank if parameters or buffers differ, naming the first. Collective."""
+    parameters = describe_parameters(module)
+    lines = [parameters, describe_buffers(module)]
     digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest()
     digests = gather_json(digest, group, device)
     if len(set(digests)) == 1:
         return
     models = gather_json(lines, group, device)
     other = next(rank for rank, value in enumerate(digests) if value != digests[0])
-    first, second = models[0], models[other]
-    position = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
-    if position is None:
-        position = min(len(first), len(second))
-    here, there = (model[position] if position < len(model) else "nothing" for model in (first, second))
+    what = 0 if models[0][0] != models[other][0] else 1
+    kind, first, second = ("parameter", "buffer")[what], models[0][what], models[other][what]
+    pairs = enumerate(itertools.zip_longest(first, second, fillvalue="nothing"))
+    position, (here, there) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     raise ValueError(
-        f"The models differ between ranks. The first difference is parameter {position}: "
+        f"The models differ between ranks. The first difference is {kind} {position}: "
         f"{topology.describe(0)} has {here}; {topology.describe(other)} has {there}. "
-        f"({len(first)} and {len(second)} parameters in all.) Build the same model on every rank: nothing in its "
+        f"({len(first)} and {len(second)} {kind}s in all.) Build the same model on every rank: nothing in its "
         "construction may depend on the rank, the data of one rank, or unordered iteration."
     )
+
+
+def describe_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[str]) -> list[str]:
+    """Lines for each optimizer, each of its groups of parameters with its settings, and each scheduler."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    lines = []
+    for number, optimizer in enumerate(optimizers):
+        plain = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
+        lines.append(f"optimizer {number} is {type(plain).__name__} with {len(plain.param_groups)} groups")
+        for index, group in enumerate(plain.param_groups):
+            where = f"group {index} of optimizer {number}"
+            members = [names.get(id(p), "a tensor that is no parameter of the module") for p in group["params"]]
+            digest = hashlib.sha256(json.dumps(members).encode()).hexdigest()[:8]
+            span = f"{members[0]} to {members[-1]}" if members else "nothing"
+            lines.append(f"{len(members)} parameters, {span} (digest {digest}), in {where}")
+            given = sorted((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+            lines += [f"{key}={_setting(value)} in {where}" for key, value in given]
+    return [*lines, *(f"scheduler {number}: {text}" for number, text in enumerate(schedulers))]
+
+
+def check_same_optimizers(
+    module: nn.Module,
+    optimizers: Sequence[Any],
+    schedulers: Sequence[str],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Raise ``ValueError`` on every rank if optimizers differ, naming the first difference. Collective.
+
+    Args:
+        module: whose parameters they change.
+        optimizers: of this rank.
+        schedulers: of this rank, in words.
+        group: all ranks.
+        device: for messages.
+    """
+    everyones = gather_json(describe_optimizers(module, optimizers, schedulers), group, device)
+    other = next((rank for rank, lines in enumerate(everyones) if lines != everyones[0]), None)
+    if other is None:
+        return
+    pairs = itertools.zip_longest(everyones[0], everyones[other], fillvalue="nothing")
+    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    raise ValueError(
+        f"The optimizers differ between ranks, so their weights would part. Rank 0 has: {here}. Rank {other} has: "
+        f"{there}. Return the same from `configure_optimizers` on every rank."
+    )
+
+
+def check_same_lengths(batches: float, epoch: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise ``ValueError`` on every rank if they have different numbers of training batches. Collective.
+
+    Args:
+        batches: of this rank in this epoch; inf if nobody knows.
+        epoch: for the message.
+        group: all ranks.
+        device: for messages.
+    """
+    everyones = gather_json(batches, group, device)
+    if len(set(everyones)) == 1:
+        return
+    numbers = ", ".join(
+        f"{'an unknown number' if count == float('inf') else int(count)} on {'ranks' if len(ranks) > 1 else 'rank'} "
+        f"{', '.join(map(str, ranks))}"
+        for count in sorted(set(everyones))
+        if (ranks := [rank for rank, theirs in enumerate(everyones) if theirs == count])
+    )
+    raise ValueError(
+        f"The ranks have different numbers of training batches in epoch {epoch}: {numbers}. They average gradients "
+        "after each batch, so the epoch would not end on all of them. Give every rank as many samples (Lightning's own "
+        "sampler does; DistributedSampler pads, or drops with drop_last=True), or set "
+        f"limit_train_batches={int(min(everyones)) if min(everyones) != float('inf') else 'N'}."
+    )
+
+
+def _setting(value: Any) -> str:
+    return repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)

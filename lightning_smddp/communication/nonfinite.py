@@ -1,0 +1,158 @@
+"""NaN and inf in gradients: seen on every rank before a weight changes, with no message more while all is well.
+
+Each rank looks at its own gradients once, before they are averaged: one sum over memory that backward has just
+written. A rank that finds something notes which parameters, and sets the bucket's first element to NaN. Averaging
+carries that to everyone, so afterwards each rank reads one element of each bucket, and all of them see the same.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp.communication.errors import NonFiniteGradientError
+from lightning_smddp.communication.messages import gather_json
+
+_SHOWN = 3  # parameters of a rank, in messages
+
+
+class Bucket(Protocol):
+    """What is used of DDP's ``GradBucket``."""
+
+    def index(self) -> int: ...  # noqa: D102
+    def buffer(self) -> Tensor: ...  # noqa: D102
+    def parameters(self) -> list[Tensor]: ...  # noqa: D102
+
+
+class NonFiniteWatch:
+    """Looks at the buckets of one module, in each step.
+
+    Args:
+        names: of the parameters, by ``id``.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+        self.on = False
+        self.findings: dict[str, str] = {}  # of this rank alone, in this step
+        self._buckets: dict[int, Tensor] = {}
+        self._sums: list[tuple[Tensor, Bucket]] = []  # on devices whose values are not known yet
+
+    def begin(self) -> None:
+        """A new backward pass: the buckets fill again."""
+        self._buckets.clear()
+        self._sums.clear()
+
+    def look(self, bucket: Bucket) -> None:
+        """Before averaging."""
+        tensor = bucket.buffer()
+        self._buckets[bucket.index()] = tensor
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        if values.numel() == 0:
+            return
+        total = total_of(values)
+        if tensor.device.type != "cpu":  # asking would wait for the device
+            first = values.view(-1)[:1]
+            first.copy_(torch.where(total.isfinite(), first, torch.nan))
+            self._sums.append((total, bucket))
+        elif not total.isfinite():
+            found = _by_parameter(bucket, values, self.names)
+            self.findings |= found
+            if found and not tensor.is_sparse:
+                values.view(-1)[0] = torch.nan
+
+    def spoiled(self) -> bool:
+        """Whether some rank has found something: the same answer on all ranks, after averaging."""
+        marks = [total_of(t.coalesce().values()) if t.is_sparse else t.view(-1)[0] for t in self._buckets.values()]
+        if not marks:
+            return False
+        if len(marks) == 1 or marks[0].device.type == "cpu":
+            return not all(bool(mark.isfinite()) for mark in marks)
+        return not bool(torch.stack([mark.isfinite() for mark in marks]).all())
+
+    def take_findings(self) -> dict[str, str]:
+        """What this rank has found since the last call."""
+        for total, bucket in self._sums:
+            if not bool(total.isfinite()):  # its own values are averaged meanwhile: name what is spoiled now
+                self.findings |= _by_parameter(bucket, bucket.buffer(), self.names)
+        found, self.findings = self.findings, {}
+        self.begin()
+        return found
+
+
+def total_of(tensor: Tensor) -> Tensor:
+    """A sum that is finite if all elements are, unless finite ones are huge."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.sum(dtype=torch.float32) if half else tensor.sum()
+
+
+def bad_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
+    """Name -> what is wrong, of the gradients that are not finite. Reads them twice only if there are any."""
+    held = [(name, _values(p.grad)) for name, p in parameters if p.grad is not None]
+    held = [(name, values) for name, values in held if values.numel() > 0]
+    sums = [total_of(values) for _, values in held]
+    if not sums or bool(torch.stack([total.isfinite() for total in sums]).all()):
+        return {}
+    return {name: text for name, values in held if (text := _describe(values)) is not None}
+
+
+def agreed(found: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether any rank has found something. Collective."""
+    flag = torch.tensor(float(bool(found)), device=device)
+    dist.all_reduce(flag, group=group)
+    return bool(flag > 0)
+
+
+def diagnosis(found: Mapping[str, str], where: str, group: dist.ProcessGroup, device: torch.device) -> str:
+    """Who has found what, in one line, the same on all ranks. Collective.
+
+    Args:
+        found: on this rank: parameter -> what is wrong.
+        where: the step.
+        group: all ranks.
+        device: for the messages.
+    """
+    everyones = gather_json([socket.gethostname(), dict(found)], group, device)
+    parts = [f"on rank {rank} (host {host}) {_listed(its)}" for rank, (host, its) in enumerate(everyones) if its]
+    if not parts:
+        parts = ["in the average over the ranks, though each rank's own are finite: their sum is too large"]
+    return f"Gradients are not finite in {where}: {'; '.join(parts)}."
+
+
+def refuse(text: str) -> NonFiniteGradientError:
+    """The error, with what can be done."""
+    return NonFiniteGradientError(
+        f"{text} No weight was changed. Look at that rank's batch and at the learning rate, `detect_anomaly=True` "
+        "shows the operation; `on_nonfinite='skip'` leaves such steps out on all ranks."
+    )
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    shown = ", ".join(f"{name} ({text})" for name, text in list(found.items())[:_SHOWN])
+    more = len(found) - _SHOWN
+    return shown if more <= 0 else f"{shown} and {more} more parameters"
+
+
+def _by_parameter(bucket: Bucket, values: Tensor, names: Mapping[int, str]) -> dict[str, str]:
+    parameters = bucket.parameters()
+    parts = [values] if len(parameters) == 1 else list(values.split([p.numel() for p in parameters]))
+    texts = [(names.get(id(p), "an unnamed parameter"), _describe(part)) for p, part in zip(parameters, parts)]  # noqa: B905
+    return {name: text for name, text in texts if text is not None}
+
+
+def _describe(values: Tensor) -> str | None:
+    """``3 of 16 elements are nan``; None if all are finite."""
+    bad = int((~values.isfinite()).sum())
+    if bad == 0:
+        return None
+    kind = "nan" if bool(values.isnan().any()) else "inf"
+    return f"{kind} in {bad} of {values.numel()} elements"
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,0 +1,150 @@
+"""What SECURITY.md promises and the source can show: nothing unpickled, no shell, private shared memory."""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication.communicator import Communicator, reduce_once
+from tests.ranks import run_ranks, run_trainer_ranks
+from tests.strategies.learners import make_trainer, silent
+
+PACKAGE = Path(__file__).parent.parent / "lightning_smddp"
+OBJECT_COLLECTIVES = {
+    "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
+    "recv_object_list",
+}  # fmt: skip
+UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "dill.loads", "cloudpickle.loads"}
+SHELL = {"os.system", "os.popen", "eval", "exec"}
+# file -> what it may do: with the user's explicit word only
+ALLOWED = {
+    "communication/values.py": {"pickle.loads"},  # LIGHTNING_SMDDP_ALLOW_PICKLE on this rank
+    "checkpoint/reading.py": {"torch.load without weights_only=True"},  # hands on the user's own weights_only=False
+}
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield node, ast.unparse(node.func)
+
+
+def dangers(tree: ast.AST) -> list[tuple[int, str]]:
+    """(line, what) of each call that could run code out of data."""
+    found = []
+    for call, name in calls(tree):
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if name in UNPICKLING | SHELL or name.rpartition(".")[2] in OBJECT_COLLECTIVES:
+            found.append((call.lineno, name))
+        if name == "torch.load" and keywords.get("weights_only") != "True":
+            found.append((call.lineno, "torch.load without weights_only=True"))
+        if name in ("np.load", "numpy.load") and keywords.get("allow_pickle", "False") != "False":
+            found.append((call.lineno, f"{name} with allow_pickle"))
+        if keywords.get("shell", "False") != "False":
+            found.append((call.lineno, f"{name} with a shell"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return found + [(n.lineno, f"from {n.module} import ...") for n in imports if n.module in ("pickle", "dill")]
+
+
+def test_the_package_runs_no_code_out_of_data() -> None:
+    offenders = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = str(path.relative_to(PACKAGE))
+        for line, what in dangers(ast.parse(path.read_text())):
+            if what not in ALLOWED.get(name, set()):
+                offenders.append(f"{name}:{line} {what}")
+    assert offenders == []
+
+
+def test_the_rule_sees_offenders() -> None:
+    source = """
+pickle.loads(x); torch.load(f); torch.load(f, weights_only=False); torch.load(f, weights_only=True)
+dist.all_gather_object(a, b); subprocess.run("x", shell=True); eval("1"); np.load(f, allow_pickle=True)
+from pickle import loads
+"""
+    assert len(dangers(ast.parse(source))) == 8
+
+
+def test_the_promises_are_written_down() -> None:
+    text = (PACKAGE.parent / "SECURITY.md").read_text()
+    for part in ("LIGHTNING_SMDDP_ALLOW_PICKLE", "MASTER_ADDR", "weights_only", "0600", "Reporting"):
+        assert part in text
+
+
+# ---- shared memory ----
+
+
+def segments() -> list[tuple[str, int, bool]]:
+    """Name, permissions, and whether anyone could still open it, of each shared-memory file that is open here."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target, status = os.readlink(entry), os.stat(entry)
+        except OSError:
+            continue
+        if target.startswith(("/dev/shm/", "/memfd:")):
+            found.append((target, stat.S_IMODE(status.st_mode), status.st_nlink > 0))
+    return found
+
+
+def reduce_and_look(zero_copy: bool) -> list[tuple[str, int, bool]]:
+    group = dist.group.WORLD
+    communicator = Communicator(group, torch.device("cpu"), timedelta(seconds=20), gradient_bytes=1 << 20)
+    communicator.zero_copy = zero_copy
+    algorithm = communicator.algorithm("shared_memory")
+    total = reduce_once(algorithm, torch.ones(1000), slot=0)
+    assert bool((total == 1).all())
+    found = segments()
+    dist.barrier()
+    algorithm.close()
+    communicator.close()
+    return found
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_segments_have_no_name_that_others_can_open(zero_copy: bool) -> None:
+    """A file of torch's is 0600, and unlinked before a peer is sent its descriptor; ours never have a name."""
+    for found in run_ranks(reduce_and_look, 2, zero_copy):
+        assert found
+        for name, mode, linked in found:
+            assert not linked, name
+            assert name.startswith("/memfd:") or mode == 0o600
+
+
+# ---- broadcast ----
+
+
+class Opaque:
+    """No form without pickle."""
+
+
+def broadcast_both(kind: str) -> list[Any]:
+    if kind == "fabric":
+        from lightning.fabric import Fabric
+
+        from lightning_smddp import SMDDPFabricStrategy
+
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(verbose=False))
+        fabric.launch()
+        strategy: Any = fabric.strategy
+    else:
+        strategy = make_trainer(silent()).strategy
+        strategy.setup_environment()
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match="Opaque cannot be broadcast"):
+        strategy.broadcast(Opaque())
+    return [strategy.broadcast(["version", rank]), strategy.broadcast(Path(str(rank)), src=1)]
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_strategies_broadcast_without_pickle(kind: str) -> None:
+    assert run_trainer_ranks(broadcast_both, 2, kind) == [[["version", 0], Path("1")]] * 2
