@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_smddp.pipeline.division import Division
@@ -17,6 +16,8 @@ from lightning_smddp.planner.actions import parse_action
 from lightning_smddp.planner.advice import Setting, advice
 from lightning_smddp.planner.schedules import simulated_bound
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def resources_for(
@@ -96,15 +97,15 @@ def describe(
             parameters = _count(sum(counts[name] for name in names))
             rows.append((f"rank {rank}", f"{100 * seconds / total:.0f} % of the time, {parameters} parameters"))
     if len(microbatches) > 1 and (norms := looks_at_other_rows(module)):
-        names = f"{norms[0]} and {len(norms) - 1} more" if len(norms) > 1 else norms[0]
-        rows.append(("note", f"in training {names} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
+        which = f"{norms[0]} and {len(norms) - 1} more" if len(norms) > 1 else norms[0]
+        rows.append(("note", f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
     line = advice(_setting(division, options, resources, microbatches))
     return rows if line is None else [*rows, ("advice", line)]
 
 
 def looks_at_other_rows(module: nn.Module) -> list[str]:
     """Names of layers that normalise over the rows they are given."""
-    return [name for name, m in module.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    return [name for name, m in module.named_modules() if isinstance(m, _BATCH_NORMS) and m.training]
 
 
 def _units(division: Division) -> str:

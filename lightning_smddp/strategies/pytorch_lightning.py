@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy
 
+from lightning_smddp.strategies._compat import launchers_of
+from lightning_smddp.strategies.checkpoint_io import SafeFiles
+from lightning_smddp.strategies.launching import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.monitor import MonitorCommunication
 from lightning_smddp.strategies.pipeline import PipelineParallel
 from lightning_smddp.strategies.timeline import RecordTimeline
 from lightning_smddp.strategies.trainer import TrainerDataParallel
 
+_Script, _Spawn = launchers_of(DDPStrategy)
+
+
+class _ScriptLauncher(ScriptLaunching, _Script):  # type: ignore[valid-type]
+    pass
+
+
+class _SpawnLauncher(SpawnLaunching, _Spawn):  # type: ignore[valid-type]
+    pass
+
+
+class SafeCheckpointIO(SafeFiles, CheckpointIO):  # noqa: D101
+    __doc__ = SafeFiles.__doc__
+
 
 class SMDDPStrategy(TrainerDataParallel, DDPStrategy):  # noqa: D101
     __doc__ = TrainerDataParallel.__doc__
+    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
 
 
 class PipelineStrategy(PipelineParallel, DDPStrategy):  # noqa: D101
     __doc__ = PipelineParallel.__doc__
+    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
 
 
 class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101

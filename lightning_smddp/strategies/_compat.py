@@ -1,0 +1,321 @@
+"""Private parts of Lightning's loops and torch's loaders that resuming needs, each with its reason and its end.
+
+Written against Lightning 2.6, whose loops have no public face at all: remove each when it gets one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+
+
+@contextmanager
+def around_training_data(
+    trainer: Any, prepare: Callable[[Any], None], reset: Callable[[], None], begin: Callable[[Any], None]
+) -> Iterator[None]:
+    """Take part in how a fit gets its data. No hook of strategies or callbacks comes at these three points.
+
+    Args:
+        trainer: whose ``fit`` is about to run.
+        prepare: called with the ``CombinedLoader``, just before Lightning makes the iterators of a fit's first epoch
+            (and again after ``reload_dataloaders_every_n_epochs``).
+        reset: called before the loops look at what a checkpoint has told them.
+        begin: called with the data fetcher at the begin of an epoch's batches, where Lightning makes iterators for
+            every epoch but a fit's first.
+    """
+    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+
+    def load_states() -> None:
+        type(fit_loop)._load_combined_loader_states(fit_loop)
+        prepare(fit_loop._combined_loader)
+
+    def reset_loop() -> None:
+        reset()
+        type(fit_loop).reset(fit_loop)
+
+    def on_run_start(data_fetcher: Any) -> None:
+        begin(data_fetcher)
+        type(epoch_loop).on_run_start(epoch_loop, data_fetcher)
+
+    changes = [
+        (fit_loop, "_load_combined_loader_states", load_states),
+        (fit_loop, "reset", reset_loop),
+        (epoch_loop, "on_run_start", on_run_start),
+    ]
+    for loop, name, function in changes:
+        setattr(loop, name, function)
+    try:
+        yield
+    finally:
+        for loop, name, _ in changes:
+            vars(loop).pop(name, None)
+
+
+@contextmanager
+def around_resume_start(trainer: Any, choose: Callable[[Any], Any]) -> Iterator[None]:
+    """Let ``choose`` replace the path of the checkpoint that a fit starts from (None: from none).
+
+    Lightning decides before the process group is up, and without a look at whether the file is valid.
+    """
+    connector = trainer._checkpoint_connector
+
+    def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        chosen = choose(checkpoint_path)
+        type(connector).resume_start(connector, chosen, *args, **kwargs)
+
+    connector.resume_start = resume_start
+    try:
+        yield
+    finally:
+        vars(connector).pop("resume_start", None)
+
+
+def requeue_checkpoint(trainer: Any) -> str | None:
+    """The newest file that Lightning wrote when Slurm requeued the job, which it resumes from unasked."""
+    path: str | None = trainer._checkpoint_connector._hpc_resume_path
+    return path
+
+
+def iterate_over(combined_loader: Any, loaders: list[Any]) -> None:
+    """Let ``combined_loader`` iterate over ``loaders``, and show its own to users as ever.
+
+    Its public setter changes both.
+    """
+    combined_loader._flattened = loaders
+
+
+def cycles(combined_loader: Any) -> list[bool]:
+    """For each loader of mode ``"max_size_cycle"`` whether it has begun anew in this epoch; else an empty list."""
+    return [bool(consumed) for consumed in getattr(combined_loader._iterator, "_consumed", [])]
+
+
+def set_cycles(combined_loader: Any, consumed: list[bool]) -> None:
+    """Put back :func:`cycles`."""
+    if consumed and hasattr(combined_loader._iterator, "_consumed"):
+        combined_loader._iterator._consumed = list(consumed)
+
+
+def skips_indices(loader: Any, iterator: Any) -> bool:
+    """Whether batches of ``iterator`` can be left out by their indices alone, without loading them."""
+    return (
+        isinstance(loader, DataLoader)
+        and isinstance(iterator, _SingleProcessDataLoaderIter)
+        and loader._dataset_kind == _DatasetKind.Map
+    )
+
+
+def skip_indices(iterator: Any) -> None:
+    """Leave one batch out; see :func:`skips_indices`. Raises ``StopIteration``."""
+    iterator._next_index()
+
+
+def work_is_left(loader: Any) -> bool:
+    """Whether workers of ``loader`` that live through epochs have batches to make that nobody has taken yet."""
+    return getattr(loader._iterator, "_tasks_outstanding", 0) > 0
+
+
+class _LaterIterations:
+    """A sampler without its first iteration."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.begun = sampler, False
+
+    def __iter__(self) -> Iterator[Any]:
+        begun, self.begun = self.begun, True
+        return iter(self.sampler) if begun else iter(())
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def iterate_as_later_epoch(loader: DataLoader[Any]) -> Any:
+    """An iterator whose workers are started now, as random numbers go when they were there before.
+
+    The first iterator of a loader with workers draws a seed for them, and begins the sampler twice.
+    """
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    before = {"generator": loader.generator, name: vars(loader)[name]}
+    vars(loader).update({"generator": torch.Generator(), name: _LaterIterations(before[name])})
+    try:
+        return iter(loader)
+    finally:
+        vars(loader).update(before)
+
+
+def fetched_ahead(trainer: Any) -> int:
+    """Batches that were fetched, but have not begun to be trained: one, where loaders have no length."""
+    fit_loop = trainer.fit_loop
+    if steps_fetch(trainer):
+        return 0
+    return int(fit_loop._data_fetcher.fetched) - int(fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def steps_fetch(trainer: Any) -> bool:
+    """Whether the step takes ``dataloader_iter``, and so fetches what it likes."""
+    return hasattr(trainer.fit_loop._data_fetcher, "iterator_wrapper")
+
+
+def begun_batches(trainer: Any) -> int:
+    """The batches of this epoch whose training has begun."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def trained_batches(trainer: Any) -> int:
+    """The batches of this epoch that count as trained after a restart.
+
+    The loops' ``reset_on_restart`` sets them back to what was completed, where a batch that lacks nothing but the end
+    of ``on_train_batch_end`` counts as completed.
+    """
+    now = trainer.fit_loop.epoch_loop.batch_progress.current
+    return int(now.processed if now.processed == now.ready else now.completed)
+
+
+def set_back(checkpoint: dict[str, Any], trained: int) -> None:
+    """Let Lightning go on from ``checkpoint`` after ``trained`` batches of its epoch, which are fewer than it has."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    begun = progress["current"]["ready"]
+    for counts, value in (
+        (progress["total"], progress["total"]["ready"] - begun + trained),
+        (progress["current"], trained),
+    ):
+        counts.update(dict.fromkeys(counts, value))
+    progress["is_last_batch"] = False
+
+
+def shift_batches(trainer: Any, difference: int) -> None:
+    """Let this epoch's counters of batches be so much higher: other layouts have others."""
+    now = trainer.fit_loop.epoch_loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(now, name, getattr(now, name) + difference)
+
+
+def is_restarted(trainer: Any) -> bool:
+    """Whether a fit goes on from a checkpoint; until its first epoch ends."""
+    return bool(trainer.fit_loop._loaded_from_state_dict)
+
+
+def continues_epoch(trainer: Any) -> bool:
+    """Whether it goes on in the middle of an epoch."""
+    return bool(trainer.fit_loop.epoch_loop.restarting)
+
+
+def epoch_has_ended(trainer: Any) -> bool:
+    """Whether no batch of this epoch is left."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
+
+
+class RestartPoint:
+    """Corrects where Lightning's loops go on from a checkpoint. Remove when they lose nothing.
+
+    A checkpoint of ``on_train_batch_end`` that precedes a validation, or the epoch's end: Lightning leaves out both. A
+    checkpoint of an epoch's end with ``max_steps``: it trains the epoch a second time.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._validates = self._ends = False
+
+    def reset(self) -> None:
+        """Before Lightning looks at its counters."""
+        fit_loop = self._trainer.fit_loop
+        epochs, batches = fit_loop.epoch_progress.total, fit_loop.epoch_loop.batch_progress.total
+        if epochs.ready == epochs.started == epochs.processed == epochs.completed + 1:
+            fit_loop._restarting = fit_loop.epoch_loop.restarting = False
+        elif fit_loop.restarting and batches.ready == batches.started == batches.processed == batches.completed + 1:
+            self._finish_batch(fit_loop.epoch_loop)
+
+    def _finish_batch(self, epoch_loop: Any) -> None:
+        """Let the batch be one that validation, or nothing, has followed."""
+        self._validates = epoch_loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher)
+        self._ends = not self._validates and epoch_has_ended(self._trainer)
+        if self._validates or self._ends:
+            epoch_loop.batch_progress.increment_completed()
+        if self._ends and not epoch_loop._should_accumulate():
+            epoch_loop._batches_that_stepped += 1
+
+    def begin(self) -> None:
+        """Before the epoch's first batch."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        if self._validates:
+            epoch_loop.val_loop.restarting = False  # it begins at its first batch
+            epoch_loop.val_loop._restart_stage = "restarted_mid_evaluation"  # but it does begin
+        if self._ends:
+            epoch_loop._restarting = False
+        self._validates = self._ends = False
+
+
+# ---- stops and the ends of epochs; remove when strategies have hooks for them, and ranks agree on a stop ----
+
+
+@contextmanager
+def own_stops(trainer: Any, install: Callable[[], None]) -> Iterator[None]:
+    """Let ``install`` register signal handlers when Lightning has registered its own.
+
+    Lightning's handler of SIGTERM broadcasts from within the handler, at another point on each rank, and every
+    training batch begins with a broadcast of whether a signal came; neither happens in this context.
+    """
+    connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+
+    def register() -> None:
+        type(connector).register_signal_handlers(connector)
+        install()
+
+    connector.register_signal_handlers = register
+    epoch_loop._broadcast_sigterm_tensor = lambda: None
+    try:
+        yield
+    finally:
+        vars(connector).pop("register_signal_handlers", None)
+        vars(epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+@contextmanager
+def after_training_epoch(trainer: Any, action: Callable[[], None]) -> Iterator[None]:
+    """Call ``action`` when the batches of an epoch are over, before any hook."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+
+    def run(data_fetcher: Any) -> None:
+        type(epoch_loop).run(epoch_loop, data_fetcher)
+        action()
+
+    epoch_loop.run = run
+    try:
+        yield
+    finally:
+        vars(epoch_loop).pop("run", None)
+
+
+def received_stop(trainer: Any) -> None:
+    """Let the loops end the run behind this batch, as if SIGTERM had come now: they raise ``SIGTERMException``."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def stop_exception(trainer: Any) -> BaseException:
+    """A ``SIGTERMException`` of the package that ``trainer`` comes from."""
+    package = type(trainer._signal_connector).__module__.partition(".trainer")[0]
+    error: BaseException = sys.modules[f"{package}.utilities.exceptions"].SIGTERMException()
+    return error
+
+
+def will_step(trainer: Any) -> bool:
+    """Whether the optimizer steps at the end of this batch: no gradients wait to be added to."""
+    return not trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def set_num_threads_if_needed(launcher: Any, num_processes: int) -> None:
+    """What Lightning's launchers do before they run anything."""
+    package = next(cls.__module__ for cls in type(launcher).__mro__ if "subprocess_script" in cls.__module__)
+    sys.modules[package]._set_num_threads_if_needed(num_processes=num_processes)
+
+
+def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
+    """The launchers that start a script again, and that start processes by ``multiprocessing``, of Lightning's DDP."""
+    module = sys.modules[strategy.__module__]
+    return module._SubprocessScriptLauncher, module._MultiProcessingLauncher

@@ -1,0 +1,64 @@
+"""``on_nonfinite``: between the backward pass and the optimizer's step, for both strategies and Fabric."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication.nonfinite import NonFiniteWatch, agreed, diagnosis, refuse
+
+
+class NonFiniteGuard:
+    """Stops a step, or leaves it out, when a gradient of any rank is not finite.
+
+    Args:
+        mode: ``"error"``, ``"skip"`` or ``"ignore"``.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.skipped = 0
+
+    def check(self, optimizer: Any, found: Mapping[str, str] | None, where: str, device: torch.device) -> None:
+        """Before ``optimizer`` steps. Collective if gradients are bad.
+
+        Args:
+            optimizer: about to step.
+            found: what is wrong on this rank, by parameter; None if no rank has found anything.
+            where: the step, in words.
+            device: for messages.
+
+        Raises:
+            NonFiniteGradientError: on every rank, with ``mode="error"``.
+        """
+        if found is None:
+            return
+        assert dist.group.WORLD is not None
+        text = diagnosis(found, where, dist.group.WORLD, device)
+        if self.mode == "error":
+            raise refuse(text)
+        self.skipped += 1
+        if self.skipped == 1 and dist.get_rank() == 0:
+            warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=2)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None  # optimizers pass by parameters without a gradient
+
+    def report(self) -> str | None:
+        """What was left out, at the end."""
+        return f"on_nonfinite='skip' left out {self.skipped} steps" if self.skipped else None
+
+
+def by_watch(watch: NonFiniteWatch) -> Mapping[str, str] | None:
+    """Findings where buckets are averaged over all ranks: no message is needed."""
+    return watch.take_findings() if watch.spoiled() else None
+
+
+def by_asking(found: Mapping[str, str], device: torch.device) -> Mapping[str, str] | None:
+    """Findings where ranks have different gradients. Collective."""
+    assert dist.group.WORLD is not None
+    return found if agreed(found, dist.group.WORLD, device) else None

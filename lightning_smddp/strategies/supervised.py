@@ -1,0 +1,273 @@
+"""A Trainer's strategy under supervision: faults end all ranks with one cause, signals stop them at one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed as dist
+
+from lightning_smddp._compat import default_store
+from lightning_smddp.strategies._compat import (
+    after_training_epoch,
+    own_stops,
+    received_stop,
+    stop_exception,
+    will_step,
+)
+from lightning_smddp.strategies.auto_resume import stop_checkpoint
+from lightning_smddp.strategies.launching import end_processes, launcher_pid
+from lightning_smddp.strategies.reliability import ReliabilityOptions
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
+from lightning_smddp.supervision.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+_PHASE_OF = {"validate": "validation", "test": "test"}
+_AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
+_SAVING_S = 60.0  # for a checkpoint that is written because of an exception
+
+
+class Supervised(_Base):
+    """Watches the job from before the first collective to the end of the run."""
+
+    _reliability: ReliabilityOptions
+    _script_launcher: type[Any]
+    _spawn_launcher: type[Any]
+    _supervisor: Supervisor | None = None
+    _stops: ExitStack | None = None
+    _stopped: bool | None = None  # by a signal: whether the ranks agreed
+    started_ranks: Any = ()  # processes that this one has started
+
+    # ---- start and end ----
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            self._launcher = self._script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        else:
+            self._launcher = self._spawn_launcher(self, start_method=self._start_method)
+
+    @property
+    def is_supervised(self) -> bool:
+        """Whether this rank watches the others, and they it."""
+        return self._supervisor is not None
+
+    def setup_environment(self) -> None:
+        """Start the process group, then the supervision."""
+        super().setup_environment()
+        if self._supervisor is None and dist.is_initialized():
+            self._supervisor = Supervisor.start(
+                default_store(),
+                self.global_rank,
+                self.world_size,
+                self._silence_limit,
+                parent_pid=launcher_pid(),
+                address=self.supervision_address,
+                start_timeout=self._reliability.init_timeout or DEFAULT_TIMEOUT,
+                stop_grace=self._reliability.stop_grace,
+            )
+            self._phase("setup")
+            self._supervisor.at_emergency(lambda: end_processes(self.started_ranks, patience_s=0.0))
+
+    @property
+    def supervision_address(self) -> str:
+        """By which the other ranks reach rank 0."""
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def _silence_limit(self) -> timedelta:
+        return cast(Any, self)._session.options.collective_timeout or self._timeout or DEFAULT_TIMEOUT
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up, and take over signals."""
+        super().setup(trainer)
+        self.take_over(trainer)
+
+    def take_over(self, trainer: Trainer) -> None:
+        """From here on signals stop the run by agreement, and epochs end together."""
+        if self._supervisor is not None and self._stops is None:
+            self._stops = ExitStack()
+            self._stops.enter_context(own_stops(trainer, self._install_signals))
+            self._stops.enter_context(after_training_epoch(trainer, self._end_epoch))
+
+    def _install_signals(self) -> None:
+        if self._supervisor is not None and threading.current_thread() is threading.main_thread():
+            self._supervisor.install_signals((signal.SIGTERM, signal.SIGINT))
+
+    def teardown(self) -> None:
+        """Say goodbye to the other ranks, after all that needs them."""
+        self._phase("teardown")
+        try:
+            super().teardown()
+        finally:
+            self._end_supervision()
+
+    def _end_supervision(self) -> None:
+        stops, self._stops = self._stops, None
+        if stops is not None:
+            stops.close()
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is not None:
+            supervisor.close()
+
+    # ---- errors ----
+
+    @contextmanager
+    def explained_errors(self) -> Iterator[None]:
+        """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
+        self._stopped = None
+        try:
+            yield
+        except BaseException as error:
+            if self._stopped is not None:
+                self._end_by_stop(error)
+                raise
+            if self._supervisor is None:
+                raise
+            explained = self._supervisor.explain(error)
+            if explained is error:
+                _require_failure_code(error)
+                raise
+            failure = self._supervisor.failure
+            if failure is not None and failure.kind == "exception":
+                time.sleep(_AFTER_THE_FIRST_S)
+            raise explained from error
+
+    def _end_by_stop(self, error: BaseException) -> None:
+        """Save what is needed to go on, and give the exception the exit code of a stop."""
+        assert self._supervisor is not None
+        trainer = cast(Any, self.lightning_module).trainer
+        signum = self._supervisor.stop_signal or signal.SIGTERM
+        if isinstance(error, SystemExit):
+            error.code = 128 + signum
+        name = signal.Signals(signum).name
+        if self._stopped and trainer.state.fn == "fit":
+            path = stop_checkpoint(trainer)
+            trainer.save_checkpoint(path)
+            text = f"saved to {path}. Give it to `fit` as `ckpt_path`, or use resume='auto', to go on"
+        else:
+            text = "nothing is saved: " + ("no training ran" if self._stopped else "a rank did not answer")
+        if self.is_global_zero:
+            print(f"{name}: all ranks stop at step {trainer.global_step}; {text}.", flush=True)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, unless an exception has ended the run: they may be gone, or wait for something else."""
+        if not self._interrupted():
+            super().barrier(*args, **kwargs)
+
+    def _interrupted(self) -> bool:
+        """Whether an exception ended the run: peers may be gone."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    # ---- steps ----
+
+    def _phase(self, name: str) -> None:
+        if self._supervisor is not None:
+            self._supervisor.progress.phase = name
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note where this rank is, and whether all are to stop behind this batch."""
+        supervisor, trainer = self._supervisor, cast(Any, self.lightning_module).trainer
+        if supervisor is not None:
+            progress = supervisor.progress
+            if progress.epoch != trainer.current_epoch:
+                progress.start_epoch(trainer.current_epoch)
+            progress.step, progress.batches, progress.phase = trainer.global_step, batch_idx + 1, "forward"
+            if will_step(trainer):
+                self._look_for_stop(2 * trainer.fit_loop.total_batch_idx)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_validation_start(self) -> None:
+        """Ranks that came to the end of an epoch wait for each other before validation."""
+        trainer = cast(Any, self.lightning_module).trainer
+        if (
+            not trainer.sanity_checking
+            and trainer.state.fn == "fit"
+            and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        ):
+            self._end_epoch()
+        self._phase("validation")
+        super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        """Validation inside of fit is a place to stop at, too."""
+        super().on_validation_end()
+        trainer = cast(Any, self.lightning_module).trainer
+        if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
+            self._look_for_stop(2 * trainer.fit_loop.total_batch_idx + 1)
+
+    def _look_for_stop(self, place: int) -> None:
+        """Lightning ends a run at the end of the batch (and its validation) if a stop was received."""
+        assert self._supervisor is not None
+        stop = self._supervisor.gate(place)
+        if stop is not None and self._stopped is None:
+            self._stopped = stop.agreed
+            trainer = cast(Any, self.lightning_module).trainer
+            received_stop(trainer)
+            if not stop.agreed:
+                raise stop_exception(trainer)
+
+    def _end_epoch(self) -> None:
+        """Ranks with other numbers of batches would average gradients of different epochs from here on."""
+        supervisor, trainer = self._supervisor, cast(Any, self.lightning_module).trainer
+        if supervisor is not None and self._stopped is None and trainer.current_epoch > self._ended_epoch:
+            self._ended_epoch = trainer.current_epoch
+            supervisor.end_of_epoch(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1)
+
+    _ended_epoch = -1
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """A batch begins: outside of fit this is where to stop."""
+        trainer = cast(Any, self.lightning_module).trainer
+        if self._supervisor is not None and trainer.state.fn != "fit":
+            self._seen += 1
+            self._phase(_PHASE_OF.get(str(trainer.state.fn), "predict"))
+            self._look_for_stop(self._seen)
+            if self._stopped is not None:
+                raise stop_exception(trainer)
+        return super().batch_to_device(batch, *args, **kwargs)
+
+    _seen = 0
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Note it."""
+        self._phase("backward")
+        return super().backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Note it; the closure comes first."""
+
+        def noted() -> Any:
+            result = closure()
+            self._phase("optimizer")
+            return result
+
+        result = super().optimizer_step(optimizer, noted, model, **kwargs)
+        self._phase("data")
+        return result
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Note it; after an exception there must be time for it."""
+        self._phase("checkpoint")
+        if self._supervisor is not None and self._supervisor.failure is not None:
+            self._supervisor.postpone(_SAVING_S)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._phase("data")
+
+
+def _require_failure_code(error: BaseException) -> None:
+    """``sys.exit(0)`` in the middle of a run leaves the other ranks alone, and must not look like success."""
+    if isinstance(error, SystemExit) and not error.code:
+        error.code = 1

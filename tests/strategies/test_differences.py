@@ -1,0 +1,144 @@
+"""Ranks whose batches, models or optimizers differ: an error on every rank, or a documented result. Never a hang."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import CLASSES, Learner, make_trainer, outcome, samples, silent
+
+
+def strategy_of(name: str) -> Any:
+    from lightning_smddp import PipelineStrategy
+
+    sizes = {"stages": 2, "replicas": 1}
+    common = {"verbose": False, "algorithm": "native"}
+    return silent(**common) if name == "smddp" else PipelineStrategy(pipeline_parallel_size=sizes[name], **common)
+
+
+class Sampled(Learner):
+    """With the sampler that the strategy asks for."""
+
+    def train_dataloader(self) -> Any:
+        data = samples(self.count)
+        sampler: Any = DistributedSampler(data, shuffle=False, **self.trainer.distributed_sampler_kwargs)
+        return DataLoader(data, batch_size=self.batch_size, sampler=sampler)
+
+
+class Uneven(Learner):
+    def train_dataloader(self) -> Any:
+        return DataLoader(samples(16 + 8 * self.global_rank), batch_size=4)
+
+
+class Growing(Learner):
+    """One rank's loader gets longer after the first epoch, and is not reloaded."""
+
+    def train_dataloader(self) -> Any:
+        data = [samples(8)[:4]] * (6 if self.global_rank else 4)
+        loader = DataLoader(data, batch_size=None)
+        loader.__class__ = type("Changing", (DataLoader,), {"__len__": lambda _: self.length()})
+        return loader
+
+    def length(self) -> int:
+        return 4 - (self.current_epoch * self.global_rank)
+
+
+class OtherRate(Sampled):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1 * (1 + self.global_rank))
+
+
+class Wider(Sampled):
+    def configure_model(self) -> None:
+        self.net[2] = nn.Linear(16, CLASSES + self.global_rank)
+
+
+class OtherBuffer(Sampled):
+    def configure_model(self) -> None:
+        self.register_buffer("seen", torch.zeros(2 + self.global_rank))
+
+
+def error_of(name: str, model: type[Learner]) -> str:
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        make_trainer(strategy_of(name), use_distributed_sampler=False).fit(model())
+    assert time.monotonic() - begin < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "parts"),
+    [
+        ("smddp", Uneven, ["epoch 0: 4 on rank 0, 6 on rank 1", "limit_train_batches=4"]),
+        ("replicas", Uneven, ["epoch 0: 4 on rank 0, 6 on rank 1"]),
+        ("smddp", Growing, ["epoch 1: 3 on rank 1, 4 on rank 0"]),
+        ("smddp", OtherRate, ["lr=0.1 in group 0 of optimizer 0", "lr=0.2 in group 0 of optimizer 0"]),
+        ("stages", OtherRate, ["lr=0.1 in group 0 of optimizer 0", "lr=0.2 in group 0 of optimizer 0"]),
+        ("stages", Wider, ["parameter 2", "(3, 16)", "(4, 16)"]),
+        ("stages", OtherBuffer, ["buffer 0", "(2,)", "(3,)"]),
+        ("smddp", OtherBuffer, ["buffer 0", "(2,)", "(3,)"]),
+    ],
+)
+def test_named_on_every_rank(name: str, model: type[Learner], parts: list[str]) -> None:
+    first, second = run_trainer_ranks(error_of, 2, name, model)
+    assert first == second
+    for part in parts:
+        assert part in first
+
+
+def other_shapes() -> dict[str, Tensor]:
+    model = Learner()
+    model.train_dataloader = lambda: loader_of(model.global_rank)  # type: ignore[method-assign]
+    trainer = make_trainer(silent(algorithm="native"), use_distributed_sampler=False, max_steps=1)
+    trainer.fit(model)
+    return outcome(model, trainer).weights
+
+
+def loader_of(rank: int) -> Any:
+    inputs, targets = samples(48)[:8]
+    rows = slice(0, 4) if rank == 0 else slice(4, 6)
+    return DataLoader([(inputs[rows], targets[rows])], batch_size=None)
+
+
+def test_each_rank_counts_the_same_whatever_its_batch() -> None:
+    """As DDP does: a rank's mean over two rows weighs as much as another's over four."""
+    first, second = run_trainer_ranks(other_shapes, 2)
+    model = Learner()
+    losses = [model.loss(next(iter(loader_of(rank)))) for rank in (0, 1)]
+    optimizer = model.configure_optimizers()
+    (sum(losses) / 2).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(first[name], parameter.detach())
+        assert torch.equal(first[name], second[name])
+
+
+class UsedOnRankOne(Sampled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        return loss + self.extra(torch.ones(1, 2)).sum() if self.global_rank == 1 else loss
+
+
+def train_with_flag() -> list[float]:
+    model = UsedOnRankOne()
+    before = model.extra.bias.detach().clone()
+    strategy = silent(algorithm="native", find_unused_parameters=True)
+    make_trainer(strategy, use_distributed_sampler=False, max_steps=1).fit(model)
+    change: list[float] = (model.extra.bias.detach() - before).tolist()
+    return change
+
+
+def test_a_parameter_used_on_one_rank_only() -> None:
+    """With the flag it gets the mean: half of that rank's gradient (1), times the learning rate (0.1)."""
+    for change in run_trainer_ranks(train_with_flag, 2):
+        assert change == pytest.approx([-0.05, -0.05])

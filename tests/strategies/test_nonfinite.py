@@ -1,0 +1,217 @@
+"""NaN and inf in gradients: named on every rank before a weight changes, or left out, under both strategies."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_smddp.communication.errors import NonFiniteGradientError
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import Learner, make_trainer, samples
+
+BAD_STEP = 2
+COMMON = {"verbose": False, "tuning_cache": False, "algorithm": "native"}
+
+
+class Spoiler(Learner):
+    """On one rank, in one step, one parameter's gradient is not finite; the loss is."""
+
+    def __init__(self, rank: int, value: float) -> None:
+        super().__init__()
+        self.rank, self.value = rank, value
+
+    def on_fit_start(self) -> None:
+        self.net[2].bias.register_hook(self.spoil)
+
+    def train_dataloader(self) -> Any:
+        data = samples(self.count)
+        sampler: Any = DistributedSampler(data, shuffle=False, **self.trainer.distributed_sampler_kwargs)
+        return DataLoader(data, batch_size=self.batch_size, sampler=sampler)
+
+    def spoil(self, gradient: Tensor) -> Tensor:
+        trainer = self.trainer
+        if trainer.global_step == BAD_STEP and self.global_rank == self.rank:
+            gradient = gradient.clone()
+            gradient[1] = self.value
+        return gradient
+
+
+class Seeing(Spoiler):
+    """As users do to look at gradients."""
+
+    seen = 0
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                assert parameter.grad.isfinite().all()
+                self.seen += 1
+
+
+def strategy_of(name: str, **options: Any) -> Any:
+    from lightning_smddp import PipelineStrategy, SMDDPStrategy
+
+    if name == "smddp":
+        return SMDDPStrategy(**{**COMMON, **options})
+    return PipelineStrategy(check=False, **{**COMMON, **options})
+
+
+def fails(name: str, options: dict[str, Any], rank: int, value: float, trainer_options: dict[str, Any]) -> Any:
+    model = Spoiler(rank, value)
+    trainer = make_trainer(strategy_of(name, **options), **trainer_options)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        trainer.fit(model)
+    weights = [p for p in model.parameters() if not p.is_meta]
+    assert weights
+    assert all(bool(p.isfinite().all()) for p in weights)
+    return str(caught.value), trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "value", "trainer_options"),
+    [
+        ({}, 1, float("nan"), {}),
+        ({"algorithm": "shared_memory"}, 0, float("-inf"), {}),
+        ({"gradient_as_bucket_view": False}, 1, float("inf"), {"accumulate_grad_batches": 2}),
+        ({"compression": {"method": "int8", "scope": "all"}}, 1, float("nan"), {"gradient_clip_val": 1.0}),
+        ({"compression": {"method": "powersgd", "scope": "all"}}, 0, float("nan"), {"precision": "bf16-mixed"}),
+    ],
+    ids=["native", "shared_memory", "accumulating", "int8", "powersgd"],
+)
+def test_smddp_names_rank_step_and_parameter(
+    options: dict[str, Any], rank: int, value: float, trainer_options: dict[str, Any]
+) -> None:
+    results = run_trainer_ranks(fails, 2, "smddp", options, rank, value, trainer_options)
+    message, step = results[0]
+    assert results == [(message, step)] * 2
+    assert step == BAD_STEP
+    kind = "nan" if value != value else "inf"
+    for part in (
+        f"step {BAD_STEP} (epoch 0, batch ",
+        f"on rank {rank} (host ",
+        f"net.2.bias ({kind} in 1 of 3 elements)",
+    ):
+        assert part in message
+    assert f"on rank {1 - rank}" not in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("size", [2, 1], ids=["stages", "replicas"])
+def test_a_pipeline_names_rank_step_and_parameter(size: int) -> None:
+    """The last stage is on rank 1; of two replicas of one stage, rank 1 is the second."""
+    results = run_trainer_ranks(fails, 2, "pipeline", {"pipeline_parallel_size": size}, 1, float("nan"), {})
+    message, step = results[0]
+    assert results == [(message, step)] * 2
+    assert step == BAD_STEP
+    assert "on rank 1 (host" in message
+    assert "on rank 0" not in message
+    assert "net.2.bias (nan in 1 of 3 elements)" in message
+
+
+def skips(name: str, options: dict[str, Any]) -> Any:
+    model = Seeing(1, float("nan"))
+    strategy = strategy_of(name, on_nonfinite="skip", **options)
+    trainer = make_trainer(strategy, gradient_clip_val=1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        model.on_train_batch_end = lambda *_: (after if trainer.global_step > BAD_STEP else before).append(  # type: ignore
+            torch.cat([p.detach().clone().flatten() for p in model.parameters() if not p.is_meta])
+        )
+        trainer.fit(model)
+    texts = [str(w.message) for w in caught if "on_nonfinite" in str(w.message)]
+    assert all(bool(weights.isfinite().all()) for weights in (*before, *after))
+    assert torch.equal(after[0], before[-1])  # the step left out
+    assert not torch.equal(after[1], after[0])  # the one after it
+    return texts, strategy._guard.skipped, model.seen > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("smddp", {}), ("pipeline", {"pipeline_parallel_size": 2}), ("pipeline", {"pipeline_parallel_size": 1})],
+    ids=["smddp", "stages", "replicas"],
+)
+def test_a_step_is_left_out_on_all_ranks(name: str, options: dict[str, Any]) -> None:
+    first, second = run_trainer_ranks(skips, 2, name, options)
+    assert (len(first[0]), len(second[0])) == (1, 0)  # said once
+    assert "on rank 1 (host" in first[0][0]
+    assert first[1:] == second[1:] == (1, True)
+
+
+def ignores() -> int:
+    model = Spoiler(1, float("nan"))
+    make_trainer(strategy_of("smddp", on_nonfinite="ignore")).fit(model)
+    return sum(int((~p.isfinite()).sum()) for p in model.parameters())
+
+
+def test_ignored_it_spreads() -> None:
+    """What the option protects from."""
+    assert all(count > 0 for count in run_trainer_ranks(ignores, 2))
+
+
+class Manual(Spoiler):
+    def __init__(self) -> None:
+        super().__init__(1, float("nan"))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def manual() -> str:
+    with pytest.raises(NonFiniteGradientError) as caught:
+        make_trainer(strategy_of("smddp")).fit(Manual())
+    return str(caught.value)
+
+
+def own_hook() -> str:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from lightning_smddp import SMDDPStrategy
+
+    model = Spoiler(1, float("nan"))
+    with pytest.raises(NonFiniteGradientError) as caught:
+        make_trainer(SMDDPStrategy(verbose=False, ddp_comm_hook=allreduce_hook)).fit(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("body", [manual, own_hook], ids=["manual optimization", "a hook of the user's"])
+def test_other_ways_to_train(body: Callable[[], str]) -> None:
+    first, second = run_trainer_ranks(body, 2)
+    assert first == second
+    assert "net.2.bias (nan in 1 of 3 elements)" in first
+
+
+def with_fabric() -> str:
+    from lightning.fabric import Fabric
+
+    from lightning_smddp import SMDDPFabricStrategy
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(verbose=False, algorithm="native"))
+    fabric.launch()
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+    scale = float("inf") if os.environ["RANK"] == "1" else 1.0
+    fabric.backward(model(torch.ones(1, 2)).sum() * scale)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step()
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+    return str(caught.value)
+
+
+def test_fabric() -> None:
+    first, second = run_trainer_ranks(with_fabric, 2)
+    assert first == second
+    assert "on rank 1 (host" in first
+    assert "weight (inf in 2 of 2 elements)" in first
