@@ -99,8 +99,12 @@ class SharedMemoryAllReduce:
 
     def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
-        self.memory.all_reduce(tensor, layout.slot, 1.0 / self.memory.mesh.size)
+        self.mean(tensor, layout, watch=False)
         return _completed(tensor)
+
+    def mean(self, tensor: Tensor, layout: Layout, watch: bool) -> bool:
+        """As :meth:`all_reduce`, at once; with ``watch`` also whether it is finite, see :class:`SharedMemory`."""
+        return self.memory.all_reduce(tensor, layout.slot, 1.0 / self.memory.mesh.size, watch)
 
     def close(self) -> None:
         """See :meth:`Algorithm.close`."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-from lightning_smddp.communication.algorithms import Algorithm, Native, TwoLevel
+from lightning_smddp.communication.algorithms import Algorithm, Native, SharedMemoryAllReduce, TwoLevel
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
@@ -72,18 +72,12 @@ class GradientSynchronizer:
             return _finished(tensor)
         if bucket.index() == 0:
             self._new_step()
-        if self.watch.on:
+        size = 0 if tensor.is_sparse else tensor.numel() * tensor.dtype.itemsize
+        algorithm = self._native if tensor.is_sparse else self.algorithm_for(size)
+        if self.watch.on and not isinstance(algorithm, SharedMemoryAllReduce):
             self.watch.look(bucket)
         entered = self.recorder.bucket_started(first=bucket.index() == 0)
-        if tensor.is_sparse:
-            algorithm: Algorithm = self._native
-            future = self._sparse_mean(tensor)
-            size = 0
-        else:
-            layout = self._layout(bucket)
-            size = tensor.numel() * tensor.dtype.itemsize
-            algorithm = self.algorithm_for(size)
-            future = algorithm.all_reduce(tensor, layout)
+        future = self._sparse_mean(tensor) if tensor.is_sparse else self._dense_mean(algorithm, bucket)
         intra, inter = self._traffic(algorithm, tensor, size, bucket)
         self.recorder.hook_left(entered, size, intra, inter)
         if future.done():
@@ -186,6 +180,14 @@ class GradientSynchronizer:
     def _done(self, future: Future[Any]) -> Any:
         self.recorder.bucket_done()
         return future.value()
+
+    def _dense_mean(self, algorithm: Algorithm, bucket: GradBucket) -> Future[Any]:
+        tensor, layout = bucket.buffer(), self._layout(bucket)
+        if not (self.watch.on and isinstance(algorithm, SharedMemoryAllReduce)):
+            return algorithm.all_reduce(tensor, layout)
+        if not algorithm.mean(tensor, layout, watch=True):
+            self.watch.not_finite(bucket)
+        return _finished(tensor)
 
     def _sparse_mean(self, tensor: Tensor) -> Future[Any]:
         """The mean of sparse gradients: gloo adds them up, nobody else does."""

@@ -3,6 +3,8 @@
 Each rank looks at its own gradients once, before they are averaged: one sum over memory that backward has just
 written. A rank that finds something notes which parameters, and sets the bucket's first element to NaN. Averaging
 carries that to everyone, so afterwards each rank reads one element of each bucket, and all of them see the same.
+
+Averaging through shared memory looks by itself, at sums that are still in cache, and tells all ranks.
 """
 
 from __future__ import annotations
@@ -66,6 +68,12 @@ class NonFiniteWatch:
             if found and not tensor.is_sparse:
                 values.view(-1)[0] = torch.nan
 
+    def not_finite(self, bucket: Bucket) -> None:
+        """Averaging has found that ``bucket`` is not finite, on all ranks, and left there what this rank brought."""
+        tensor = bucket.buffer()
+        self.findings |= _by_parameter(bucket, tensor, self.names)
+        self._buckets[bucket.index()] = tensor.fill_(torch.nan)  # what ranks brought is not the same on all
+
     def spoiled(self) -> bool:
         """Whether some rank has found something: the same answer on all ranks, after averaging."""
         marks = [total_of(t.coalesce().values()) if t.is_sparse else t.view(-1)[0] for t in self._buckets.values()]
@@ -91,19 +99,19 @@ def total_of(tensor: Tensor) -> Tensor:
     return tensor.sum(dtype=torch.float32) if half else tensor.sum()
 
 
-def bad_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str]:
-    """Name -> what is wrong, of the gradients that are not finite. Reads them twice only if there are any."""
+def bad_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str] | None:
+    """Name -> what is wrong, of the gradients that are not finite; None if all are, which takes one look."""
     held = [(name, _values(p.grad)) for name, p in parameters if p.grad is not None]
     held = [(name, values) for name, values in held if values.numel() > 0]
     sums = [total_of(values) for _, values in held]
-    if not sums or bool(torch.stack([total.isfinite() for total in sums]).all()):
-        return {}
-    return {name: text for name, values in held if (text := _describe(values)) is not None}
+    if not sums or bool(torch.stack(sums).isfinite().all()):
+        return None
+    return {name: text for name, values in held if (text := _describe(values)) is not None} or None
 
 
-def agreed(found: Mapping[str, str], group: dist.ProcessGroup, device: torch.device) -> bool:
+def agreed(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether any rank has found something. Collective."""
-    flag = torch.tensor(float(bool(found)), device=device)
+    flag = torch.tensor(float(found), device=device)
     dist.all_reduce(flag, group=group)
     return bool(flag > 0)
 

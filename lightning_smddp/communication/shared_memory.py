@@ -11,6 +11,7 @@ each barrier's message what the others find where.
 
 from __future__ import annotations
 
+import cmath
 import mmap
 import os
 import struct
@@ -29,6 +30,7 @@ WINDOW_BYTES = 64 * 2**20  # how much of a bucket is staged at a time
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
 _HEADER = struct.Struct("<BBqQQ")  # kind, dtype, slot, numel, byte offset in the segment
 _SAME, _MAPPED, _STAGED = range(3)
+_FINITE, _NOT_FINITE = b"\0", b"\1"
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
@@ -93,23 +95,29 @@ class SharedMemory:
         """Bounds of all local ranks' shards."""
         return shard_bounds(numel, self.num_shards, granularity) + [numel] * (self.mesh.size - self.num_shards)
 
-    def all_reduce(self, tensor: Tensor, slot: int | None, scale: float = 1.0) -> None:
+    def all_reduce(self, tensor: Tensor, slot: int | None, scale: float = 1.0, watch: bool = False) -> bool:
         """``tensor`` becomes ``scale`` times the sum of the local ranks' tensors, in place, bit-equal on all.
+
+        Returns whether the sum is finite, the same on all ranks; True without ``watch``. Where it is not, each rank's
+        ``tensor`` keeps what came from that rank, in chunks, so that the rank can see whether it was the cause.
 
         Args:
             tensor: 1-D and contiguous, of one size and dtype on all ranks.
             slot: a number that names this tensor for good, so that its memory is shared once. None stages it.
             scale: factor of the sum.
+            watch: look for NaN and inf; the same on all ranks.
 
         Raises:
             ValueError: sizes or dtypes differ between ranks.
             RankFailedError: a peer is gone or did not come in time.
         """
-        bounds = self.bounds(tensor.numel())
+        bounds, finite = self.bounds(tensor.numel()), True
         for window in self._windows(tensor, slot, bring=True):
-            self._reduce(tensor, window, bounds, scale, push=True)
-            self._exchange()
+            mine = self._reduce(tensor, window, bounds, scale, push=True, watch=watch)
+            arrival = self._exchange(_FINITE if mine else _NOT_FINITE)
+            finite = finite and mine and _NOT_FINITE not in arrival.messages.values()
             self._take_out(tensor, window, bounds)
+        return finite
 
     def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself; returns that view.
@@ -213,36 +221,41 @@ class SharedMemory:
             "The models, or the order in which their layers run, differ between ranks."
         )
 
-    def _reduce(self, tensor: Tensor, window: _Window, bounds: list[int], scale: float, push: bool) -> None:
-        """Sum this rank's shard within the window, in the order of local ranks, chunk by chunk."""
+    def _reduce(
+        self, tensor: Tensor, window: _Window, bounds: list[int], scale: float, push: bool, watch: bool = False
+    ) -> bool:
+        """Sum this rank's shard within the window, in the order of local ranks, chunk by chunk.
+
+        With ``watch`` a chunk whose sum is not finite stays as it was; returns whether there was none.
+        """
         rank, dtype = self.mesh.rank, tensor.dtype
         low, high = max(bounds[rank], window.start), min(bounds[rank + 1], window.stop)
         if low >= high:
-            return
+            return True
+        finite = True
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         step = _CHUNK_BYTES // wide.itemsize
         scratch = torch.empty(min(step, high - low), dtype=wide)
-        in_place = self.mesh.size == 2 and wide == dtype  # two terms: their order does not matter
+        in_place = self.mesh.size == 2 and wide == dtype and not watch  # two terms: their order does not matter
         shards = [
             (tensor[low:high] if local == rank else window.view(local, dtype, low, high)).split(step)
             for local in range(self.mesh.size)
         ]
         for terms in zip(*shards, strict=True):
             own = terms[rank]
-            if in_place:
-                total = own.add_(terms[1 - rank])
-            else:
-                total = scratch[: own.numel()].copy_(terms[0])
-                for term in terms[1:]:
-                    total.add_(term)
+            total = _add_up(terms, own if in_place else scratch[: own.numel()])
+            if watch and not (cmath.isfinite(total.sum().item()) or bool(total.isfinite().all())):
+                finite = False
+                continue
             if scale != 1.0:
-                total.mul_(scale)
-            if not in_place:
+                total = torch.mul(total, scale, out=own if wide == dtype else total)
+            if total is not own:
                 own.copy_(total)
             if push:
                 for local, term in enumerate(terms):
                     if local != rank:
                         term.copy_(own)
+        return finite
 
     def _take_out(self, tensor: Tensor, window: _Window, bounds: list[int]) -> None:
         """A staged rank copies what the peers wrote into its own tensor."""
@@ -281,6 +294,19 @@ class SharedMemory:
             last = None if arrival.last is None else self.mesh.topology.local_ranks[arrival.last]
             self._on_wait(arrival.waited_s, last)
         return arrival
+
+
+def _add_up(terms: Sequence[Tensor], total: Tensor) -> Tensor:
+    """The sum in the order of ``terms``, written to ``total``, which may be one of only two."""
+    if len(terms) > 1 and total.dtype == terms[0].dtype:
+        torch.add(terms[0], terms[1], out=total)
+        rest = terms[2:]
+    else:
+        total.copy_(terms[0])
+        rest = terms[1:]
+    for term in rest:
+        total.add_(term)
+    return total
 
 
 def free_bytes() -> int:

@@ -58,7 +58,7 @@ def by_watch(watch: NonFiniteWatch) -> Mapping[str, str] | None:
     return watch.take_findings() if watch.spoiled() else None
 
 
-def by_asking(found: Mapping[str, str], device: torch.device) -> Mapping[str, str] | None:
-    """Findings where ranks have different gradients. Collective."""
+def by_asking(found: Mapping[str, str] | None, device: torch.device) -> Mapping[str, str] | None:
+    """Findings where ranks have different gradients; ``found``: None if this rank's are fine. Collective."""
     assert dist.group.WORLD is not None
-    return found if agreed(found, dist.group.WORLD, device) else None
+    return found or {} if agreed(found is not None, dist.group.WORLD, device) else None

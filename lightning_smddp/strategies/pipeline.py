@@ -5,7 +5,7 @@ The main flow: :meth:`PipelineParallel.training_step` -> ``StagedModule.run`` ->
 
 from __future__ import annotations
 
-import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -26,25 +26,29 @@ from lightning_smddp.pipeline.full_state import broadcast_initial, load_full_sta
 from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.verification import Finding
-from lightning_smddp.strategies.failures import leave_failure, shared_failures
+from lightning_smddp.strategies.exact_resume import ExactResume
+from lightning_smddp.strategies.guarded import Guarded
 from lightning_smddp.strategies.hand_over import connected
+from lightning_smddp.strategies.layouts import Place
+from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.pipeline_checks import (
+    callbacks_of,
     require_samplers_of_replicas,
     require_supported,
     without_sync_advice,
+    zeroes_as_usual,
 )
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options, Session, check_devices
+from lightning_smddp.strategies.sharded import ShardedSaving
 from lightning_smddp.strategies.staged_module import StagedModule
+from lightning_smddp.strategies.supervised import Supervised
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
-_runs = itertools.count()  # the same on every rank
 _STEP_CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
@@ -53,7 +57,7 @@ _STEP_CONTEXTS = {
 }
 
 
-class PipelineParallel(_Base):
+class PipelineParallel(Supervised, Guarded, ShardedSaving):
     """Pipeline parallelism of any LightningModule, split automatically, with data parallelism over the other ranks.
 
     The first batch shows how the step uses the module's submodules. The step is then cut into stages; each rank
@@ -77,6 +81,7 @@ class PipelineParallel(_Base):
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
         algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose: as of
             ``SMDDPStrategy``; they apply to the gradients of replicas.
+        init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded: as of ``SMDDPStrategy``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, timeout, start_method: as
             of ``DDPStrategy``.
 
@@ -105,6 +110,12 @@ class PipelineParallel(_Base):
         collective_timeout: timedelta | float | None = None,
         tuning_cache: str | Path | bool = True,
         verbose: bool = True,
+        init_timeout: timedelta | float | None = None,
+        stop_grace: timedelta | float = 90.0,
+        resume: Literal["auto"] | None = None,
+        on_nonfinite: OnNonfinite = "error",
+        async_save: bool = False,
+        sharded: bool = False,
         accelerator: Any = None,
         parallel_devices: Any = None,
         cluster_environment: Any = None,
@@ -120,21 +131,18 @@ class PipelineParallel(_Base):
             pipeline_parallel_size, num_microbatches, schedule, stages_per_rank, split, placement, active_microbatches,
             activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, communication,
         )  # fmt: skip
+        reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, timeout=timeout, start_method=start_method,
             process_group_backend=communication.process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
+        )  # fmt: skip
         self._session = Session(self.options.communication)
+        self._reliability = reliability
+        self._exact_resume = ExactResume()
         self._groups: Groups | None = None
         self._staged: StagedModule | None = None
         self._ended: StagedModule | None = None
-        self._failure_key = "smddp_pipeline/failure at start"
         self._last_report: CommunicationReport | None = None
         self._accumulates = False
         self._restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
@@ -149,6 +157,8 @@ class PipelineParallel(_Base):
         grid = self.options.grid(self.num_nodes * self.num_processes)
         super().setup_environment()
         self._session.process_group_started()
+        assert self.lightning_module is not None
+        self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
         if self._groups is None:
             self._groups = Groups.create(grid, self.options.communication.collective_timeout or self._timeout)
 
@@ -163,14 +173,14 @@ class PipelineParallel(_Base):
         one_replica = self._groups.grid.num_replicas == 1
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         self._changes.enter_context(without_sync_advice(one_replica))
-        self._changes.enter_context(finetuning_by_identity(_callbacks(trainer), self._optimized))
-        require_supported(self.lightning_module, _callbacks(trainer), fits)
+        self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
+        require_supported(self.lightning_module, callbacks_of(trainer), fits)
         if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.replicas)
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
+        self._require_same_model()
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
-        self._failure_key = f"smddp_pipeline/failure in run {next(_runs)}"
         self._staged = StagedModule(
             self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
         )
@@ -183,22 +193,21 @@ class PipelineParallel(_Base):
         self.setup_precision_plugin()
         if fits:
             self._staged.take_optimizers(self.optimizers, self.precision_plugin)
+            self._exact_resume.start(trainer, Place.of(self._groups), self.root_device)
+            self._staged.watching = self._watches_gradients
+        self.take_over(trainer)
 
     def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        return self._require_staged().optimized(optimizer)
+        return self._last_staged().optimized(optimizer)
 
     def model_to_device(self) -> None:
         """Move what is not divided yet, if it fits."""
         assert self._staged is not None
         self._staged.to_device()
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Let the other ranks know."""
-        leave_failure(self._failure_key, exception)
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         """Give back a whole module, and free groups and memory."""
+        self._exact_resume.close()
         if self._staged is not None:
             if not self._interrupted():
                 self._last_report = self._staged.report() or self._last_report
@@ -224,6 +233,7 @@ class PipelineParallel(_Base):
     def on_train_start(self) -> None:
         """Look at the data's samplers."""
         super().on_train_start()
+        self._exact_resume.on_train_start()
         assert self._groups is not None
         require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.grid.num_replicas)
 
@@ -237,8 +247,7 @@ class PipelineParallel(_Base):
         expected = staged.scale() / trainer.accumulate_grad_batches
         accumulates = self._accumulates
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
-        with shared_failures(self._failure_key):
-            output = staged.train(batch, rest, expected, continues, self._zeroes_as_usual(), accumulates)
+        output = staged.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
 
         def deliver(arrived: Tensor) -> None:
             staged.deliver(arrived, expected, accumulates)
@@ -262,18 +271,11 @@ class PipelineParallel(_Base):
     def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         staged = self._require_staged()
         batch, *rest = [*args, *kwargs.values()]
-        with shared_failures(self._failure_key):
-            return staged.evaluate(hook, batch, rest, may_wait=self._trainer.sanity_checking)
+        return staged.evaluate(hook, batch, rest, may_wait=self._trainer.state.fn == "fit")
 
     def _step_context(self, hook: str) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
         return context
-
-    def _zeroes_as_usual(self) -> bool:
-        """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
-        module = self.lightning_module
-        changed = [hook for hook in ("on_before_zero_grad", "optimizer_zero_grad") if not _is_lightnings(module, hook)]
-        return not changed and all(_is_lightnings(c, "on_before_zero_grad") for c in _callbacks(self._trainer))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -283,6 +285,9 @@ class PipelineParallel(_Base):
             yield
         finally:
             self._accumulates = False
+
+    def _find_nonfinite(self) -> Mapping[str, str] | None:
+        return by_asking(self._require_staged().nonfinite(), self.root_device)
 
     # ---- ranks ----
 
@@ -311,11 +316,13 @@ class PipelineParallel(_Base):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state, on global rank 0. Collective."""
-        return self._last_staged().state_dict()
+        """The whole module's state, on global rank 0; with ``sharded`` of each rank what it holds. Collective."""
+        gather = not self._reliability.sharded
+        return {} if self._interrupted() else self._last_staged().state_dict(gather)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint of the whole module; what has no memory yet gets its values when it does."""
+        self.require_fitting_model(checkpoint, strict)
         if self._staged is not None:
             self._staged.load_state_dict(checkpoint["state_dict"], strict)
             return
@@ -325,12 +332,33 @@ class PipelineParallel(_Base):
         self._restored = checkpoint["state_dict"] if any(p.is_meta for p in module.parameters()) else None
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state, on global rank 0. Collective."""
-        return self._last_staged().optimizer_state(optimizer)
+        """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
+        gather = not self._reliability.sharded
+        return {} if self._interrupted() else self._last_staged().optimizer_state(optimizer, gather)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states of the whole module."""
+        """Load optimizer states of the whole module, and what it takes to go on exactly."""
+        if self._require_staged().divided is None:
+            self.require_fitting_optimizers(checkpoint)
+        self._exact_resume.take(checkpoint)
+        self._require_staged().known_division = self._exact_resume.saved("division")
         self._require_staged().load_optimizer_states(checkpoint["optimizer_states"])
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save, with what it takes to go on exactly."""
+        if self._interrupted():
+            self._say_not_saved(filepath)
+            return
+        self._exact_resume.add_to(checkpoint, {"division": self._last_staged().division_decision()})
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _say_not_saved(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            warnings.warn(
+                f"{filepath} is not saved: an exception ended the run, and each stage's weights are on another rank, "
+                "which may be gone. Go on from the last checkpoint before it.",
+                stacklevel=3,
+            )
 
     # ---- what users see ----
 
@@ -343,10 +371,6 @@ class PipelineParallel(_Base):
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
         return self._last_report if self._staged is None else self._staged.report()
-
-    def _interrupted(self) -> bool:
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.interrupted
 
     def _last_staged(self) -> StagedModule:
         """That of the run; afterwards that of the last run, as checkpoints can be saved then too."""
@@ -369,13 +393,3 @@ class PipelineParallel(_Base):
 
     def _get_process_group_backend(self) -> str:
         return self._session.default_backend(self.root_device) or super()._get_process_group_backend()
-
-
-def _callbacks(trainer: Any) -> list[Any]:
-    """The Trainer's callbacks, which it declares nowhere."""
-    return list(trainer.callbacks)
-
-
-def _is_lightnings(owner: Any, hook: str) -> bool:
-    """Whether a hook is Lightning's own empty or usual one."""
-    return str(getattr(type(owner), hook).__module__).startswith(("lightning.", "pytorch_lightning."))

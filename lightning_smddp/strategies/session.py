@@ -26,6 +26,7 @@ from lightning_smddp.communication.compression import METHODS, Compression
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.models import check_compression, check_same_model, check_trainable
+from lightning_smddp.communication.rehearsal import settle_buckets
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
 
@@ -152,6 +153,7 @@ class Session:
     def attach(self, model: DistributedDataParallel) -> None:
         """Put our hook into the module that :meth:`prepare` was called for last."""
         synchronizer = self.synchronizers[-1]
+        synchronizer.watch_order(model)
 
         def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
             return synchronizer.average(bucket)
@@ -170,6 +172,15 @@ class Session:
         """Continue from a saved :meth:`state_dict`."""
         if self.synchronizers and self.options.compression is not None:
             self.synchronizers[-1].load_state_dict(state)
+
+    def bucket_order(self) -> list[str] | None:
+        """See :meth:`GradientSynchronizer.bucket_order`."""
+        return self.synchronizers[-1].bucket_order() if self.synchronizers else None
+
+    def settle_buckets(self, model: Any, order: list[str] | None) -> None:
+        """See :func:`settle_buckets`; nothing without an ``order``."""
+        if self.synchronizers and order is not None:
+            settle_buckets(model, self.synchronizers[-1], order)
 
     def close(self) -> None:
         """Free everything; the next :meth:`prepare` starts anew."""

@@ -6,35 +6,37 @@ top of their ``DDPStrategy``.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_smddp._compat import default_store, register_ddp_comm_hook
+from lightning_smddp._compat import register_ddp_comm_hook
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.strategies.exact_resume import ExactResume
+from lightning_smddp.strategies.guarded import Guarded
+from lightning_smddp.strategies.layouts import Place
+from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.sharded import ShardedSaving
+from lightning_smddp.strategies.supervised import Supervised
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
 
 _CHECKPOINT_KEY = "smddp"
-_INTERRUPTED_KEY = "smddp/rank 0 came to a barrier after an exception"
-_PATIENCE = timedelta(seconds=20)
 
 
-class TrainerDataParallel(_Base):
+class TrainerDataParallel(Supervised, Guarded, ShardedSaving):
     """Data parallelism with optimized all-reduce; a drop-in for ``DDPStrategy``.
 
     Args:
@@ -52,6 +54,15 @@ class TrainerDataParallel(_Base):
         tuning_cache: file for what ``"auto"`` measured; True is ``~/.cache/lightning_smddp/plans.json``, False
             measures at each start.
         verbose: print a table at the start of fit and a report at its end.
+        init_timeout: how long ranks wait for each other at the start, in seconds or as a timedelta; None is what
+            bounds collectives.
+        stop_grace: seconds from SIGTERM to the end of the process, checkpoint included.
+        resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
+            by torchrun, Slurm or SageMaker; None starts from scratch then.
+        on_nonfinite: when a gradient is NaN or infinite on any rank: ``"error"`` names rank, step and parameter,
+            ``"skip"`` leaves this step out on all ranks, ``"ignore"`` does not look.
+        async_save: write checkpoints in the background, from a copy.
+        sharded: save a directory with a file of each rank, instead of one file gathered on rank 0.
         **kwargs: all arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
             on unless given.
 
@@ -68,6 +79,12 @@ class TrainerDataParallel(_Base):
         collective_timeout: timedelta | float | None = None,
         tuning_cache: str | Path | bool = True,
         verbose: bool = True,
+        init_timeout: timedelta | float | None = None,
+        stop_grace: timedelta | float = 90.0,
+        resume: Literal["auto"] | None = None,
+        on_nonfinite: OnNonfinite = "error",
+        async_save: bool = False,
+        sharded: bool = False,
         **kwargs: Any,
     ) -> None:
         options = Options.parse(
@@ -79,6 +96,7 @@ class TrainerDataParallel(_Base):
             tuning_cache,
             verbose,
         )
+        reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
         if kwargs.get("ddp_comm_hook") is not None and (algorithm != "auto" or compression is not None):
             raise ValueError(
                 f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
@@ -86,6 +104,8 @@ class TrainerDataParallel(_Base):
             )
         super().__init__(process_group_backend=options.process_group_backend, **kwargs)
         self._session = Session(options)
+        self._reliability = reliability
+        self._exact_resume = ExactResume()
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
 
     @property
@@ -101,15 +121,30 @@ class TrainerDataParallel(_Base):
         check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
         super().setup_environment()
         self._session.process_group_started()
+        assert self.lightning_module is not None
+        self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Wrap the model and set up optimizers."""
+        super().setup(trainer)
+        if trainer.state.fn == "fit":
+            self._exact_resume.start(trainer, Place(self.global_rank, 0, self.world_size, 1), self.root_device)
 
     def configure_ddp(self) -> None:
         """Choose the communication and wrap the model."""
         if self._ddp_comm_hook is None:
             assert self.model is not None
             self._ddp_kwargs = self._session.prepare(self.model, self.root_device, self._user_ddp_kwargs, self._timeout)
+            self._session.synchronizers[-1].watch.on = self._watches_gradients
         elif self._session.options.bucket_cap_mb is not None:
             self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
         super().configure_ddp()
+
+    def _find_nonfinite(self) -> Mapping[str, str] | None:
+        if self._session.synchronizers:
+            return by_watch(self._session.synchronizers[-1].watch)
+        assert self.lightning_module is not None  # a hook of the user's own averages
+        return by_asking(bad_gradients(self.lightning_module.named_parameters()), self.root_device)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
@@ -118,6 +153,8 @@ class TrainerDataParallel(_Base):
     def on_train_start(self) -> None:
         """Say what runs."""
         super().on_train_start()
+        self._session.settle_buckets(self.model, self._exact_resume.saved("bucket_order"))
+        self._exact_resume.on_train_start()
         if self._session.options.verbose and self.is_global_zero and self._session.communicator is not None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
@@ -132,21 +169,9 @@ class TrainerDataParallel(_Base):
             if self._session.options.verbose and self.is_global_zero and self.world_size > 1:
                 print(self._last_report, flush=True)
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks; after an exception for the first only, which may be writing a checkpoint, and not long.
-
-        The others may be waiting for this rank's gradients meanwhile.
-        """
-        if not self._interrupted() or not dist.is_initialized():
-            super().barrier(*args, **kwargs)
-        elif self.is_global_zero:
-            default_store().set(_INTERRUPTED_KEY, "")
-        else:
-            with suppress(RuntimeError):  # the first rank did not fail, or is gone
-                default_store().wait([_INTERRUPTED_KEY], _PATIENCE)
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save, with what compression remembers."""
+        """Save, with what compression remembers, and what it takes to go on exactly."""
+        self._exact_resume.add_to(checkpoint, {"bucket_order": self._session.bucket_order()})
         compression = self._session.options.compression
         if compression is not None and "optimizer_states" in checkpoint and not self._interrupted():
             state = self._session.state_dict()
@@ -157,17 +182,14 @@ class TrainerDataParallel(_Base):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restore the optimizers, and what compression remembers."""
         super().load_optimizer_state_dict(checkpoint)
+        self._exact_resume.take(checkpoint)
         self._session.load_state_dict(checkpoint.get(_CHECKPOINT_KEY, {}))
 
     def teardown(self) -> None:
         """Free shared memory, threads and sockets."""
+        self._exact_resume.close()
         self._session.close()
         super().teardown()
-
-    def _interrupted(self) -> bool:
-        """Whether an exception ended training: peers may be gone."""
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module.trainer.interrupted
 
     def _get_process_group_backend(self) -> str:
         return self._session.default_backend(self.root_device) or super()._get_process_group_backend()

@@ -115,6 +115,30 @@ def test_a_pipeline_names_rank_step_and_parameter(size: int) -> None:
     assert "net.2.bias (nan in 1 of 3 elements)" in message
 
 
+class Huge(Spoiler):
+    """Each rank's gradients are finite; added up they are not."""
+
+    def spoil(self, gradient: Tensor) -> Tensor:
+        if self.trainer.global_step == BAD_STEP and self.value:
+            gradient, self.value = gradient.clone(), 0.0  # in one micro-batch only
+            gradient[1] = 3e38
+        return gradient
+
+
+def overflows(name: str, options: dict[str, Any]) -> str:
+    with pytest.raises(NonFiniteGradientError) as caught:
+        make_trainer(strategy_of(name, algorithm="shared_memory", **options)).fit(Huge(0, 1.0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "options"), [("smddp", {}), ("pipeline", {"pipeline_parallel_size": 1})])
+def test_a_sum_that_is_too_large_is_nobodys_fault(name: str, options: dict[str, Any]) -> None:
+    first, second = run_trainer_ranks(overflows, 2, name, options)
+    assert first == second
+    assert f"step {BAD_STEP} " in first
+    assert "in the average over the ranks, though each rank's own are finite: their sum is too large" in first
+
+
 def skips(name: str, options: dict[str, Any]) -> Any:
     model = Seeing(1, float("nan"))
     strategy = strategy_of(name, on_nonfinite="skip", **options)
@@ -136,8 +160,13 @@ def skips(name: str, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("smddp", {}), ("pipeline", {"pipeline_parallel_size": 2}), ("pipeline", {"pipeline_parallel_size": 1})],
-    ids=["smddp", "stages", "replicas"],
+    [
+        ("smddp", {}),
+        ("smddp", {"algorithm": "shared_memory"}),
+        ("pipeline", {"pipeline_parallel_size": 2}),
+        ("pipeline", {"pipeline_parallel_size": 1}),
+    ],
+    ids=["smddp", "shared_memory", "stages", "replicas"],
 )
 def test_a_step_is_left_out_on_all_ranks(name: str, options: dict[str, Any]) -> None:
     first, second = run_trainer_ranks(skips, 2, name, options)

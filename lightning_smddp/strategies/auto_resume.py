@@ -1,0 +1,124 @@
+"""``resume="auto"``: a script that is started again goes on from the newest valid checkpoint that it has left.
+
+torchrun (``--max-restarts``), Slurm (requeue) and SageMaker (spot instances) all just run the script again, with
+``trainer.fit(model)`` in it. Rank 0 looks for checkpoints where the Trainer writes them, and the others follow.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.newest import newest_checkpoint
+from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.strategies._compat import around_resume_start, requeue_checkpoint
+
+STOP_CHECKPOINT = "smddp-stop.ckpt"
+Newest = Callable[[list[str]], str | None]
+
+
+def stop_checkpoint(trainer: Any) -> str:
+    """Where the checkpoint of a run that is told to stop belongs: beside the others, where :func:`places` looks."""
+    directory = next(iter(_directories(trainer)), str(trainer.default_root_dir))
+    return f"{directory}/{STOP_CHECKPOINT}" if "://" in directory else os.path.join(directory, STOP_CHECKPOINT)
+
+
+def places(trainer: Any) -> list[str]:
+    """Directories and files in which a fit may have left checkpoints, each once.
+
+    Those of the checkpoint callbacks (not of those that save weights alone), of earlier versions of the same logger,
+    the checkpoint of a stop, and the one that Lightning writes when Slurm requeues the job.
+    """
+    found = [sibling for directory in _directories(trainer) for sibling in _versions(directory)]
+    found += [os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT)]
+    requeued = requeue_checkpoint(trainer)
+    return list(dict.fromkeys(found if requeued is None else [*found, requeued]))
+
+
+def continuing(trainer: Any, device: torch.device, newest: Newest = newest_checkpoint) -> AbstractContextManager[None]:
+    """In this context a fit without ``ckpt_path`` starts from the newest valid checkpoint. Collective when it does.
+
+    A checkpoint of a finished run lets ``fit`` return at once.
+
+    Args:
+        trainer: Lightning's.
+        device: of this rank, where collectives take their tensors from.
+        newest: of some places the newest valid checkpoint, or None.
+
+    Raises:
+        CheckpointError: on every rank, when it starts: a rank cannot read the file that rank 0 has chosen.
+    """
+
+    def choose(given: Any) -> Any:
+        if trainer.state.fn != "fit" or (given is not None and given != requeue_checkpoint(trainer)):
+            return given
+        looked = places(trainer)
+        path = _decide(lambda: newest(looked), device)
+        if path is not None:
+            _require_readable(path, device)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(_line(path, looked), flush=True)
+        return path
+
+    return around_resume_start(trainer, choose)
+
+
+def _directories(trainer: Any) -> list[str]:
+    callbacks = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
+    return [str(c.dirpath) for c in callbacks if getattr(c, "dirpath", None) is not None]
+
+
+def _versions(directory: str) -> list[str]:
+    """``logs/name/version_3/checkpoints`` is that of one start of the script: those of the others too."""
+    path = Path(directory)
+    if "://" in directory or not path.parent.name.startswith("version_"):
+        return [directory]
+    return [directory, *sorted(map(str, path.parent.parent.glob(f"version_*/{path.name}")))]
+
+
+def _decide(find: Callable[[], str | None], device: torch.device) -> str | None:
+    """What rank 0 finds, or its error, on every rank. Collective."""
+    world = dist.group.WORLD
+    if world is None or world.size() == 1:
+        return find()
+    answer: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        try:
+            answer = {"path": find()}
+        except Exception as error:
+            broadcast_json({"error": f"Rank 0 could not look for checkpoints: {error}"}, world, device)
+            raise
+    answer = broadcast_json(answer, world, device)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    path: str | None = answer["path"]
+    return path
+
+
+def _require_readable(path: str, device: torch.device) -> None:
+    """Raise on every rank if one cannot read ``path``. Collective."""
+    world = dist.group.WORLD
+    if world is None or "://" in path:
+        return
+    hosts = gather_json(None if os.access(path, os.R_OK) else socket.gethostname(), world, device)
+    blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
+    if blind:
+        raise CheckpointError(
+            path,
+            f"rank 0 has chosen it, but {', '.join(blind)} cannot read it",
+            "Write checkpoints to a directory that all nodes share, or to a URL.",
+        )
+
+
+def _line(path: str | None, looked: list[str]) -> str:
+    if path is None:
+        return f"resume='auto': no checkpoint in {', '.join(looked)}; the run starts from scratch."
+    return f"resume='auto': the run goes on from {path}"

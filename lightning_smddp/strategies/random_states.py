@@ -1,0 +1,139 @@
+"""States of random numbers: read, put back, and written as what a checkpoint may hold.
+
+A *source* is anything that draws random numbers and can be put back: the generators of the process (Python's, numpy's,
+torch's, that of this rank's device), and those that a data loader's sampler or dataset keeps for itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+_OWN = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+_DEPTH = 4  # of a sampler in a batch sampler in Lightning's wrapper, which has one in a dataset
+
+
+class RandomStates:
+    """The sources of a run.
+
+    Args:
+        device: this rank's, whose generator counts if it is a CUDA device.
+        loaders: to look for more sources in.
+    """
+
+    def __init__(self, device: torch.device, loaders: Iterable[Any] = ()) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._own = {name: source for i, loader in enumerate(loaders) for name, source in _find(loader, f"loader {i}")}
+
+    def capture(self) -> dict[str, Any]:
+        """All states as they are. Takes about 60 microseconds."""
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+        }
+        if self._device is not None:
+            state["cuda"] = torch.cuda.get_rng_state(self._device)
+        return state | {name: _get(source) for name, source in self._own.items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Put back a :meth:`capture`; sources that are not in it stay as they are."""
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if self._device is not None and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self._device)
+        for name, source in self._own.items():
+            if name in state:
+                _set(source, state[name])
+
+
+def seed_all(*facts: object) -> None:
+    """Seed the generators of the process by ``facts``: equal facts, equal numbers, on any machine."""
+    seed = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+def to_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A :meth:`RandomStates.capture` as tensors, numbers and strings."""
+    return {name: _to_plain(value) for name, value in state.items()}
+
+
+def from_plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`to_plain`."""
+    return {name: _from_plain(value) for name, value in state.items()}
+
+
+def _find(thing: Any, name: str, depth: int = _DEPTH) -> Iterable[tuple[str, Any]]:
+    """Sources among the attributes of a loader, and of samplers and datasets in it, each once."""
+    seen: set[int] = set()
+
+    def walk(thing: Any, name: str, depth: int) -> Iterable[tuple[str, Any]]:
+        for key, value in sorted(getattr(thing, "__dict__", {}).items()):
+            if id(value) in seen:
+                continue
+            if isinstance(value, _OWN):
+                seen.add(id(value))
+                yield f"{name}.{key}", value
+            elif isinstance(value, (Sampler, Dataset)) and depth:
+                seen.add(id(value))
+                yield from walk(value, f"{name}.{key}", depth - 1)
+
+    return walk(thing, name, depth)
+
+
+def _get(source: Any) -> Any:
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    if isinstance(source, random.Random):
+        return source.getstate()
+    return source.get_state()
+
+
+def _set(source: Any, state: Any) -> None:
+    if isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    elif isinstance(source, random.Random):
+        source.setstate(state)
+    else:
+        source.set_state(state)
+
+
+def _to_plain(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state
+    if isinstance(state, dict):  # of numpy's Generator
+        return json.dumps(state, default=lambda value: value.tolist())
+    if isinstance(state[0], str):  # of numpy's RandomState: name, words, position, whether a normal number is left, it
+        name, words, *rest = state
+        return {"name": name, "words": _bytes(words), "rest": [int(rest[0]), int(rest[1]), float(rest[2])]}
+    version, words, normal = state
+    return {"version": version, "words": _bytes(words), "normal": normal}
+
+
+def _from_plain(state: Any) -> Any:
+    if isinstance(state, Tensor):
+        return state
+    if isinstance(state, str):
+        decoded = json.loads(state)
+        for part in (decoded, decoded["state"]):
+            part.update({key: np.array(value, np.uint64) for key, value in part.items() if isinstance(value, list)})
+        return decoded
+    words = np.frombuffer(state["words"].numpy().tobytes(), np.uint32)
+    if "name" in state:
+        return (state["name"], words, *state["rest"])
+    return state["version"], tuple(int(word) for word in words), state["normal"]
+
+
+def _bytes(words: Any) -> Tensor:
+    return torch.from_numpy(np.asarray(words, np.uint32).view(np.uint8).copy())

@@ -1,0 +1,124 @@
+"""Sums through shared memory are looked at while they are made: what is not finite is known to all ranks at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication import shared_memory
+from tests.communication.test_shared_memory import memory_of, tensors
+from tests.communication.training import hooked
+from tests.ranks import run_in_threads, run_ranks
+
+HUGE, INF, NAN = 3e38, float("inf"), float("nan")
+LAST = 150_002  # of a tensor with several chunks for each rank
+
+
+def reduce_watched(
+    group: dist.ProcessGroup, staged: set[int], bad: dict[int, dict[int, float]]
+) -> tuple[list[bool], list[int], bool]:
+    """Returns whether sums were finite in steps with and without ``bad``, and where this rank's own were not."""
+    kept, answers, places = torch.empty(LAST + 1), [], []
+    with memory_of(group, zero_copy=group.rank() not in staged) as memory:
+        for step in range(3):
+            kept.fill_(1.0 + group.rank())
+            if step == 1:
+                for index, value in bad.get(group.rank(), {}).items():
+                    kept[index] = value
+            answers.append(memory.all_reduce(kept, 0, 0.5, watch=True))
+            if step == 1:
+                places = (~kept.isfinite()).nonzero().flatten().tolist()
+    return answers, places, bool((kept == 1.5).all())
+
+
+@pytest.mark.parametrize("staged", [set(), {0}, {0, 1}], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {1: {0: NAN}},
+        {0: {LAST: -INF}},
+        {0: {7: INF, LAST: NAN}, 1: {8: NAN, 80_000: INF}},
+        {0: {100: INF}, 1: {100: -INF}},
+        {0: {100: HUGE}, 1: {100: HUGE}},
+    ],
+    ids=["first", "last", "many", "inf - inf", "overflow"],
+)
+def test_all_ranks_hear_of_a_sum_that_is_not_finite_and_keep_what_they_brought(
+    staged: set[int], bad: dict[int, dict[int, float]]
+) -> None:
+    for rank, result in enumerate(run_in_threads(reduce_watched, 2, staged, bad)):
+        own = [index for index, value in bad.get(rank, {}).items() if value != HUGE]
+        assert result == ([True, False, True], own, True)
+
+
+def test_what_is_not_finite_is_seen_in_any_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "WINDOW_BYTES", 4096)
+    bad = {0: {2_000: NAN, 140_000: INF}}
+    for rank, result in enumerate(run_in_threads(reduce_watched, 2, {0, 1}, bad)):
+        assert result == ([True, False, True], [] if rank else [2_000, 140_000], True)
+
+
+def reduce_huge(group: dist.ProcessGroup) -> tuple[bool, torch.Tensor]:
+    tensor = torch.full((300_000,), HUGE / 4 if group.rank() else -1.0)
+    with memory_of(group) as memory:
+        return memory.all_reduce(tensor, 0, 0.5, watch=True), tensor
+
+
+def test_huge_numbers_are_no_false_alarm() -> None:
+    for finite, tensor in run_in_threads(reduce_huge, 2):
+        assert finite
+        assert torch.equal(tensor, torch.full((300_000,), (torch.tensor(HUGE / 4) - 1.0).item() * 0.5))
+
+
+def reduce_both_ways(group: dist.ProcessGroup, dtype: torch.dtype) -> bool:
+    plain, watched = (tensors(100_003, group.size(), dtype)[group.rank()] for _ in range(2))
+    with memory_of(group) as memory:
+        finite = memory.all_reduce(plain, 0, 1 / group.size()) & memory.all_reduce(
+            watched, 1, 1 / group.size(), watch=True
+        )
+    return finite and torch.equal(plain, watched)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_watching_changes_no_bit(dtype: torch.dtype, size: int) -> None:
+    assert all(run_in_threads(reduce_both_ways, size, dtype))
+
+
+def step_through_ddp(bad: dict[int, dict[int, float]]) -> list[tuple[bool, dict[str, str]]]:
+    """Two layers, a bucket for each; after each step what the watch says."""
+    net = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 512, bias=False))
+    seen = []
+    with hooked("shared_memory") as wrapper:
+        ddp = wrapper.wrap(net, bucket_cap_mb=1, gradient_as_bucket_view=True)
+        watch = wrapper.synchronizers[0].watch
+        watch.on = True
+        for step in range(4):
+            factor = torch.ones(512, 512)
+            if step == 2:
+                for index, value in bad.get(dist.get_rank(), {}).items():
+                    factor.view(-1)[index] = value
+            net.zero_grad()
+            handle = net[0].weight.register_hook(lambda gradient, factor=factor: factor)
+            ddp(torch.ones(1, 512)).sum().backward()
+            handle.remove()
+            spoiled = watch.spoiled()
+            seen.append((spoiled, dict(watch.take_findings())))
+            assert bool(net[1].weight.grad.isfinite().all())
+            assert bool(net[0].weight.grad.isnan().all()) == spoiled  # never what one rank alone brought
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("bad", "found"),
+    [
+        ({1: {1: NAN, 260_000: INF}}, [{}, {"0.weight": "nan in 2 of 262144 elements"}]),
+        ({0: {5: INF}, 1: {5: -INF}}, [{"0.weight": "inf in 1 of 262144 elements"}] * 2),
+        ({0: {5: HUGE}, 1: {5: HUGE}}, [{}, {}]),
+    ],
+    ids=["one rank", "inf - inf", "overflow"],
+)
+def test_ranks_find_what_is_their_own(bad: dict[int, dict[int, float]], found: list[dict[str, str]]) -> None:
+    for rank, seen in enumerate(run_ranks(step_through_ddp, 2, bad)):
+        assert seen == [(False, {}), (False, {}), (True, found[rank]), (False, {})]

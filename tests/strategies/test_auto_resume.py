@@ -1,0 +1,166 @@
+"""``resume="auto"``: a script that is started again goes on by itself."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT, places, stop_checkpoint
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.learners import Learner, make_trainer
+from tests.strategies.resuming import Run, Scenario, differences, run
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Found [0-9]+ module.*in eval mode:UserWarning"),
+]
+
+SCENARIO = Scenario(accumulate=2, validate=3, workers=2)
+
+
+def strategy(pipeline: bool) -> Any:
+    options: dict[str, Any] = {"verbose": False, "algorithm": "native", "resume": "auto"}
+    return PipelineStrategy(**options) if pipeline else SMDDPStrategy(**options)
+
+
+class KillAt(Callback):
+    def __init__(self, batch: int, rank: int) -> None:
+        self.batch, self.rank = batch, rank
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.fit_loop.total_batch_idx >= self.batch and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def script(directory: str, pipeline: bool, kill: KillAt | None = None, resume: bool = True) -> Run:
+    """What is started again and again: it knows nothing of the starts before."""
+    callbacks = [ModelCheckpoint(directory, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")]
+    kind = strategy(pipeline) if resume else ({} if pipeline else "smddp")
+    return run(kind, SCENARIO, callbacks=[*callbacks, kill] if kill else callbacks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [False, True], ids=["smddp", "pipeline"])
+def test_killed_and_started_again(pipeline: bool, tmp_path: Path) -> None:
+    """At random steps, twice: weights as if nothing had happened."""
+    dice = random.Random(4)
+    kills = sorted(dice.sample(range(3, 12), 2))
+    for batch in kills:
+        with pytest.raises(RanksFailedError):
+            run_trainer_ranks(script, 2, str(tmp_path / "killed"), pipeline, KillAt(batch, dice.randrange(2)))
+    resumed = run_trainer_ranks(script, 2, str(tmp_path / "killed"), pipeline)
+    unbroken = run_trainer_ranks(script, 2, str(tmp_path / "unbroken"), pipeline, None, False)
+    assert [differences(*pair) for pair in zip(resumed, unbroken, strict=True)] == [[], []]
+    assert 0 < len(resumed[0].seen) < len(unbroken[0].seen)
+
+
+# ---- what is chosen ----
+
+
+def fit(directory: str, ckpt_path: str | None = None, epochs: int = 1, **options: Any) -> tuple[int, int, str | None]:
+    """Steps, batches trained in this start, and the checkpoint that it went on from."""
+    options.setdefault("callbacks", [ModelCheckpoint(directory, "{epoch}", save_top_k=-1, save_last=True)])
+    model = Learner()
+    trainer = make_trainer(
+        strategy(False), enable_checkpointing=True, max_epochs=epochs, default_root_dir=directory, **options
+    )
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return trainer.global_step, len(model.losses), trainer.ckpt_path
+
+
+def from_scratch_then_on(directory: str) -> list[Any]:
+    found = [fit(directory), fit(directory, epochs=3), fit(directory, epochs=3)]
+    found.append(fit(directory, f"{directory}/epoch=0.ckpt", epochs=3))
+    return [(steps, trained, path and Path(path).name) for steps, trained, path in found]
+
+
+def test_newest_one(tmp_path: Path) -> None:
+    """None at first; then the newest; nothing to do for a run that has finished; a given one has precedence."""
+    for found in run_trainer_ranks(from_scratch_then_on, 2, str(tmp_path)):
+        first, second, third, given = found
+        assert first == (6, 6, None)
+        assert second[:2] == (18, 12)
+        assert second[2] in ("epoch=0.ckpt", "last.ckpt")
+        assert third[:2] == (18, 0)
+        assert given == (18, 12, "epoch=0.ckpt")
+
+
+def test_passes_over_broken_ones(tmp_path: Path) -> None:
+    run_trainer_ranks(keep_all, 2, str(tmp_path))
+    with open(tmp_path / "epoch=1.ckpt", "r+b") as file:
+        file.truncate(1000)
+    for steps, trained, path in run_trainer_ranks(keep_all, 2, str(tmp_path)):
+        assert (steps, trained, Path(path).name) == (12, 6, "epoch=0.ckpt")
+
+
+def keep_all(directory: str) -> Any:
+    return fit(directory, epochs=2, callbacks=[ModelCheckpoint(directory, "{epoch}", save_top_k=-1)])
+
+
+def in_versions(directory: str) -> list[Any]:
+    """A logger counts the starts, and so does the callback's directory."""
+
+    def start(epochs: int) -> Any:
+        logger = CSVLogger(directory, "run")
+        callbacks = [ModelCheckpoint(save_last=True)]
+        return fit(directory, epochs=epochs, logger=logger, callbacks=callbacks, log_every_n_steps=1)
+
+    return [start(1), start(2)]
+
+
+@pytest.mark.slow
+def test_earlier_versions(tmp_path: Path) -> None:
+    [[first, second]] = run_trainer_ranks(in_versions, 1, str(tmp_path))
+    assert (first[2], second[:2]) == (None, (24, 12))
+    assert "version_0" in second[2]
+
+
+def test_directories_that_are_not_shared(tmp_path: Path) -> None:
+    run_trainer_ranks(fit, 2, str(tmp_path))
+    with pytest.raises(RanksFailedError, match="rank 0 has chosen it, but rank 1 on .* cannot read it") as failure:
+        run_trainer_ranks(hiding, 2, str(tmp_path))
+    assert "Write checkpoints to a directory that all nodes share" in str(failure.value)
+
+
+def hiding(directory: str) -> Any:
+    """Rank 1 does not see the files (a test cannot take rights away from root)."""
+    if os.environ["RANK"] == "1":
+        os.access = lambda *args, **kwargs: False
+    return fit(directory, epochs=2)
+
+
+def test_places(tmp_path: Path) -> None:
+    callbacks = [
+        ModelCheckpoint("s3://bucket/checkpoints", monitor="a"),
+        ModelCheckpoint(str(tmp_path / "weights"), save_weights_only=True, monitor="b"),
+        ModelCheckpoint(str(tmp_path / "version_1" / "checkpoints")),
+    ]
+    (tmp_path / "version_0" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "hpc_ckpt_3.ckpt").touch()
+    trainer = make_trainer("auto", callbacks=callbacks, enable_checkpointing=True, default_root_dir=tmp_path)
+    assert places(trainer) == [
+        "s3://bucket/checkpoints",
+        str(tmp_path / "version_1" / "checkpoints"),
+        str(tmp_path / "version_0" / "checkpoints"),
+        str(tmp_path / STOP_CHECKPOINT),
+        str(tmp_path / "hpc_ckpt_3.ckpt"),
+    ]
+    assert stop_checkpoint(trainer) == f"s3://bucket/checkpoints/{STOP_CHECKPOINT}"
+    alone = make_trainer("auto", default_root_dir=tmp_path)
+    assert stop_checkpoint(alone) == str(tmp_path / STOP_CHECKPOINT)
+
+
+def test_other_than_auto() -> None:
+    with pytest.raises(ValueError, match="resume='last' is unknown. Valid: 'auto'"):
+        SMDDPStrategy(resume="last")

@@ -1,0 +1,330 @@
+"""A resumed run is the end of the unbroken one: same samples, same weights and moments, to the bit."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_smddp.strategies.exact_resume import CHECKPOINT_KEY
+from lightning_smddp.strategies.random_states import RandomStates, from_plain, seed_all, to_plain
+from lightning_smddp.strategies.rank_states import gather_states, pack, unpack
+from tests.ranks import run_in_threads, run_trainer_ranks
+from tests.strategies.learners import samples
+from tests.strategies.resuming import (
+    Dropping,
+    Drops,
+    Scenario,
+    all_from_each,
+    checkpoints,
+    differences,
+    resume_from_each,
+    run,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # resumed without callbacks
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Found [0-9]+ module.*in eval mode:UserWarning"),
+]
+
+OFTEN = Scenario(accumulate=2, validate=3)
+KINDS: dict[str, Scenario] = {
+    "map": OFTEN,
+    "workers": Scenario(workers=2, accumulate=2, validate=3),
+    "persistent workers": Scenario(workers=2, persistent=True, validate=3),
+    "stream": Scenario("stream", accumulate=2, validate=3),
+    "stream in workers": Scenario("stream", workers=2, validate=3),
+    "stream in persistent workers": Scenario("stream", workers=2, persistent=True),
+    "stream with length": Scenario("sized stream", accumulate=3),
+    "batch sampler": Scenario("buckets", validate=3),
+    "batch sampler with workers": Scenario("buckets", workers=2, persistent=True),
+    "generator": Scenario("generator", workers=2),
+    "two loaders": Scenario("two", accumulate=2),
+    "max_steps": Scenario(max_steps=10, validate=2),
+    "limit_train_batches": Scenario(limit=2),
+}
+
+
+@pytest.mark.parametrize("name", ["map", "persistent workers"])
+def test_smddp(name: str, tmp_path: Path) -> None:
+    """From some of the checkpoints: in the middle and at the end of epochs, and after validations."""
+    assert run_trainer_ranks(resume_from_each, 2, "smddp", KINDS[name], str(tmp_path), 3) == [{}, {}]
+
+
+def test_pipeline(tmp_path: Path) -> None:
+    """Each stage draws its own dropout."""
+    assert run_trainer_ranks(resume_from_each, 2, {}, OFTEN, str(tmp_path), 2) == [{}, {}]
+    assert {path.name[:3] for path in checkpoints(str(tmp_path))} == {"ste", "epo", "val"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_smddp_from_every_checkpoint(name: str, tmp_path: Path) -> None:
+    assert run_trainer_ranks(resume_from_each, 2, "smddp", KINDS[name], str(tmp_path), timeout=110) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "two loaders"])  # whose batches no pipeline can cut
+def test_pipeline_from_many_checkpoints(name: str, tmp_path: Path) -> None:
+    assert run_trainer_ranks(resume_from_each, 2, {}, KINDS[name], str(tmp_path), 10, timeout=110) == [{}, {}]
+
+
+FOUR: list[tuple[Any, Scenario]] = [
+    ("smddp", Scenario(accumulate=2, validate=3, count=50)),  # where the order of a sum of four matters
+    ({"pipeline_parallel_size": 2}, OFTEN),
+    ({"pipeline_parallel_size": 2, "placement": "spread"}, KINDS["persistent workers"]),
+    ({"pipeline_parallel_size": 2, "schedule": "interleaved_1f1b"}, Scenario("stream", workers=2)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_four_ranks(case: Any, tmp_path: Path) -> None:
+    assert run_trainer_ranks(all_from_each, 4, [case], str(tmp_path), 6, timeout=110) == [{}] * 4
+
+
+def test_stock_ddp_differs(tmp_path: Path) -> None:
+    """So these tests see something."""
+    path = str(tmp_path)
+    for found in run_trainer_ranks(differing, 2, "ddp", path):
+        assert "samples differ 0 batches after the start" in found[0]
+
+
+def differing(kind: Any, directory: str) -> list[str]:
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
+    unbroken = run(kind, Scenario(), directory)
+    return differences(run(kind, Scenario(), ckpt_path=f"{directory}/step6.ckpt"), unbroken)
+
+
+# ---- the other package ----
+
+
+def of_twin(directory: str) -> list[str]:
+    import pytorch_lightning as pl
+
+    from lightning_smddp.strategies.pytorch_lightning import SMDDPStrategy
+
+    class Module(Drops, pl.LightningModule):
+        def __init__(self, scenario: Scenario) -> None:
+            super().__init__()
+            self.build(scenario)
+
+    def train(**options: Any) -> Any:
+        strategy = SMDDPStrategy(verbose=False, algorithm="native")
+        twin = {"make_model": Module, "trainer_class": pl.Trainer, "checkpoint_class": pl.callbacks.ModelCheckpoint}
+        return run(strategy, OFTEN, **twin, **options)
+
+    unbroken = train(directory=directory)
+    return differences(train(ckpt_path=f"{directory}/step3.ckpt"), unbroken)
+
+
+def test_pytorch_lightning(tmp_path: Path) -> None:
+    assert run_trainer_ranks(of_twin, 2, str(tmp_path)) == [[], []]
+
+
+# ---- when and what is saved ----
+
+
+def fit_once(kind: Any, scenario: Scenario, directory: str | None = None, ckpt_path: Any = None) -> Any:
+    """What was seen, the steps, and what was said about resuming."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run(kind, scenario, directory, ckpt_path)
+    texts = [str(warning.message) for warning in caught]
+    known = ("not continued exactly", "resumable", "without the state")
+    return result.seen, result.steps, [text for text in texts if any(words in text for words in known)]
+
+
+class SaveAt(Callback):
+    """Saves in the middle of a step."""
+
+    def __init__(self, hook: str, batch: int, path: str) -> None:
+        self.hook, self.batch, self.path = hook, batch, path
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.save(trainer, "on_train_batch_start")
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.save(trainer, "on_before_backward")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.save(trainer, "on_train_batch_end")
+
+    def save(self, trainer: Any, hook: str) -> None:
+        if hook == self.hook and trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def saved_in_mid_step(directory: str) -> list[list[str]]:
+    found = []
+    for data in ("map", "stream"):
+        for number, (hook, batch) in enumerate(
+            [("on_train_batch_start", 5), ("on_before_backward", 9), ("on_train_batch_end", 8)]
+        ):
+            scenario = Scenario(data, accumulate=2)
+            path = f"{directory}/{data}{number}.ckpt"
+            unbroken = run("smddp", scenario, callbacks=[SaveAt(hook, batch, path)])
+            found.append(differences(run("smddp", scenario, ckpt_path=path), unbroken))
+    return found
+
+
+def test_in_the_middle_of_a_step_and_of_an_accumulation(tmp_path: Path) -> None:
+    """Batches since the last optimizer step are trained again, as no checkpoint has their gradients."""
+    assert run_trainer_ranks(saved_in_mid_step, 2, str(tmp_path)) == [[[]] * 6] * 2
+
+
+def loads(directory: str) -> Any:
+    unbroken = run("smddp", Scenario(epochs=1), directory)
+    loaded = []
+
+    class Counting(Dropping):
+        def on_train_end(self) -> None:
+            loaded.append(self.trainer.train_dataloader.dataset.loaded)
+
+    resumed = run("smddp", Scenario(epochs=1), ckpt_path=f"{directory}/step5.ckpt", make_model=Counting)
+    return differences(resumed, unbroken), loaded
+
+
+@pytest.mark.slow
+def test_skips_without_loading(tmp_path: Path) -> None:
+    """Map-style data without workers: only the batches that are trained are loaded."""
+    assert run_trainer_ranks(loads, 1, str(tmp_path)) == [([], [2 * 4 - 2])]  # the last of 7 batches has 2 samples
+
+
+def test_checkpoint_is_plain_and_loads_anywhere(tmp_path: Path) -> None:
+    run_trainer_ranks(fit_once, 1, "smddp", Scenario(epochs=1), str(tmp_path))
+    path = tmp_path / "step2.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert saved[CHECKPOINT_KEY]["layout"] == {"replicas": 1, "size": 1}
+    assert len(saved[CHECKPOINT_KEY]["ranks"]) == 1
+    [(_, steps, texts)] = run_trainer_ranks(fit_once, 1, "auto", Scenario(epochs=1), None, path)
+    assert (steps, ["not resumable" in text for text in texts]) == ((7, 1), [True])
+
+
+@pytest.mark.slow
+def test_says_what_a_plain_checkpoint_lacks(tmp_path: Path) -> None:
+    run_trainer_ranks(fit_once, 1, "auto", Scenario(epochs=1), str(tmp_path))
+    path = str(tmp_path / "step3.ckpt")
+    [(_, _, texts)] = run_trainer_ranks(fit_once, 1, "smddp", Scenario(epochs=1), None, path)
+    assert "without the state of its data and random numbers" in " ".join(texts)
+
+
+def with_less_data(directory: str) -> None:
+    run("smddp", Scenario("stream", epochs=1), directory)
+    with pytest.raises(ValueError, match="saved after 5 batches of an epoch, but the training data has only 3"):
+        run("smddp", Scenario("stream", epochs=1, count=10), ckpt_path=f"{directory}/step5.ckpt")
+
+
+@pytest.mark.slow
+def test_data_that_has_shrunk(tmp_path: Path) -> None:
+    run_trainer_ranks(with_less_data, 1, str(tmp_path))
+
+
+# ---- another layout ----
+
+
+def flat(seen: list[Any]) -> list[int]:
+    return [index for batch in seen for part in batch for index in part]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("smddp", 2), ("smddp", 1)),
+        pytest.param(("smddp", 2), ({}, 2), marks=pytest.mark.slow),
+        pytest.param(("smddp", 2), ("smddp", 4), marks=pytest.mark.slow),
+        pytest.param(("smddp", 4), ({"pipeline_parallel_size": 2}, 4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_other_number_of_replicas(before: Any, after: Any, tmp_path: Path) -> None:
+    """Each sample of the epoch once: before the checkpoint, or after it."""
+    scenario = Scenario(epochs=2, count=48)
+    first = run_trainer_ranks(fit_once, before[1], before[0], scenario, str(tmp_path))
+    per_epoch = 12 // before[1]
+    done = per_epoch // 2
+    path = tmp_path / f"step{per_epoch + done}.ckpt"
+    results = run_trainer_ranks(fit_once, after[1], after[0], scenario, None, path)
+    replicas = results if after[0] == "smddp" else results[:: len(results) // (after[1] // 2 or 1)][:1]
+    if isinstance(after[0], dict):
+        replicas = results[:1] if after[0] == {} else [results[0], results[2]]
+    seen = [i for result in first for i in flat(result[0][per_epoch : per_epoch + done])]
+    rest = [i for result in replicas for i in flat(result[0])]
+    if after[0] != {}:  # one replica keeps the user's sampler, which has another order
+        assert sorted(seen + rest) == list(range(48))
+        assert "samples go on in the same global order" in results[0][2][0]
+    assert "random numbers start anew from the seed" in results[0][2][0]
+    assert [result[2] for result in results[1:]] == [[]] * (after[1] - 1)  # said once
+
+
+@pytest.mark.slow
+def test_other_number_of_stages(tmp_path: Path) -> None:
+    scenario = Scenario(count=48)
+    unbroken = run_trainer_ranks(fit_once, 2, {}, scenario, str(tmp_path))
+    resumed = run_trainer_ranks(fit_once, 3, {}, scenario, None, tmp_path / "step5.ckpt")
+    assert resumed[0][0][:7] == unbroken[0][0][5:12]
+    assert "1 replica of 3 rank(s) instead of 1 replica of 2 rank(s)" in resumed[0][2][0]
+
+
+# ---- parts ----
+
+
+class WithSources(TensorDataset):
+    def __init__(self) -> None:
+        super().__init__(*samples(4).tensors)
+        self.python, self.numpy = random.Random(1), np.random.RandomState(2)
+        self.new, self.old = np.random.default_rng(3), np.random.Generator(np.random.MT19937(4))
+        self.torch = torch.Generator().manual_seed(5)
+
+    def draw(self) -> list[float]:
+        mine = [self.python.gauss(0, 1), float(self.numpy.randn()), self.new.normal(), self.old.normal()]
+        rest = [random.gauss(0, 1), float(np.random.randn()), torch.rand(1).item()]
+        return [*mine, torch.rand(1, generator=self.torch).item(), *rest]
+
+
+def test_random_states_survive_a_checkpoint(tmp_path: Path) -> None:
+    data = WithSources()
+    states = RandomStates(torch.device("cpu"), [DataLoader(data)])
+    data.draw()
+    torch.save(unpack(pack(to_plain(states.capture()))), tmp_path / "states")
+    expected = data.draw()
+    assert data.draw() != expected
+    states.restore(from_plain(torch.load(tmp_path / "states", weights_only=True)))
+    assert data.draw() == expected
+
+
+def test_seed_all_depends_on_the_facts_alone() -> None:
+    before = RandomStates(torch.device("cpu"))
+    state = before.capture()
+    drawn = []
+    for facts in ((1, 2), (1, 2), (1, 3)):
+        seed_all(*facts)
+        drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    before.restore(state)
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_packs_each_tensor_once() -> None:
+    tensor = torch.arange(1000, dtype=torch.uint8)
+    assert pack({"a": tensor, "b": [tensor.clone(), None, "text", 2**70]}).numel() < 1300
+
+
+def gathered(group: Any, rank: int | None = None) -> Any:
+    return unpack(pack({"rank": group.rank(), "state": torch.full((group.rank(),), 7), "no": None}))
+
+
+def test_states_keep_their_values() -> None:
+    for rank, state in enumerate(run_in_threads(gathered, 2)):
+        assert (state["rank"], state["state"].tolist(), state["no"]) == (rank, [7] * rank, None)
+    assert gather_states({"alone": 1}, torch.device("cpu")) == [{"alone": 1}]
