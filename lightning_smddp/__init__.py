@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_smddp._registration import install
 
 if TYPE_CHECKING:
+    from lightning_smddp.checkpoint.errors import CheckpointError
     from lightning_smddp.communication.compression import Compression
     from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
     from lightning_smddp.communication.report import CommunicationReport
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         CommunicationMonitor,
         PipelineStrategy,
         PipelineTimeline,
+        SafeCheckpointIO,
         SMDDPFabricStrategy,
         SMDDPStrategy,
     )
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "CommunicationMonitor",
     "CommunicationReport",
     "Compression",
@@ -35,9 +38,11 @@ __all__ = [
     "RankTimeoutError",
     "SMDDPFabricStrategy",
     "SMDDPStrategy",
+    "SafeCheckpointIO",
 ]
 
 _HOMES = {
+    "CheckpointError": "checkpoint.errors",
     "CommunicationMonitor": "strategies.{namespace}",
     "CommunicationReport": "communication.report",
     "Compression": "communication.compression",
@@ -47,6 +52,7 @@ _HOMES = {
     "RankTimeoutError": "communication.errors",
     "SMDDPFabricStrategy": "strategies.{fabric}",
     "SMDDPStrategy": "strategies.{namespace}",
+    "SafeCheckpointIO": "strategies.{namespace}",
 }
 
 

@@ -343,3 +343,40 @@ def finetuning_by_identity(
     finally:
         for cls, function in before:
             setattr(cls, "filter_on_optimizer", function)  # noqa: B010
+
+
+def loadable_names(module: nn.Module) -> tuple[dict[str, Tensor | None], list[str]] | None:
+    """What ``module.load_state_dict`` looks for: name -> tensor (None for extra state), and beginnings of other names.
+
+    Names with those beginnings belong to submodules that load by a method or hook of their own. None if the whole
+    module does. Private because ``state_dict()`` tells what is saved, which hooks may change. Remove when torch can
+    compare names without loading.
+    """
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return None
+    names: dict[str, Tensor | None] = {}
+    others: list[str] = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        own_method = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+        if isinstance(part, nn.modules.batchnorm._NormBase):  # old checkpoints lack this one
+            others.append(f"{prefix}num_batches_tracked")
+        elif own_method or part._load_state_dict_pre_hooks:
+            others.append(prefix)
+        buffers = {k: v for k, v in part._buffers.items() if k not in part._non_persistent_buffers_set}
+        for name, tensor in {**part._parameters, **buffers}.items():
+            if tensor is not None:
+                names[prefix + name] = tensor
+        if type(part).set_extra_state is not nn.Module.set_extra_state:
+            names[f"{prefix}_extra_state"] = None
+    return names, others
+
+
+def dcp_place(file: str, begin: int, length: int) -> Any:
+    """Where ``torch.distributed.checkpoint``'s metadata says that a tensor is.
+
+    Private because only torch's own writers make it; its reader needs it. Remove when it is public.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, begin, length)

@@ -1,4 +1,4 @@
-"""``lightning-smddp``: what can be found out about a model before it is trained."""
+"""``lightning-smddp``: what can be found out about a model before it is trained, and checkpoints in other formats."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lightning-smddp", description="Data and pipeline parallelism for Lightning.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_verify(commands)
+    _add_conversions(commands)
     options = parser.parse_args(arguments)
     command: int = options.run(options)
     return command
@@ -38,6 +39,38 @@ def _add_verify(commands: Any) -> None:
     verify.add_argument("--stages-per-rank", type=_number_or_auto, default="auto", help="a number (default: auto)")
     verify.add_argument("--num-microbatches", type=_number_or_auto, default="auto", help="a number (default: auto)")
     verify.set_defaults(run=_verify)
+
+
+def _add_conversions(commands: Any) -> None:
+    consolidate = commands.add_parser(
+        "consolidate",
+        help="turn a sharded checkpoint into one plain file",
+        description="Write a directory that was saved with `sharded=True` as one file, which Lightning loads without "
+        "this package.",
+    )
+    consolidate.add_argument("directory", help="the sharded checkpoint")
+    consolidate.add_argument("file", help="path or URL of the new file")
+    consolidate.set_defaults(run=lambda options: _convert("consolidate", options.directory, options.file))
+    shard = commands.add_parser(
+        "shard",
+        help="turn a plain checkpoint into a sharded one",
+        description="Write a Trainer's checkpoint as a directory, which each rank reads no more of than it needs.",
+    )
+    shard.add_argument("file", help="the plain checkpoint")
+    shard.add_argument("directory", help="path of the new directory")
+    shard.add_argument("--parts", type=int, default=1, help="files for its tensors (default: 1)")
+    shard.set_defaults(run=lambda options: _convert("shard", options.file, options.directory, options.parts))
+
+
+def _convert(name: str, *arguments: Any) -> int:
+    from lightning_smddp.checkpoint import convert
+
+    try:
+        getattr(convert, name)(*arguments)
+    except (ValueError, OSError) as error:
+        print(f"lightning-smddp {name}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _number_or_auto(text: str) -> int | str:

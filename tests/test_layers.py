@@ -88,7 +88,13 @@ def parse(path: Path) -> ast.Module:
 
 @pytest.mark.parametrize(
     ("layer", "forbidden"),
-    [("communication", LIGHTNING), ("pipeline", LIGHTNING), ("planner", UPSTREAM | {"numpy", "torchmetrics"})],
+    [
+        ("checkpoint", LIGHTNING),
+        ("communication", LIGHTNING),
+        ("pipeline", LIGHTNING),
+        ("supervision", LIGHTNING),
+        ("planner", UPSTREAM | {"numpy", "torchmetrics"}),
+    ],
 )
 def test_lower_layers_import_no_higher_ones(layer: str, forbidden: set[str]) -> None:
     offenders = []

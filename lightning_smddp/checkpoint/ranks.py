@@ -52,7 +52,10 @@ class Ranks:
             error = caught
         everyones = gather_json([result, _to_json(error)], self.group, self.device)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                error = None  # which this frame would keep alive, and it this frame
         for rank, (_, told) in enumerate(everyones):
             if told is not None:
                 raise _from_json(told, rank)

@@ -34,7 +34,7 @@ from lightning_smddp.checkpoint.parts import Path
 
 METADATA = ".metadata"
 _ALIGNMENT = 64
-_PIECE = 16 * 2**20
+_PIECE = 2 * 2**20
 _ANOTHER = "Use an earlier checkpoint, or another copy of this one."
 
 

@@ -42,6 +42,7 @@ class Division:
         reference: the first rank's run of the whole step, or None if that was not possible.
         stage_seconds, stage_memory: predicted, forward and backward of a micro-batch; bytes.
         forward_seconds, backward_seconds: of each item.
+        decision: what the first rank decided, by times that it measured, in JSON.
     """
 
     program: Program
@@ -52,6 +53,7 @@ class Division:
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
     item_seconds: tuple[float, ...]
+    decision: Mapping[str, Any]
 
     @property
     def stage_of_item(self) -> list[int]:
@@ -98,32 +100,38 @@ def divide(
     checkpointing: bool,
     with_reference: bool,
     fetch: Callable[[str], Tensor] | None = None,
+    known: Mapping[str, Any] | None = None,
 ) -> Division:
     """Find out how to divide ``root`` by a step. Collective over all ranks; nothing of the model changes.
+
+    ``known`` is an earlier ``decision``, the same on all ranks. It is kept if the step is still the same, so that a
+    resumed run has the same stages; else, and where ``split`` is given, it counts for nothing.
 
     Raises:
         SplitError: on every rank, when the step cannot be divided so; the message says why and what to do.
     """
     traced = record(trial.traced, root, device, group, fetch)
     modules = Modules(traced, root)
-    units = first_decides(lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device)
-    program = build_program(traced, modules, is_within(units))
+    program = _program_of(known, traced, modules, root) if known is not None and split is None else None
+    if program is None or known is None or len(known["stage_seconds"]) != resources.num_stages:
+        units = first_decides(
+            lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device
+        )
+        program, known = build_program(traced, modules, is_within(units)), None
     require_same(program, group, device)
 
     def decide() -> dict[str, Any]:
-        reference = None
-        if with_reference:
-            runs = []
-            for _ in range(_REFERENCE_RUNS):
-                with untouched(root, device):
-                    runs.append(run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED))
-            reference = fastest(runs)
+        reference = _refer(program, trial, root, device) if with_reference else None
+        measured = None if reference is None else asdict(reference)
+        if known is not None:
+            return {**known, "reference": measured}
         found = partition(program, resources, reference, split, checkpointing)
         return {
             "splitting": Splitting.at(program, found.cuts).to_json(),
-            "reference": None if reference is None else asdict(reference),
+            "reference": measured,
             "stage_seconds": found.stage_seconds,
             "stage_memory": found.stage_memory,
+            "digest": _digest(program.digest()),
         }
 
     decided = first_decides(decide, group, device)
@@ -139,7 +147,33 @@ def divide(
         tuple(decided["stage_seconds"]),
         tuple(decided["stage_memory"]),
         _item_seconds(program, reference),
+        {key: value for key, value in decided.items() if key != "reference"},
     )
+
+
+def _refer(program: Program, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
+    """The whole step on one micro-batch, a few times: the fastest run."""
+    runs = []
+    for _ in range(_REFERENCE_RUNS):
+        with untouched(root, device):
+            runs.append(run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED))
+    return fastest(runs)
+
+
+def _program_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> Program | None:
+    """The step's program with the units of an earlier decision, if it is the one that was decided on."""
+    units = known["splitting"]["units"]
+    if not set(units) <= {name for name, _ in root.named_modules()}:
+        return None
+    try:
+        program = build_program(traced, modules, is_within(units))
+    except SplitError:
+        return None
+    return program if _digest(program.digest()) == known["digest"] else None
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def ownership_of(
@@ -164,7 +198,7 @@ def ownership_of(
 def require_same(program: Program, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise ``SplitError`` on every rank if the step took another course on one of them. Collective."""
     lines = program.digest()
-    digests = gather_json(hashlib.sha256("\n".join(lines).encode()).hexdigest(), group, device)
+    digests = gather_json(_digest(lines), group, device)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return

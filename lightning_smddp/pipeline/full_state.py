@@ -99,6 +99,26 @@ def full_state_dict(
     return _on_cpu(state)
 
 
+def partial_state_dict(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Any]:
+    """What ``rank`` gives to :func:`full_state_dict`: nothing is copied, moved or sent.
+
+    What no rank owns (buffers that training leaves alone, what hooks add) is in the part of every rank that has it.
+    """
+    names = {id(tensor): name for name, tensor in named_tensors(module).items()}
+    owned = {*ownership.parameters, *ownership.buffers}
+    part = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            name = names.get(id(value))
+            if value.is_meta or (name in owned and ownership.owner(name) != rank):
+                continue
+            value = value.detach()
+        elif rank != 0:
+            continue
+        part[key] = value
+    return part
+
+
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> Any:
     """``module.load_state_dict(state, strict)`` on a divided module: what this rank holds is copied.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_smddp.checkpoint.parts import copied
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.transfer import CPU, gather_tensors
@@ -115,8 +116,20 @@ class OptimizerPartition:
             finally:
                 self.optimizer.state = mine
 
+    def partial_state_dict(self) -> dict[str, Any]:
+        """What this rank gives to :meth:`full_state_dict`: its own parameters' state, with the whole's numbers."""
+        with self._whole():
+            state = self.optimizer.state_dict()
+        owners = [self.ownership.owner(self._names[id(parameter)]) for parameter in self._all()]
+        mine = {
+            number: value
+            for number, value in state["state"].items()
+            if not isinstance(number, int) or owners[number] == self.rank
+        }
+        return {**state, "state": mine}
+
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it.
+        """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it, copied.
 
         Raises:
             ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
@@ -126,7 +139,7 @@ class OptimizerPartition:
         others = set()
         if len(ids) == len(parameters):  # else the optimizer says what is wrong
             others = {number for number, p in zip(ids, parameters, strict=True) if not self._is_mine(p)}
-        kept = {number: value for number, value in state["state"].items() if number not in others}
+        kept = {number: copied(value) for number, value in state["state"].items() if number not in others}
         with self._whole():
             self.optimizer.load_state_dict({**state, "state": kept})
 

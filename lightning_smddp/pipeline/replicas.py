@@ -80,6 +80,7 @@ class ReplicaGradients:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp_replicas")
         self._hooks: list[Any] = []
         self._pending: list[futures.Future[Any]] = []
+        self.watching = False  # for NaN and inf, before averaging
         self._launched = 0  # buckets
         self._remaining: dict[str, int] = {}  # backward passes to come
         self._build()
@@ -134,6 +135,14 @@ class ReplicaGradients:
         flags = iter(used)
         for bucket in self.buckets:
             bucket.hand_out([next(flags) for _ in bucket.parameters()])
+
+    def take_nonfinite(self) -> dict[str, str] | None:
+        """What was not finite in this rank's own gradients, by parameter; None if no replica's, nor their mean, was.
+
+        After :meth:`finish`, with ``watching``.
+        """
+        watch = None if self._synchronizer is None else self._synchronizer.watch
+        return watch.take_findings() if watch is not None and watch.spoiled() else None
 
     def report(self) -> CommunicationReport | None:
         """What communication cost so far; None where nothing is trained. Collective over the replicas."""
@@ -232,6 +241,7 @@ class ReplicaGradients:
     def _launch(self, bucket: GradientBucket) -> None:
         assert self._synchronizer is not None
         bucket.collect()
+        self._synchronizer.watch.on = self.watching
         average, as_ddp = self._synchronizer.average, cast(GradBucket, bucket)
         if self._device.type == "cpu":
             self._pending.append(self._thread.submit(average, as_ddp))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,7 @@ class DividedModule:
         weights: values for parameters without memory, by name; else their modules initialise them.
         seed: for that, the same on every rank.
         recorder: see :class:`PipelineRuntime`.
+        known: an earlier division's ``decision``, see :func:`divide`.
 
     Raises:
         SplitError: on every rank: it cannot be divided so.
@@ -85,10 +86,11 @@ class DividedModule:
         weights: dict[str, Tensor],
         seed: int,
         recorder: Recorder | None,
+        known: Mapping[str, Any] | None = None,
     ) -> None:
         self.module, self.options, self.groups, self.device = module, options, groups, device
         self._weights, self._seed = weights, seed
-        self.division = self._divide(step, microbatches, resources)
+        self.division = self._divide(step, microbatches, resources, known)
         self.weighting, self.warning = self._weigh(step, pair)
         self._place()
         ownership, rank = self.division.ownership, groups.place
@@ -192,7 +194,13 @@ class DividedModule:
         step.capture.rules |= rules
         return Weighting.from_json(found), warning
 
-    def _divide(self, step: LightningStep, microbatches: Sequence[MicroBatch], resources: Resources) -> Division:
+    def _divide(
+        self,
+        step: LightningStep,
+        microbatches: Sequence[MicroBatch],
+        resources: Resources,
+        known: Mapping[str, Any] | None,
+    ) -> Division:
         world = dist.group.WORLD
         assert world is not None
         first, last = microbatches[0], microbatches[-1]
@@ -211,6 +219,7 @@ class DividedModule:
                 self.options.activation_checkpointing,
                 with_reference=whole,
                 fetch=None if whole else self._initial,
+                known=known,
             )
 
     def _initial(self, name: str) -> Tensor:

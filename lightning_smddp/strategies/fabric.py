@@ -6,13 +6,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.communication.values import broadcast_value
+from lightning_smddp.strategies.joining import start_process_group
+from lightning_smddp.strategies.nonfinite import NonFiniteGuard, by_watch
 from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.session import Options, Session, check_devices
 from lightning_smddp.strategies.tables import print_table
 
@@ -38,6 +43,8 @@ class FabricDataParallel(_Base):
         collective_timeout: timedelta | float | None = None,
         tuning_cache: str | Path | bool = True,
         verbose: bool = True,
+        init_timeout: timedelta | float | None = None,
+        on_nonfinite: OnNonfinite = "error",
         **kwargs: Any,
     ) -> None:
         options = Options.parse(
@@ -51,6 +58,8 @@ class FabricDataParallel(_Base):
         )
         super().__init__(process_group_backend=options.process_group_backend, **kwargs)
         self._session = Session(options)
+        reliability = ReliabilityOptions.parse(init_timeout, 90.0, None, on_nonfinite, False, False)
+        self._guard, self._init_timeout = NonFiniteGuard(reliability.on_nonfinite), reliability.init_timeout
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
 
     @property
@@ -73,9 +82,28 @@ class FabricDataParallel(_Base):
         super().setup_environment()
         self._session.process_group_started()
 
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        start_process_group(self, self._get_process_group_backend(), self._timeout, self._init_timeout)
+        super()._setup_distributed()
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Look at the gradients, then step."""
+        for synchronizer in self._session.synchronizers:
+            self._guard.check(optimizer, by_watch(synchronizer.watch), "this step", self.root_device)
+        return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src`` on every rank, without pickle. Raises ``ValueError`` for objects that need it."""
+        if not dist.is_initialized() or dist.group.WORLD is None:
+            return obj
+        return broadcast_value(obj, src, dist.group.WORLD, self.root_device)
+
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``."""
         self._ddp_kwargs = self._session.prepare(module, self.root_device, self._user_ddp_kwargs, self._timeout)
+        scaler = getattr(self.precision, "scaler", None)  # one makes inf on purpose
+        self._session.synchronizers[-1].watch.on = self._guard.mode != "ignore" and scaler is None
         model = super().setup_module(module)
         self._session.attach(model)
         if self._session.options.verbose and self.global_rank == 0:

@@ -31,9 +31,14 @@ def launcher_pid() -> int | None:
     """The process without which this rank must not go on: the launcher, or torchrun's agent; None if there is none."""
     parent = os.getppid()
     started_by_script = os.environ.get(LAUNCHER_PID) == str(parent)
-    started_by_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    spawned = "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
-    return parent if started_by_script or started_by_agent or spawned else None
+    return parent if started_by_script or may_be_ended() else None
+
+
+def may_be_ended() -> bool:
+    """Whether torchrun's agent or ``multiprocessing`` started this rank: they end all as soon as one has failed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return True
+    return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
 
 
 @dataclass

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DistributedSampler
 
 from lightning_smddp._compat import is_compiled_module
 from lightning_smddp.pipeline.structure import leaves
+from lightning_smddp.strategies.quiet import without_warning
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -52,17 +52,8 @@ def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: b
 @contextmanager
 def without_sync_advice(wrong: bool) -> Iterator[None]:
     """With ``wrong``, Lightning does not advise ``sync_dist=True``: all ranks of a pipeline log equal values."""
-    if not wrong:
+    with without_warning("It is recommended to use `self.log") if wrong else nullcontext():
         yield
-        return
-    before = list(warnings.filters)
-    warnings.filterwarnings("ignore", "It is recommended to use `self.log")
-    entry = warnings.filters[0]
-    try:
-        yield
-    finally:
-        if entry not in before:
-            warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list; typeshed shows a Sequence
 
 
 def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:
@@ -76,3 +67,20 @@ def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:
                     "never be used. Leave the sampler to Lightning, or make it with "
                     "`DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
                 )
+
+
+def callbacks_of(trainer: Any) -> list[Any]:
+    """The Trainer's callbacks, which it declares nowhere."""
+    return list(trainer.callbacks)
+
+
+def zeroes_as_usual(trainer: Any) -> bool:
+    """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
+    module = trainer.lightning_module
+    changed = [hook for hook in ("on_before_zero_grad", "optimizer_zero_grad") if not _is_lightnings(module, hook)]
+    return not changed and all(_is_lightnings(c, "on_before_zero_grad") for c in callbacks_of(trainer))
+
+
+def _is_lightnings(owner: Any, hook: str) -> bool:
+    """Whether a hook is Lightning's own empty or usual one."""
+    return str(getattr(type(owner), hook).__module__).startswith(("lightning.", "pytorch_lightning."))

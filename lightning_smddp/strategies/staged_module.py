@@ -14,11 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.messages import broadcast_json
+from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.broadcast import HeaderCache, broadcast_structure
 from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.fingerprint import same_everywhere
-from lightning_smddp.pipeline.full_state import full_state_dict, gather_full, load_full_state_dict
+from lightning_smddp.pipeline.full_state import (
+    full_state_dict,
+    gather_full,
+    load_full_state_dict,
+    partial_state_dict,
+)
 from lightning_smddp.pipeline.microbatches import MicroBatch, split
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
 from lightning_smddp.pipeline.placement import Groups
@@ -74,6 +80,7 @@ class StagedModule:
         self.capture = StepCapture(module, metrics=self.metrics)
         self.recorder: Recorder | None = None
         self.divided: DividedModule | None = None
+        self.known_division: Mapping[str, Any] | None = None  # of the run that is resumed
         self._caches: dict[Any, HeaderCache] = {}
         self._tried: set[Any] = set()
         self._same_batches = True  # so far, on all ranks of the pipeline
@@ -82,6 +89,7 @@ class StagedModule:
         self._states: Sequence[Mapping[str, Any]] | None = None
         self._weights: dict[str, Tensor] = {}
         self._plugin: Any = None
+        self.watching = False  # for NaN and inf in gradients
 
     def to_device(self) -> None:
         """Move the module to the device if it has memory and fits as a whole; else its parts go when it is divided."""
@@ -251,8 +259,11 @@ class StagedModule:
             self._weights,
             broadcast_json(torch.initial_seed() % 2**31, dist.group.WORLD, self.device),
             self.recorder,
+            self.known_division,
         )
         self._weights = {}
+        if self.divided.replicas is not None:
+            self.divided.replicas.watching = self.watching
         self._partition_optimizers(self.divided)
         if self.options.communication.verbose and dist.get_rank() == 0:
             weights = self.divided.weighting.describe()
@@ -295,16 +306,25 @@ class StagedModule:
         ownership = self.divided.division.ownership
         clip_by_norm(chosen, ownership, self.groups.pipeline, clip_val, device=self.device)
 
+    def nonfinite(self) -> dict[str, str] | None:
+        """What is not finite in this rank's gradients, by parameter, before averaging; None if there is none."""
+        if self.divided is None:
+            return None
+        replicas = self.divided.replicas
+        return bad_gradients(self.divided.window.parameters.items()) if replicas is None else replicas.take_nonfinite()
+
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole module's, on the first rank of the first pipeline. Collective."""
+    def state_dict(self, gather: bool = True) -> dict[str, Any]:
+        """The whole module's, on the first rank of the first pipeline; or of each rank what it holds. Collective."""
         self.metrics.share()
         if self.divided is None:
             return self.module.state_dict()
         if self.groups.replica != 0:
             return {}
         ownership = self.divided.division.ownership
+        if not gather:
+            return partial_state_dict(self.module, ownership, self.groups.place)
         return full_state_dict(self.module, ownership, self.groups.pipeline, False, self.device)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -314,8 +334,8 @@ class StagedModule:
             self._weights = {name: state[name] for name, p in named.items() if p.is_meta and name in state}
         load_full_state_dict(self.module, state, strict)
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole optimizer's, on the first rank of the first pipeline. Collective."""
+    def optimizer_state(self, optimizer: Any, gather: bool = True) -> dict[str, Any]:
+        """The whole optimizer's, on the first rank of the first pipeline; or of each rank its part. Collective."""
         plain = getattr(optimizer, "optimizer", optimizer)
         partition = next((p for p in self._partitions if p.optimizer is plain), None)
         if partition is None:
@@ -325,6 +345,8 @@ class StagedModule:
             return state
         if self.groups.replica != 0:
             return {}
+        if not gather:
+            return partition.partial_state_dict()
         return partition.full_state_dict(self.groups.pipeline, False, self.device)
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -341,6 +363,10 @@ class StagedModule:
         """What averaging over replicas cost. Collective over the replicas."""
         replicas = None if self.divided is None else self.divided.replicas
         return None if replicas is None else replicas.report()
+
+    def division_decision(self) -> Mapping[str, Any] | None:
+        """What a resumed run has to know in order to divide the module alike."""
+        return self.known_division if self.divided is None else self.divided.division.decision
 
     def close(self, gather: bool) -> None:
         """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``."""

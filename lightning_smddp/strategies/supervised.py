@@ -22,9 +22,10 @@ from lightning_smddp.strategies._compat import (
     will_step,
 )
 from lightning_smddp.strategies.auto_resume import stop_checkpoint
-from lightning_smddp.strategies.launching import end_processes, launcher_pid
+from lightning_smddp.strategies.launching import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.reliability import ReliabilityOptions
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
+from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Supervised(_Base):
                 start_timeout=self._reliability.init_timeout or DEFAULT_TIMEOUT,
                 stop_grace=self._reliability.stop_grace,
             )
+            self._phase("setup")
             self._phase("setup")
             self._supervisor.at_emergency(lambda: end_processes(self.started_ranks, patience_s=0.0))
 
@@ -136,13 +138,20 @@ class Supervised(_Base):
             if self._supervisor is None:
                 raise
             explained = self._supervisor.explain(error)
+            failure = self._supervisor.failure
+            if failure is not None and failure.rank != self.global_rank:
+                self._follow(failure)
             if explained is error:
                 _require_failure_code(error)
                 raise
-            failure = self._supervisor.failure
-            if failure is not None and failure.kind == "exception":
-                time.sleep(_AFTER_THE_FIRST_S)
             raise explained from error
+
+    def _follow(self, failure: Failure) -> None:
+        """Let the rank that failed end first, and say why this one does, should it not come to its traceback."""
+        if may_be_ended():
+            os.write(2, f"lightning-smddp: {failure.error()}\n".encode(errors="replace"))
+        if failure.kind == "exception":
+            time.sleep(_AFTER_THE_FIRST_S)
 
     def _end_by_stop(self, error: BaseException) -> None:
         """Save what is needed to go on, and give the exception the exit code of a stop."""

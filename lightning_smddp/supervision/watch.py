@@ -296,6 +296,8 @@ class Watch:
     def _signalled(self, signum: int) -> None:
         if self.state.failure is None and self.stop_signal is None:
             self._ask_to_stop(signum)
+            line = f"lightning-smddp: {signal.Signals(signum).name}: all ranks stop at one of the next steps, within "
+            os.write(2, f"{line}{self._stop_grace:g} s. A second signal ends this one at once.\n".encode())
         elif self.stop_signal is None or time.monotonic() - self._stop_at >= SECOND_SIGNAL_AFTER_S:
             name = signal.Signals(signum).name
             text = f"{name} came again" if self.stop_signal is not None else f"{name} came after the failure"

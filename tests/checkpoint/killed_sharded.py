@@ -1,6 +1,7 @@
-"""A program that saves directories and is killed: ``python -m tests.checkpoint.killed_sharded exchange|renames DIR``.
+"""A program that saves directories and is killed: ``python -m tests.checkpoint.killed_sharded WAY EVERY DIRECTORY``.
 
-As ``killed.py``: each save happens in a forked child, and the parent looks what can be loaded.
+WAY is ``exchange`` or ``renames``; EVERY is 1 for a kill at each place, 8 for one at every eighth. As ``killed.py``:
+each save happens in a forked child, and the parent looks what can be loaded.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ class KillAt:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kills(directory: Path) -> dict[str, int]:
-    """Overwrite a checkpoint of step 1 by one of step 2, and be killed in every possible place."""
+def kills(directory: Path, every: int) -> dict[str, int]:
+    """Overwrite a checkpoint of step 1 by one of step 2, and be killed in every place, of which the last is `kills`."""
     path = directory / "last.ckpt"
     found = {"old": 0, "new": 0, "lost": 0, "kills": 0}
     while True:
-        number = found["kills"] + 1
+        number = found["kills"] + every
         save(1, path)
         assert os.listdir(directory) == ["last.ckpt"], "the next save removes what the killed one left"
 
@@ -81,10 +82,10 @@ def kills(directory: Path) -> dict[str, int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    way, directory = sys.argv[1:]
+    way, every, directory = sys.argv[1:]
     if way == "renames":
         directories.exchange = lambda one, other: False
-    print(json.dumps(kills(Path(directory))))
+    print(json.dumps(kills(Path(directory), int(every))))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.sharded import ShardedDirectories, is_sharded, load_sharded, save_sharded
 from lightning_smddp.cli import main
 from tests.checkpoint.models import assert_equal
-from tests.ranks import RanksFailedError, run_in_threads, run_ranks
+from tests.ranks import run_in_threads, run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = [{0: "weight", 1: "bias"}]
@@ -390,7 +392,8 @@ def test_the_payload_would_have_run(tmp_path: Path) -> None:
     path, marker = tmp_path / "a.ckpt", tmp_path / "marker"
     save(path)
     forge(path, ".metadata", forged_metadata(path, lambda metadata: Payload(marker)))
-    with suppress(CheckpointException):  # there is no metadata, only the payload
+    with suppress(CheckpointException), warnings.catch_warnings():  # there is no metadata, only the payload
+        warnings.simplefilter("ignore")
         dcp.load({"x": torch.zeros(1)}, checkpoint_id=path, no_dist=True)
     assert marker.exists()
 
@@ -476,9 +479,10 @@ def test_an_error_of_one_rank_is_raised_on_all(kind: str, tmp_path: Path) -> Non
 
 
 def load_damaged(group: dist.ProcessGroup, path: str) -> Any:
-    with pytest.raises(CheckpointError, match="wrong SHA-256") as caught:
+    try:
         load_sharded(path, Ranks(group))
-    return str(caught.value)
+    except CheckpointError as error:
+        return str(error)
 
 
 def test_ranks_share_the_work_of_verifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +495,8 @@ def test_ranks_share_the_work_of_verifying(tmp_path: Path, monkeypatch: pytest.M
     flip(tmp_path / "a.ckpt" / "__0_1.distcp")
     hashed.clear()
     found = run_in_threads(load_damaged, 2, str(tmp_path / "a.ckpt"))
-    assert len(set(found)) == 1
+    assert "wrong SHA-256" in found[0]
+    assert found[0] == found[1]
     assert len(hashed) == len(set(hashed))
 
 
@@ -528,15 +533,31 @@ def test_too_large_for_the_file_system(tmp_path: Path) -> None:
 # ---- kills ----
 
 
-@pytest.mark.parametrize("way", ["exchange", pytest.param("renames", marks=pytest.mark.slow)])
-def test_killed_before_and_after_every_call(way: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.checkpoint.killed_sharded", way, str(tmp_path)]
+@pytest.fixture
+def memory_directory() -> Iterator[Path]:
+    """Where nobody waits for a disk."""
+    path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("way", "every"),
+    [
+        ("exchange", 8),
+        pytest.param("exchange", 1, marks=pytest.mark.slow),
+        pytest.param("renames", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_before_and_after_every_call(way: str, every: int, memory_directory: Path) -> None:
+    command = [sys.executable, "-m", "tests.checkpoint.killed_sharded", way, str(every), str(memory_directory)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["lost"] == 0
-    assert found["old"] > 20
-    assert found["new"] > 5
+    assert found["kills"] > 100
+    assert found["old"] > 50 / every
+    assert found["new"] > 20 / every
 
 
 # ---- conversion ----
@@ -604,20 +625,3 @@ def test_nothing_is_in_memory_as_a_whole(tmp_path: Path) -> None:
     megabytes = 64
     [growth] = run_ranks(convert_and_measure, 1, str(tmp_path), megabytes, init=False)
     assert all(grown < megabytes / 3 * 2**20 for grown in growth), [grown / 2**20 for grown in growth]
-
-
-def test_threads_and_ranks_that_fail_are_told_apart() -> None:
-    """The harness reports a rank that fails alone: errors in ``Ranks.gather`` are raised on all."""
-
-    def body(group: dist.ProcessGroup) -> Any:
-        def act() -> Any:
-            if group.rank() == 1:
-                raise ValueError("rank 1's")
-            return group.rank()
-
-        return Ranks(group).gather(act)
-
-    with pytest.raises(RanksFailedError, match="rank 1's") as caught:
-        run_in_threads(body, 3)
-    assert sorted(caught.value.tracebacks) == [0, 1, 2]
-    assert not caught.value.hung

@@ -1,0 +1,261 @@
+"""Any layout to any layout: a run goes on from a checkpoint of any other, in one file or in a directory."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp.checkpoint.sharded import is_sharded, load_sharded
+from lightning_smddp.cli import main
+from tests.ranks import run_trainer_ranks
+from tests.strategies.layouts import BETWEEN, LAYOUTS, STEPS, WITHIN, Model, Result, Run, execute
+from tests.strategies.learners import make_trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning"),  # random numbers, unused here
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The checkpoint was saved in the middle of an epoch without:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks:UserWarning"),
+]
+
+
+def assert_bits(actual: Any, expected: Any, where: str) -> None:
+    """Equal, to the bit; of dicts in any order."""
+    if isinstance(expected, Tensor):
+        assert torch.equal(actual, expected), where
+        assert actual.dtype == expected.dtype, where
+    elif isinstance(expected, dict):
+        assert sorted(map(str, actual)) == sorted(map(str, expected)), where
+        for key, value in expected.items():
+            assert_bits(actual[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_bits(actual[index], value, f"{where}[{index}]")
+    else:
+        assert actual == expected, where
+
+
+def check(run: Run, result: Result, unbroken: Result) -> None:
+    """It started with what the checkpoint has, and went on as if nothing had happened."""
+    path = run.ckpt_path
+    assert path is not None
+    saved = load_sharded(path) if is_sharded(path) else torch.load(path, weights_only=True)
+    assert list(saved["state_dict"]) == list(Model(run.kind).state_dict())
+    assert_bits(result.state_dict, saved["state_dict"], run.name)
+    assert_bits(result.optimizer, saved["optimizer_states"][0], run.name)
+    rest = unbroken.losses[-len(result.losses) :]
+    assert len(rest) == STEPS - saved["global_step"]
+    torch.testing.assert_close(result.losses, rest, rtol=1e-6, atol=1e-9, msg=run.name)
+
+
+def go_through(sources: Iterable[Run], targets: dict[str, Sequence[str]], unbroken: Result) -> None:
+    """Save by each of ``sources``, and go on in those layouts of ``targets`` that it names.
+
+    Layouts with equally many ranks share their processes.
+    """
+    sources = list(sources)
+    for ranks in (1, 2, 3, 4):
+        runs = [run for run in sources if LAYOUTS[run.layout][0] == ranks]
+        for run, result in zip(runs, execute(runs) if runs else [], strict=True):
+            torch.testing.assert_close(result.losses, unbroken.losses, rtol=1e-6, atol=1e-9, msg=run.name)
+            assert is_sharded(run.path(WITHIN)) == run.sharded
+    for ranks in (1, 2, 3, 4):
+        runs = [
+            Run(run.kind, layout, run.directory, run.sharded, start(run, layout))
+            for run in sources
+            for layout in targets[run.layout]
+            if LAYOUTS[layout][0] == ranks
+        ]
+        for run, result in zip(runs, execute(runs) if runs else [], strict=True):
+            check(run, result, unbroken)
+
+
+def start(run: Run, layout: str) -> Path:
+    """Where another run goes on: Lightning alone can do so between epochs only, and needs one file."""
+    path = run.path(BETWEEN if "alone" in (run.layout, layout) else WITHIN)
+    if layout != "alone" or not is_sharded(path):
+        return path
+    assert main(["consolidate", str(path), str(path.with_name(f"file-{path.name}"))]) == 0
+    return path.with_name(f"file-{path.name}")
+
+
+def alone(kind: str, directory: Path) -> tuple[Run, Result]:
+    """An unbroken run in one process."""
+    run = Run(kind, "alone", directory)
+    [result] = execute([run])
+    assert len(result.losses) == STEPS
+    return run, result
+
+
+def test_from_two_stages_to_others(tmp_path: Path) -> None:
+    """The everyday part: a tied weight that two stages hold."""
+    _, unbroken = alone("gpt", tmp_path)
+    sources = [Run("gpt", "pp2", tmp_path, True), Run("gpt", "dp2", tmp_path, True)]
+    go_through(sources, {"pp2": ["alone", "dp2"], "dp2": ["pp2"]}, unbroken)
+
+
+@pytest.mark.slow
+def test_from_one_process_to_three_stages(tmp_path: Path) -> None:
+    """By a plain file, and by the directory that is made of it."""
+    first, unbroken = alone("net", tmp_path)
+    directory = tmp_path / "sharded.ckpt"
+    assert main(["shard", str(first.path(BETWEEN)), str(directory), "--parts", "2"]) == 0
+    runs = [Run("net", "pp3", tmp_path, False, first.path(BETWEEN)), Run("net", "pp3", tmp_path, True, directory)]
+    for run, result in zip(runs, execute(runs), strict=True):
+        check(run, result, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
+@pytest.mark.parametrize("kind", ["net", "gpt", "gpt2", "t5"])
+def test_every_layout(kind: str, sharded: bool, tmp_path: Path) -> None:
+    """From two stages to each, and from each to two stages; two replicas of two stages to smddp."""
+    _, unbroken = alone(kind, tmp_path)
+    others = ["alone", "pp3", "pp4", "dp2", "2x2"]
+    sources = [Run(kind, layout, tmp_path, sharded and layout != "alone") for layout in ["pp2", *others]]
+    targets = {layout: ["pp2"] for layout in others}
+    go_through(sources, {**targets, "pp2": others, "2x2": ["pp2", "dp2", "alone"], "dp2": ["pp2", "2x2"]}, unbroken)
+
+
+# ---- Lightning's features, with directories ----
+
+
+def strategy_of(kind: str) -> Any:
+    strategies: dict[str, Any] = {"pipeline": PipelineStrategy, "smddp": SMDDPStrategy}
+    return strategies[kind](verbose=False, tuning_cache=False, sharded=True)
+
+
+def callbacks_case(kind: str, directory: str) -> Any:
+    """``save_top_k``, ``save_last`` both ways, resuming by name, weights alone, and saving after the run."""
+    found: dict[str, Any] = {}
+    for last in (True, "link"):
+        where = f"{directory}/{last}"
+        saving = ModelCheckpoint(where, "{step}", every_n_train_steps=1, save_last=last, save_top_k=1)
+        trainer = make_trainer(strategy_of(kind), max_steps=3, callbacks=[saving], enable_checkpointing=True)
+        trainer.fit(Model("net"))
+        trainer.strategy.barrier()
+        found[f"{last}"] = sorted(os.listdir(where)), saving.best_model_path
+        again = make_trainer(strategy_of(kind), max_steps=4, callbacks=[saving], enable_checkpointing=True)
+        again.fit(Model("net"), ckpt_path="last")
+        found[f"{last} again"] = sorted(os.listdir(where)), again.global_step
+    path = f"{directory}/afterwards.ckpt"
+    for _ in range(2):  # the second time it is replaced
+        again.save_checkpoint(path)
+    again.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
+    weights = {name: value.detach().clone() for name, value in again.model.state_dict().items()}
+    model = Model("net")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    once_more = make_trainer(strategy_of(kind), max_steps=5)
+    once_more.fit(model, ckpt_path=path)
+    return found, weights, sorted(os.listdir(directory)), once_more.global_step
+
+
+def with_hooks(directory: str) -> Any:
+    """A hook that leaves a part of the weights out, and adds something."""
+
+    class Hooked(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: value for name, value in state.items() if not name.startswith("net.0.")}
+            checkpoint["mine"] = torch.ones(2)
+
+    trainer = make_trainer(strategy_of("pipeline"), max_steps=1)
+    trainer.fit(Hooked("net"))
+    trainer.save_checkpoint(f"{directory}/a.ckpt")
+
+
+def failing(directory: str) -> Any:
+    """A directory that cannot be written to, and one that was damaged."""
+    Path(directory, "file").touch()
+    trainer = make_trainer(strategy_of("pipeline"), max_steps=1)
+    trainer.fit(Model("net"))
+    found = []
+    for act in (
+        lambda: trainer.save_checkpoint(f"{directory}/file/a.ckpt"),
+        lambda: trainer.save_checkpoint(f"{directory}/a.ckpt", storage_options={}),
+        lambda: make_trainer(strategy_of("pipeline")).fit(Model("net"), ckpt_path=f"{directory}/empty.ckpt"),
+    ):
+        try:
+            act()
+        except Exception as error:
+            found.append([isinstance(error, OSError), str(error)])
+    return found
+
+
+def all_cases(directory: str) -> list[Any]:
+    """In one process of a rank, as starting it takes longer than they do."""
+    os.makedirs(f"{directory}/errors/empty.ckpt", exist_ok=True)
+    return [callbacks_case("pipeline", f"{directory}/callbacks"), with_hooks(directory), failing(f"{directory}/errors")]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    directory = tmp_path_factory.mktemp("cases")
+    with warnings.catch_warnings():
+        for mark in pytestmark:
+            warnings.filterwarnings("ignore", mark.args[0].split(":")[1])
+        return directory, run_trainer_ranks(all_cases, 2, str(directory))
+
+
+def check_callbacks(directory: Path, results: list[Any]) -> None:
+    for found, _, names, steps in results:
+        assert found["True"][0] == ["last.ckpt", "step=3.ckpt"]
+        assert found["link"][0] == ["last.ckpt", "step=3.ckpt"]
+        assert found["True"][1].endswith("step=3.ckpt")
+        assert found["True again"] == (["last.ckpt", "step=4.ckpt"], 4)
+        assert found["link again"] == (["last.ckpt", "step=4.ckpt"], 4)
+        assert names == ["True", "afterwards.ckpt", "link", "weights.ckpt"]
+        assert steps == 5
+    assert (directory / "link" / "last.ckpt").is_symlink()
+    saved = load_sharded(directory / "afterwards.ckpt")
+    weights = results[0][1]
+    assert {name.removeprefix("module.") for name in weights} >= set(saved["state_dict"])
+    for name, value in saved["state_dict"].items():
+        assert torch.equal(value, weights.get(name, weights.get(f"module.{name}")))
+    assert "optimizer_states" not in load_sharded(directory / "weights.ckpt")
+    assert saved["hyper_parameters"] == {"kind": "net"}
+
+
+def test_checkpoint_callbacks(cases: Any) -> None:
+    directory, results = cases
+    check_callbacks(directory / "callbacks", [callbacks for callbacks, _, _ in results])
+
+
+@pytest.mark.slow
+def test_checkpoint_callbacks_of_smddp(tmp_path: Path) -> None:
+    check_callbacks(tmp_path, run_trainer_ranks(callbacks_case, 2, "smddp", str(tmp_path)))
+
+
+def test_hooks_see_a_part(cases: Any) -> None:
+    saved = load_sharded(cases[0] / "a.ckpt")
+    expected = [name for name in Model("net").state_dict() if not name.startswith("net.0.")]
+    assert list(saved["state_dict"]) == expected
+    assert torch.equal(saved["mine"], torch.ones(2))
+
+
+def test_errors_are_raised_on_every_rank(cases: Any) -> None:
+    directory, results = cases
+    for _, _, found in results:
+        assert [is_system_error for is_system_error, _ in found] == [True, False, False]
+        assert "could not save a checkpoint" in found[0][1]
+        assert "storage_options={}" in found[1][1]
+        assert "without a manifest" in found[2][1]
+    assert sorted(os.listdir(directory / "errors")) == ["empty.ckpt", "file"]
+
+
+def test_sharded_and_async_save_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="async_save=True cannot be used with sharded=True"):
+        SMDDPStrategy(sharded=True, async_save=True)

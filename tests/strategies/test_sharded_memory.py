@@ -1,0 +1,131 @@
+"""With ``sharded=True`` no rank holds more than its stage, neither for saving nor for loading: measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_smddp import PipelineStrategy
+from lightning_smddp.checkpoint.sharded import load_sharded
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import make_trainer
+
+WIDTH, LAYERS, RANKS = 512, 32, 2
+WEIGHTS = LAYERS * WIDTH * WIDTH * 4 / 2**20  # MiB of the model; Adam has two times as much
+
+
+class Wide(LightningModule):
+    def configure_model(self) -> None:
+        if not hasattr(self, "layers"):
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(12, WIDTH)), 4)
+
+
+def anonymous_memory() -> float:
+    """MiB of this process that are no file's."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+
+class Growth:
+    """Of memory inside of :meth:`watching`, at most, in MiB."""
+
+    def __init__(self) -> None:
+        self.most, self.start = 0.0, anonymous_memory()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        done = threading.Event()
+
+        def look() -> None:
+            while not done.wait(0.002):
+                self.most = max(self.most, anonymous_memory() - self.start)
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            yield
+        finally:
+            done.set()
+            watcher.join()
+
+
+class Started(Callback):
+    """Until the first step is over."""
+
+    def __init__(self, growth: Growth) -> None:
+        self.growth, self.before_first_batch = growth, 0.0
+
+    def on_train_start(self, *args: Any) -> None:
+        self.before_first_batch = self.growth.most
+
+
+class Saves(Callback):
+    """Saves in both ways, and measures."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.growth: dict[bool, float] = {}
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        for sharded in (True, False):
+            strategy = trainer.strategy
+            strategy._reliability = dataclasses.replace(strategy._reliability, sharded=sharded)
+            growth = Growth()
+            with growth.watching():
+                trainer.save_checkpoint(f"{self.directory}/{sharded}.ckpt")
+            self.growth[sharded] = growth.most
+
+
+def measure(directory: str) -> Any:
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"meta_init": True, "verbose": False, "sharded": True, "num_microbatches": 2}
+    saves = Saves(directory)
+    trainer = make_trainer(PipelineStrategy(**options), max_steps=3, callbacks=[saves])
+    trainer.fit(Wide())
+    held = sum(p.nbytes for p in trainer.lightning_module.parameters() if not p.is_meta) / 2**20
+    del trainer
+    growth = Growth()
+    started = Started(growth)
+    again = make_trainer(PipelineStrategy(**options), max_steps=4, max_epochs=9, callbacks=[started])
+    with growth.watching():
+        again.fit(Wide(), ckpt_path=f"{directory}/True.ckpt")
+    states = [again.strategy.optimizer_state(optimizer)["state"] for optimizer in again.optimizers]
+    moments = sum(state["exp_avg"].nbytes for state in states[0].values()) / 2**20
+    return saves.growth, held, moments, started.before_first_batch, growth.most
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Loss and gradients were not compared:UserWarning")
+def test_no_rank_holds_more_than_its_stage(tmp_path: Path) -> None:
+    results = run_trainer_ranks(measure, RANKS, str(tmp_path))
+    stage = WEIGHTS / RANKS
+    for growth, held, moments, before_first_batch, most in results:
+        assert held == pytest.approx(stage)
+        assert moments == pytest.approx(stage)
+        assert growth[True] < stage / 2, "saving copies one tensor at a time"
+        assert before_first_batch < stage / 2, "loading reads nothing before it is known whose it is"
+        assert most < 5 * stage + 16, "a stage's weights, gradients and moments, and a layer's activations"
+    assert results[0][0][False] > 3 * stage * 0.9, "the control: one file takes the other stage's weights and moments"
+    assert len(load_sharded(tmp_path / "True.ckpt")["state_dict"]) == LAYERS
