@@ -328,6 +328,8 @@ def _cheapest_cuts(program: Program, stages: Sequence[int], num_stages: int) -> 
     """First items of the stages 1..: between the last item that must be earlier and the first that must not."""
     cuts: list[int] = []
     bound = [item.index for item in program.items if item.parameters]
+    if not bound:
+        return [0] * (num_stages - 1)  # a step that uses no parameter is the last stage's alone
     for stage in range(1, num_stages):
         low = max([index + 1 for index in bound if stages[index] < stage], default=1)
         high = min([index for index in bound if stages[index] >= stage], default=len(stages) - 1)

@@ -13,11 +13,14 @@ import json
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_smddp.checkpoint.newest import newest_checkpoint
+from lightning_smddp.checkpoint.sharded import ShardedDirectories
 from lightning_smddp.strategies._compat import (
     RestartPoint,
     around_training_data,
@@ -71,7 +74,8 @@ class ExactResume:
         """The process group is up, and no checkpoint is loaded yet. ``resume`` is the strategy's option."""
         self.close()
         if resume == "auto":
-            self._changes.enter_context(continuing(trainer, device))
+            newest = partial(newest_checkpoint, directories=ShardedDirectories())
+            self._changes.enter_context(continuing(trainer, device, newest))
 
     def start(self, trainer: Any, place: Place, device: torch.device) -> None:
         """A fit is about to run."""

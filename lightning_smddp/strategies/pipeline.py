@@ -157,8 +157,8 @@ class PipelineParallel(Supervised, Guarded, ShardedSaving):
         grid = self.options.grid(self.num_nodes * self.num_processes)
         super().setup_environment()
         self._session.process_group_started()
-        assert self.lightning_module is not None
-        self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
+        if self.lightning_module is not None:
+            self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
         if self._groups is None:
             self._groups = Groups.create(grid, self.options.communication.collective_timeout or self._timeout)
 

@@ -305,6 +305,21 @@ def reading(bench: Bench) -> Any:
     return bench.fit(Reading())
 
 
+class WithoutModules(Net):
+    """Validates without any of its modules."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("rows", float(len(batch[0])))
+        self.log("mean", batch[0].mean())
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def validating_without_modules(bench: Bench) -> Any:
+    return bench.fit(WithoutModules())
+
+
 class Closure(Net):
     """An own ``optimizer_step``: warms the rate up, and skips every other step."""
 
@@ -368,6 +383,7 @@ CASES = [
     unused,
     own_optimizer_step,
     reading,
+    validating_without_modules,
     buffers,
 ]
 TOLERANCE = {bf16_mixed: 0.02, bf16_true: 0.05, fp16_with_overflow: 5e-3, fp16_accumulation: 5e-3}
