@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SMALL = ["digits.py", "gpt.py", "fabric_digits.py", "cli.py"]
+SMALL = ["digits.py", "gpt.py", "fabric_digits.py", "cli.py", "resume.py"]
 PIPELINES = [
     "pipeline_mlp.py", "pipeline_gpt.py", "pipeline_transformers.py", "pipeline_unet.py", "pipeline_replicas.py",
     "pipeline_cli.py",
@@ -69,6 +69,21 @@ def test_example_learns_on_two_ranks(name: str, label: str, low: float, high: fl
     assert "2 ranks on cpu" in result.stdout
     assert "gradient communication over" in result.stdout
     assert low <= number_after(label, result.stdout) <= high
+
+
+@pytest.mark.slow
+def test_resume_example_goes_on_as_if_it_had_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = run(first_line_command("resume.py"), tmp_path)
+    assert stopped.returncode == 143, stopped.stderr
+    assert "SIGTERM: all ranks stop at step 3" in stopped.stdout
+    resumed = run(first_line_command("resume.py"), tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "the run goes on from" in resumed.stdout
+    monkeypatch.setenv("UNBROKEN", "1")
+    other = tmp_path / "unbroken"
+    other.mkdir()
+    unbroken = run(first_line_command("resume.py"), other)
+    assert unbroken.stdout.splitlines()[-1] == resumed.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
