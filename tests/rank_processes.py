@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
@@ -97,6 +98,13 @@ def start(number: int, setup: Setup, job: bytes) -> Rank:
     process.start()
     sender.close()
     return Rank(process, receiver, stacks)
+
+
+def forked(body: Callable[..., None], *args: Any) -> ForkServerProcess:
+    """A process that runs ``body(*args)``, with torch and Lightning imported. It is the caller's to end."""
+    process = _context().Process(target=body, args=args)
+    process.start()
+    return process
 
 
 def watch(ranks: list[Rank], timeout: float) -> tuple[dict[int, str], dict[int, str]]:

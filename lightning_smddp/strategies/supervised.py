@@ -138,20 +138,19 @@ class Supervised(_Base):
             if self._supervisor is None:
                 raise
             explained = self._supervisor.explain(error)
-            failure = self._supervisor.failure
-            if failure is not None and failure.rank != self.global_rank:
-                self._follow(failure)
             if explained is error:
                 _require_failure_code(error)
                 raise
+            if self._supervisor.failure is not None:
+                self._follow(self._supervisor.failure)
             raise explained from error
 
     def _follow(self, failure: Failure) -> None:
         """Let the rank that failed end first, and say why this one does, should it not come to its traceback."""
         if may_be_ended():
             os.write(2, f"lightning-smddp: {failure.error()}\n".encode(errors="replace"))
-        if failure.kind == "exception":
-            time.sleep(_AFTER_THE_FIRST_S)
+            if failure.kind == "exception":
+                time.sleep(_AFTER_THE_FIRST_S)
 
     def _end_by_stop(self, error: BaseException) -> None:
         """Save what is needed to go on, and give the exception the exit code of a stop."""

@@ -115,6 +115,7 @@ def plain_keys() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
 def test_a_model_without_memory_resumes_from_a_checkpoint(tmp_path: Path) -> None:
     whole = run_trainer_ranks(saved, 2, str(tmp_path / "a"), {"meta_init": True})
     first = run_trainer_ranks(saved, 2, str(tmp_path / "b"), {"meta_init": True}, {"max_epochs": 1})
