@@ -4,12 +4,13 @@ BIN := .venv/bin
 INSTALLED := .venv/installed.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick lint types bench clean
+.PHONY: help demo test quick exhaustive lint types bench clean
 
 help:
 	@echo "make demo   train on this machine and show what the strategy does"
 	@echo "make test   the whole test suite"
 	@echo "make quick  the everyday part of the test suite"
+	@echo "make exhaustive  every kill, layout and resumed step, beside the test suite"
 	@echo "make lint   ruff check, ruff format --check"
 	@echo "make types  mypy --strict on the package"
 	@echo "make bench  list the benchmark commands"
@@ -26,10 +27,13 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not exhaustive"
 
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not exhaustive"
+
+exhaustive: $(INSTALLED)
+	$(BIN)/python -m pytest -m exhaustive
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

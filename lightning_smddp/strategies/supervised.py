@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 
 from lightning_smddp._compat import default_store
+from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.strategies._compat import (
     after_training_epoch,
     own_stops,
@@ -138,11 +139,12 @@ class Supervised(_Base):
             if self._supervisor is None:
                 raise
             explained = self._supervisor.explain(error)
+            failure = self._supervisor.failure
+            if failure is not None and (explained is not error or isinstance(error, RankFailedError)):
+                self._follow(failure)
             if explained is error:
                 _require_failure_code(error)
                 raise
-            if self._supervisor.failure is not None:
-                self._follow(self._supervisor.failure)
             raise explained from error
 
     def _follow(self, failure: Failure) -> None:

@@ -182,6 +182,8 @@ class Hub:
         phases = Counter(reading.phase for reading in readings.values())
         usual = max(phases, key=lambda phase: (phases[phase], phase == readings[asking.rank].phase))
         odd = next((m for m in members if readings[m.rank].phase != usual), None)
+        if odd is None and len(members) == 2:  # the other one has waited in vain
+            odd = next(m for m in members if m is not asking)
         return None if odd is None else (odd, "timeout")
 
     def _ended(self, member: Member, how: str) -> None:

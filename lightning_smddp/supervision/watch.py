@@ -300,7 +300,8 @@ class Watch:
             os.write(2, f"{line}{self._stop_grace:g} s. A second signal ends this one at once.\n".encode())
         elif self.stop_signal is None or time.monotonic() - self._stop_at >= SECOND_SIGNAL_AFTER_S:
             name = signal.Signals(signum).name
-            text = f"{name} came again" if self.stop_signal is not None else f"{name} came after the failure"
+            failure = self.state.failure
+            text = f"{name} came again" if failure is None else f"{name} came after this failure: {failure.describe()}"
             self.stop_signal = self.stop_signal or signum
             self.report("stopped", text, False)
             self._loop.later(_FAREWELL_S, self._force, text)

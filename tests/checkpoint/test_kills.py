@@ -35,7 +35,7 @@ def run(*arguments: Any, temporary: Path) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("saved_in", ["disk", "memory"])
 def test_at_random_times(kills: int, saved_in: str, tmp_path: Path, memory_directory: Path) -> None:
     """With TMPDIR on the other file system."""
@@ -47,7 +47,7 @@ def test_at_random_times(kills: int, saved_in: str, tmp_path: Path, memory_direc
     assert os.listdir(temporary) == [], "nothing of ours goes to TMPDIR"
 
 
-@pytest.mark.parametrize("where", ["files", pytest.param("everywhere", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["files", pytest.param("everywhere", marks=pytest.mark.exhaustive)])
 def test_before_and_after_every_call(where: str, tmp_path: Path, memory_directory: Path) -> None:
     found = run("boundaries", memory_directory, where, temporary=tmp_path)
     assert found["lost"] == 0

@@ -545,8 +545,8 @@ def memory_directory() -> Iterator[Path]:
     ("way", "every"),
     [
         ("exchange", 8),
-        pytest.param("exchange", 1, marks=pytest.mark.slow),
-        pytest.param("renames", 1, marks=pytest.mark.slow),
+        pytest.param("exchange", 1, marks=pytest.mark.exhaustive),
+        pytest.param("renames", 1, marks=pytest.mark.exhaustive),
     ],
 )
 def test_killed_before_and_after_every_call(way: str, every: int, memory_directory: Path) -> None:

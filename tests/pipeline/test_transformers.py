@@ -123,7 +123,7 @@ def test_every_cut_between_blocks(name: str) -> None:
     assert_every_cut(root_of(name), step_of(name), deeper_than(3), 2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODELS)
 def test_every_cut_between_operations(name: str) -> None:
     assert_every_cut(root_of(name), step_of(name), deeper_than(99), 2e-6)

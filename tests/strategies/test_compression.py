@@ -152,6 +152,7 @@ def resume_with(compression: Any, path: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
 def test_a_checkpoint_with_memory_loads_anywhere(tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
     run_trainer_ranks(save_after_an_epoch, 2, "powersgd", path, node_ids=NODES)

@@ -67,13 +67,13 @@ def test_pipeline(tmp_path: Path) -> None:
     assert {path.name[:3] for path in checkpoints(str(tmp_path))} == {"ste", "epo", "val"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", KINDS)
 def test_smddp_from_every_checkpoint(name: str, tmp_path: Path) -> None:
     assert run_trainer_ranks(resume_from_each, 2, "smddp", KINDS[name], str(tmp_path), timeout=110) == [{}, {}]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "two loaders"])  # whose batches no pipeline can cut
 def test_pipeline_from_many_checkpoints(name: str, tmp_path: Path) -> None:
     assert run_trainer_ranks(resume_from_each, 2, {}, KINDS[name], str(tmp_path), 10, timeout=110) == [{}, {}]

@@ -116,7 +116,7 @@ def test_from_one_process_to_three_stages(tmp_path: Path) -> None:
         check(run, result, unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "directory"])
 @pytest.mark.parametrize("kind", ["net", "gpt", "gpt2", "t5"])
 def test_every_layout(kind: str, sharded: bool, tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""The root of a job's processes: starts the first one, sees every end, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from tests.faults import journal, warm
+from tests.faults.case import Case
+from tests.leaks import ProcessInfo, adopt_orphans, live_processes
+
+ROOT = Path(__file__).parent.parent.parent
+POLL_S = 0.01
+LOOK_EVERY_S = 0.1  # for new ranks and the fault
+
+
+class Onlooker:
+    """Watches the descendants of this process."""
+
+    def __init__(self, case: Case, where: Path, main: int, start_limit_s: float, limit_s: float) -> None:
+        self.where, self.main, self.world_size = where, main, case.world_size
+        self.start_limit_s, self.limit_s = start_limit_s, limit_s
+        self.begin = time.monotonic()
+        self.code: int | None = None
+        self.main_end = 0.0
+        self.pids: dict[int, int] = {}
+        self.ends: dict[int, float] = {}
+        self._fault: float | None = None
+        self._looked = 0.0
+
+    def watch(self) -> dict[str, Any]:
+        """Until all have ended, or the limit is over; returns what was seen."""
+        gone = False
+        while not gone and not self._is_over():
+            gone = self._reap()
+            self._look(gone)
+            time.sleep(0 if gone else POLL_S)
+        end = time.monotonic()
+        running = [str(process) for process in descendants()]
+        self._kill_all()
+        return {
+            "code": self.code, "fault": journal.fault_time(self.where), "end": end, "main_end": self.main_end,
+            "ends": self.ends, "running": running, "begin": self.begin,
+        }  # fmt: skip
+
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        if self._fault is None:
+            return now > self.begin + self.start_limit_s
+        return now > self._fault + self.limit_s
+
+    def _reap(self) -> bool:
+        """Whether no process of the job is left: orphans become children of this one."""
+        try:
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return False
+                if pid == self.main:
+                    self.code, self.main_end = os.waitstatus_to_exitcode(status), time.monotonic()
+        except ChildProcessError:
+            return True
+
+    def _look(self, now: bool) -> None:
+        for rank, pid in self.pids.items():
+            if rank not in self.ends and not is_alive(pid):
+                self.ends[rank] = time.monotonic()
+        if now or time.monotonic() - self._looked > LOOK_EVERY_S:
+            self._looked = time.monotonic()
+            self._fault = self._fault or journal.fault_time(self.where)
+            for rank in range(self.world_size):
+                events = [] if rank in self.pids else journal.read(self.where, rank)
+                if events:
+                    self.pids[rank] = events[0]["pid"]
+
+    def _kill_all(self) -> None:
+        while left := descendants():
+            for process in left:
+                os.kill(process.pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+            self._reap()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def descendants() -> list[ProcessInfo]:
+    """Of this process, without those that have exited."""
+    processes = live_processes()
+    found, size = {os.getpid()}, 0
+    while size != len(found):
+        size = len(found)
+        found |= {p.pid for p in processes if p.parent in found}
+    return [p for p in processes if p.pid in found and p.pid != os.getpid()]
+
+
+def root_main(path: str, environment: dict[str, str], start_limit_s: float, limit_s: float) -> None:
+    """Body of the root: runs the job of ``path`` and writes what it saw beside it."""
+    adopt_orphans()
+    os.setsid()
+    where, case = Path(path).parent, Case.read(Path(path))
+    os.chdir(ROOT)
+    _write_to(where / "output")
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    signal.signal(signal.SIGINT, signal.SIG_IGN if case.ignores_sigint else signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    main = _start(case, path)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    onlooker = Onlooker(case, where, main, start_limit_s, limit_s)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    (where / "result.json").write_text(json.dumps(onlooker.watch()))
+
+
+def _write_to(path: Path) -> None:
+    for target, name in ((0, os.devnull), (1, str(path)), (2, str(path))):
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+
+
+def _start(case: Case, path: str) -> int:
+    """The number of the job's first process, which leads a process group of its own."""
+    module = [warm.PROGRAM, path]
+    if case.launcher == "torchrun":
+        ranks = ["--standalone", "--nproc-per-node", str(case.world_size)]
+        module = ["torch.distributed.run", *ranks, "-m", *module]
+    command = [sys.executable, "-m", *module]
+    if not case.real:
+        import tests.faults.train  # noqa: F401  once for all that are forked
+
+        warm.fork_programs()
+        main = warm.fork(command, os.environ)
+        os.setpgid(main, main)
+    else:
+        main = subprocess.Popen(command, process_group=0).pid  # not waited for by this object
+    Path(path).with_name("main").write_text(str(main))
+    return main
+
+
+def _end_with_parent() -> None:
+    import multiprocessing
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    for process in descendants():
+        os.kill(process.pid, signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,102 @@
+"""A rank, or what started it, ends or falls silent. Pairs of strategy, launcher, kind and phase, not all of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.case import Case
+from tests.faults.checks import assert_ended, assert_named
+from tests.faults.injection import MESSAGE, Fault
+from tests.faults.jobs import run
+
+pytestmark = pytest.mark.slow
+VALIDATES = {"limit_val_batches": 2, "val_check_interval": 3}
+PP = "smddp_pipeline"
+SIGKILL, EXIT, SIGSEGV = "killed by SIGKILL", "exited with code 0", "killed by SIGSEGV"
+IN_STEP = ["forward", "backward", "optimizer", "data"]
+
+
+def death(rank: int, kind: str, phase: str, cause: str, step: int = 5, **case: Any) -> Any:
+    strategy, launcher = case.get("strategy", "smddp"), case.get("launcher", "script")
+    name = f"{kind}-{rank}-{phase}-{strategy}-{launcher}{''.join(f'-{key}' for key in case if key not in _IN_NAME)}"
+    return pytest.param(rank, cause, Case([Fault(rank, step, kind, phase)], **case), id=name)
+
+
+_IN_NAME = ("strategy", "launcher", "trainer")
+
+
+@pytest.mark.parametrize(
+    ("rank", "cause", "case"),
+    [
+        death(1, "kill", "comm", SIGKILL, world_size=3),
+        death(1, "kill", "forward", SIGKILL, strategy=PP, world_size=3),
+        death(0, "kill", "comm", SIGKILL, launcher="spawn"),
+        death(1, "kill", "forward", SIGKILL, strategy=PP, launcher="spawn", workers=2),
+        death(1, "kill", "data", SIGKILL, launcher="torchrun", asleep={0: 30.0}),
+        death(0, "kill", "optimizer", SIGKILL, strategy=PP, launcher="torchrun"),
+        death(0, "kill", "forward", SIGKILL, workers=2),
+        death(1, "kill", "data", SIGKILL, asleep={0: 30.0}, deeply=True),
+        death(1, "kill", "setup", SIGKILL, step=0),
+        death(0, "kill", "setup", SIGKILL, step=0, strategy=PP),
+        death(1, "exit", "optimizer", EXIT),
+        death(0, "exit", "validation", EXIT, strategy=PP, launcher="spawn", trainer=VALIDATES),
+        death(1, "sysexit", "forward", r"sys.exit\(0\)", strategy=PP),
+        death(0, "sysexit", "optimizer", r"sys.exit\(0\)", launcher="torchrun"),
+        death(1, "sysexit", "validation", r"sys.exit\(0\)", launcher="spawn", trainer=VALIDATES),
+        death(0, "segv", "forward", SIGSEGV),
+        death(1, "raise", "validation", MESSAGE, launcher="torchrun", trainer=VALIDATES),
+        death(0, "raise", "optimizer", MESSAGE, strategy=PP, launcher="spawn"),
+        death(0, "raise", "setup", MESSAGE, step=0),
+        death(1, "raise", "comm", MESSAGE, workers=2, strategy=PP, launcher="torchrun"),
+        death(1, "oom", "backward", r"out of memory \(OOM\)", launcher="spawn"),
+        death(1, "raise", "forward", MESSAGE, save_every=3, saves_on_exception=True),
+        death(0, "raise", "forward", MESSAGE, strategy=PP, save_every=3, saves_on_exception=True),
+    ],
+)
+def test_of_a_rank(rank: int, cause: str, case: Case, tmp_path: Path) -> None:
+    result = run(case, tmp_path)
+    assert_ended(result)
+    phase = case.faults[0].phase
+    step = {"setup": -1, "data": 4}.get(phase)
+    assert_named(result, rank, cause, [phase] if phase in ("setup", "validation") else IN_STEP, step=step)
+    if case.faults[0].kind == "raise" and case.launcher != "spawn":
+        assert result.errors[rank].endswith(f"ZeroDivisionError: {MESSAGE}"), result.describe()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([Fault(0, 5, "stop", "comm")], timeout=3.0),
+        Case([Fault(1, 5, "stop", "forward")], "smddp_pipeline", "spawn", timeout=3.0),
+        Case([Fault(0, 5, "stop", "forward")], "smddp", "torchrun", timeout=3.0),
+        Case([Fault(1, 5, "hang", "forward")], "smddp_pipeline", timeout=3.0),
+        Case([Fault(0, 5, "hang", "forward")], timeout=3.0),
+    ],
+    ids=lambda case: f"{case.faults[0].kind}-{case.faults[0].rank}-{case.strategy}-{case.launcher}",
+)
+def test_silence(case: Case, tmp_path: Path) -> None:
+    result = run(case, tmp_path)
+    assert_ended(result, bound_s=case.timeout + 5.0)
+    assert_named(result, case.faults[0].rank, "", IN_STEP)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "ignores_sigint"),
+    [("smddp", "torchrun", False), (PP, "spawn", False), ("smddp", "spawn", True)],
+)
+def test_of_the_launcher(strategy: str, launcher: str, ignores_sigint: bool, tmp_path: Path) -> None:
+    case = Case([Fault(1, 5, "launcher", "forward")], strategy, launcher, ignores_sigint=ignores_sigint)
+    result = run(case, tmp_path)
+    assert_ended(result, code=-9)
+    for rank in range(2):
+        assert re.search(r"[Rr]ank \d .* launcher|launcher .* ended", result.said_by(rank)), result.describe()
+
+
+def test_with_new_interpreters(tmp_path: Path) -> None:
+    result = run(Case([Fault(1, 5, "kill", "comm")], launcher="spawn", real=True), tmp_path)
+    assert_ended(result, bound_s=30.0)  # on a busy machine an interpreter that has torch takes seconds to end
+    assert_named(result, 1, SIGKILL, IN_STEP)
