@@ -160,7 +160,8 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
         ([7, 5, 7], ["backward", "backward", "backward"], 0, 1),
         ([7, 7, 7], ["backward", "backward", "forward"], 1, 2),
         ([7, 7], ["forward", "backward"], 1, 0),
-        ([7, 7], ["backward", "backward"], 1, None),
+        ([7, 7], ["backward", "backward"], 1, 0),
+        ([7, 7, 7], ["backward", "backward", "backward"], 1, None),
     ],
 )
 def test_who_is_late(tmp_path: Path, steps: list[int], phases: list[str], asks: int, late: int | None) -> None:
