@@ -98,6 +98,11 @@ ROWS = [
 QUICK = {"kill -9 rank 1", "exception", "SIGSTOP", "SIGTERM to the script"}
 
 
+def _last_line(error: str) -> str:
+    """Of a traceback what was raised, without this machine's paths."""
+    return re.sub(r"'?/\S+/(?=\S)", "", error.strip().splitlines()[-1]) if error.strip() else ""
+
+
 def main() -> None:
     """Run, print, record."""
     options = parser(__doc__)
@@ -134,7 +139,7 @@ def _measure(one: Row, arm: str, real: bool) -> dict[str, Any]:
             "named": _names(one, result),
             "saved": _is_saved(result),
             "survivors_raised": result.raised,
-            "errors": result.errors,
+            "errors": {rank: _last_line(text) for rank, text in result.errors.items()},
         }
 
 
