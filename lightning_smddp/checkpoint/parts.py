@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Path = tuple[str, ...]
+from lightning_smddp.communication.trees import Path, UnknownTypeError, put_back, take_out
+
 Names = Sequence[Mapping[int, str]]
 """For each optimizer the names of its parameters, by their number in its ``state_dict()``."""
 
@@ -104,7 +105,7 @@ def put_together(rest: Mapping[str, Any], outline: Outline, tensors: Mapping[Pat
         checkpoint["optimizer_states"] = [
             {
                 **state,
-                "state": {**{number: _decode(value, tensors) for number, value in states.items()}, **state["state"]},
+                "state": {**{number: put_back(value, tensors) for number, value in states.items()}, **state["state"]},
             }
             for state, states in zip(rest["optimizer_states"], outline.optimizers, strict=True)
         ]
@@ -118,15 +119,6 @@ def names_of(module: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[dict
         {number: names[id(parameter)] for number, parameter in enumerate(parameters) if id(parameter) in names}
         for parameters in groups
     ]
-
-
-def copied(value: Any) -> Any:
-    """``value`` with copies of its tensors, which do not refer to a file any more."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {key: copied(item) for key, item in value.items()}
-    return type(value)(copied(item) for item in value) if type(value) in (list, tuple) else value
 
 
 def _take_model(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
@@ -148,7 +140,7 @@ def _take_optimizer(state: Mapping[str, Any], index: str, names: Mapping[int, st
     for number, value in state["state"].items():
         if isinstance(number, int):
             name = names.get(number, f"parameter {number}")
-            encoded[number] = _encode(value, ("optimizer_states", index, name), parts.tensors)
+            encoded[number] = _take_state(value, ("optimizer_states", index, name), parts.tensors)
         else:
             left[number] = value
     parts.outline.optimizers.append(encoded)
@@ -174,30 +166,18 @@ def _place(tensor: Tensor) -> Any:
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _encode(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any]:
-    """``value`` as JSON, with its tensors moved to ``tensors``."""
-    if _is_plain(value, ".".join(path)):
-        tensors[path] = value
-        return ["tensor", list(path)]
-    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        return ["dict", [[key, _encode(item, (*path, str(key)), tensors)] for key, item in value.items()]]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [_encode(item, (*path, str(i)), tensors) for i, item in enumerate(value)]]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ["value", value]
-    raise ValueError(
-        f"{'.'.join(path)} is a {type(value).__name__}. A sharded checkpoint has tensors, numbers, texts, None, and "
-        "lists, tuples and dicts of these in optimizer states; save with sharded=False."
-    )
-
-
-def _decode(encoded: Sequence[Any], tensors: Mapping[Path, Tensor]) -> Any:
-    kind, value = encoded
-    if kind == "tensor":
-        return tensors[tuple(value)]
-    if kind == "dict":
-        return {key: _decode(item, tensors) for key, item in value}
-    if kind in ("list", "tuple"):
-        items = [_decode(item, tensors) for item in value]
-        return items if kind == "list" else tuple(items)
-    return value
+def _take_state(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any]:
+    """The state of one parameter without its tensors."""
+    own: dict[Path, Tensor] = {}
+    try:
+        plain = take_out(value, own, path)
+        for place, tensor in own.items():
+            if not _is_plain(tensor, ".".join(place)):
+                raise UnknownTypeError(place, f"{type(tensor).__name__} ({tensor.layout})")
+    except UnknownTypeError as error:
+        raise ValueError(
+            f"{error}. A sharded checkpoint has tensors, numbers, texts, None, and lists, tuples and dicts of these in "
+            "optimizer states; save with sharded=False."
+        ) from error
+    tensors.update(own)
+    return plain

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.tensor_files import METADATA, Entry
+from lightning_smddp.communication.trees import name_of_dtype
 
 _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
@@ -80,5 +81,5 @@ def _entry(name: str, stored: Any, metadata: Metadata) -> Entry:
     path = tuple(str(part) for part in metadata.planner_data[name])
     if os.path.basename(place.relative_path) != place.relative_path:
         raise _Refused(f"refers to {place.relative_path!r}, which is not in this directory")
-    dtype = str(stored.properties.dtype).removeprefix("torch.")
+    dtype = name_of_dtype(stored.properties.dtype)
     return Entry(path, dtype, shape, place.relative_path, int(place.offset), int(place.length))

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_smddp._compat import dcp_place
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.parts import Path
+from lightning_smddp.communication.trees import Path, dtype_of, name_of_dtype
 
 METADATA = ".metadata"
 _ALIGNMENT = 64
@@ -138,7 +138,7 @@ def write_tensors(
             file.write(bytes(-file.size % _ALIGNMENT))
             begin = file.size
             torch.save(_bare(tensor), cast(IO[bytes], file))  # of a file it needs `write` only
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = name_of_dtype(tensor.dtype)
             entries.append(Entry(path, dtype, tuple(tensor.shape), name, begin, file.size - begin))
     return file, entries
 
@@ -155,7 +155,7 @@ def write_metadata(directory: str, entries: Iterable[Entry], verify: bool) -> Ha
     for entry in entries:
         name, shape = ".".join(entry.path), torch.Size(entry.shape)
         zeros = torch.Size([0] * len(shape))
-        properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+        properties = TensorProperties(dtype=dtype_of(entry.dtype))
         metadata.state_dict_metadata[name] = TensorStorageMetadata(
             properties, shape, [ChunkStorageMetadata(zeros, shape)]
         )
@@ -191,7 +191,7 @@ def map_tensors(directory: str, entries: Iterable[Entry]) -> dict[Path, Tensor]:
 
 
 def _map_tensor(file: mmap.mmap, entry: Entry) -> Tensor:
-    dtype = getattr(torch, entry.dtype)
+    dtype = dtype_of(entry.dtype)
     size = dtype.itemsize * torch.Size(entry.shape).numel()
     if size == 0:
         return torch.empty(entry.shape, dtype=dtype)

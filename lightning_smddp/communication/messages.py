@@ -11,26 +11,28 @@ from torch import Tensor
 
 
 def _encode(value: Any, device: torch.device) -> Tensor:
-    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 
 def _decode(data: Tensor) -> Any:
-    return json.loads(bytes(data.cpu().tolist()))
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 def gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """Every rank's ``value`` (anything that JSON carries), in rank order, on every rank."""
-    data = _encode(value, device)
-    world_size = dist.get_world_size(group)
-    length = torch.tensor([data.numel()], device=device)
-    lengths = [torch.empty_like(length) for _ in range(world_size)]
+    return [_decode(data) for data in gather_bytes(_encode(value, device), group)]
+
+
+def gather_bytes(data: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Every rank's ``data`` (uint8, flat, where the group's messages are), in rank order, on every rank."""
+    length = torch.tensor([data.numel()], device=data.device)
+    lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
-    longest = int(torch.stack(lengths).max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded = data.new_zeros(int(torch.stack(lengths).max()))
     padded[: data.numel()] = data
-    parts = [torch.empty_like(padded) for _ in range(world_size)]
+    parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
-    return [_decode(part[: int(n)]) for part, n in zip(parts, lengths, strict=True)]
+    return [part[: int(n)] for part, n in zip(parts, lengths, strict=True)]
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, group_src: int = 0) -> Any:

@@ -8,20 +8,16 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-from collections import OrderedDict
-from pathlib import Path, PurePath
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.messages import broadcast_json
+from lightning_smddp.communication.trees import Path, UnknownTypeError, dtype_of, name_of_dtype, put_back, take_out
 
 ALLOW_PICKLE = "LIGHTNING_SMDDP_ALLOW_PICKLE"
-_PLAIN = (type(None), bool, int, float, str)
-_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def broadcast_value(value: Any, src: int, group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -34,14 +30,14 @@ def broadcast_value(value: Any, src: int, group: dist.ProcessGroup, device: torc
     Raises:
         ValueError: on every rank, for a value that cannot be sent.
     """
-    tensors: list[Tensor] = []
+    tensors: dict[Path, Tensor] = {}
     message: Any = None
     if dist.get_rank() == src:
         try:
-            message = _encode(value, tensors)
-        except _UnknownTypeError as unknown:
-            tensors = []
-            message = _pickled(value) if _pickle_allowed() else ["refused", str(unknown)]
+            message = _describe(value, tensors)
+        except UnknownTypeError as unknown:
+            tensors = {}
+            message = _pickled(value) if _pickle_allowed() else ["refused", unknown.kind]
     message = broadcast_json(message, group, device, src)
     if message[0] == "refused":
         raise ValueError(
@@ -49,83 +45,40 @@ def broadcast_value(value: Any, src: int, group: dist.ProcessGroup, device: torc
             "sender's choice. Broadcast its contents (numbers, strings, paths, tensors, and lists, tuples and dicts of "
             f"them), or set {ALLOW_PICKLE}=1 on all ranks if you trust every process that can reach this job's ports."
         )
+    is_source = dist.get_rank() == src
     if message[0] == "pickle":
-        return _unpickled(message[1], src)
-    sent = tensors
-    tensors = [_broadcast_tensor(spec, sent, i, src, group, device) for i, spec in enumerate(_specs(message))]
-    return value if dist.get_rank() == src else _decode(message, iter(tensors))
+        return value if is_source else _unpickled(message[1], src)
+    plain, specs = message
+    received = {
+        tuple(path): _broadcast_tensor(spec, tensors.get(tuple(path)), src, group, device) for path, spec in specs
+    }
+    return value if is_source else put_back(plain, received)
 
 
-class _UnknownTypeError(Exception):
-    """The name of a type that has no form of its own."""
-
-
-def _encode(value: Any, tensors: list[Tensor]) -> list[Any]:
-    """``value`` as ``[kind, content]``; tensors are only described, and appended to ``tensors``."""
-    if isinstance(value, np.generic) and not isinstance(value, np.void):
-        value = value.item()
-    kind = type(value)
-    if kind in _PLAIN:
-        return ["plain", value]
-    if kind is bytes:
-        return ["bytes", base64.b64encode(value).decode()]
-    if isinstance(value, PurePath):
-        return ["path", str(value)]
-    if kind in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
-        tensors.append(value.detach())
-        return ["tensor", [str(value.dtype), list(value.shape), value.device.type != "cpu"]]
-    if kind is torch.dtype:
-        return ["dtype", str(value)]
-    for name, sequence in _SEQUENCES.items():
-        if kind is sequence:
-            return [name, [_encode(element, tensors) for element in value]]
-    if kind in (dict, OrderedDict):
-        return ["dict", [[_encode(key, tensors), _encode(element, tensors)] for key, element in value.items()]]
-    raise _UnknownTypeError(f"{kind.__module__}.{kind.__qualname__}")
-
-
-def _decode(message: Any, tensors: Any) -> Any:
-    kind, content = message
-    if kind == "plain":
-        return content
-    if kind == "bytes":
-        return base64.b64decode(content)
-    if kind == "path":
-        return Path(content)
-    if kind == "tensor":
-        return next(tensors)
-    if kind == "dtype":
-        return _dtype(content)
-    if kind == "dict":
-        return {_decode(key, tensors): _decode(element, tensors) for key, element in content}
-    return _SEQUENCES[kind](_decode(element, tensors) for element in content)
-
-
-def _specs(message: Any) -> list[Any]:
-    """The descriptions of all tensors in ``message``, in order."""
-    kind, content = message
-    if kind == "tensor":
-        return [content]
-    if kind == "dict":
-        return [spec for pair in content for element in pair for spec in _specs(element)]
-    return [spec for element in content for spec in _specs(element)] if kind in _SEQUENCES else []
+def _describe(value: Any, tensors: dict[Path, Tensor]) -> list[Any]:
+    """``value`` without its tensors, and what each of them is like."""
+    plain = take_out(value, tensors)
+    for path, tensor in tensors.items():
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+            raise UnknownTypeError(path, f"{type(tensor).__module__}.{type(tensor).__qualname__} ({tensor.layout})")
+    return [
+        plain,
+        [[path, [name_of_dtype(t.dtype), list(t.shape), t.device.type != "cpu"]] for path, t in tensors.items()],
+    ]
 
 
 def _broadcast_tensor(
-    spec: Any, sent: list[Tensor], index: int, src: int, group: dist.ProcessGroup, device: torch.device
+    spec: Any, sent: Tensor | None, src: int, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
     name, shape, on_device = spec
-    data = sent[index].to(device).contiguous() if sent else torch.empty(shape, dtype=_dtype(name), device=device)
+    if sent is None:
+        data = torch.empty(shape, dtype=dtype_of(name), device=device)
+    else:
+        data = sent.detach().to(device).contiguous()
     raw = data.view(torch.uint8) if data.dtype == torch.bool else data  # not every backend carries bool
     if raw.numel():
         dist.broadcast(raw, src, group=group)
     return data if on_device else data.cpu()
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    assert isinstance(found, torch.dtype), name
-    return found
 
 
 def _pickle_allowed() -> bool:

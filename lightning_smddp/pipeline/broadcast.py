@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp.communication.trees import dtype_of, name_of_dtype
 from lightning_smddp.pipeline.structure import Path, items, leaves, rebuild
 
 _ALIGNMENT = 16  # bytes, the largest element's size: a part of the buffer can be viewed as any type
@@ -160,14 +161,14 @@ def _tensors(buffer: Tensor, specs: list[Any], numbers: int) -> list[Tensor]:
     """The tensors in the buffer; those that would keep alive more than as much again are copied out of it."""
     found = []
     for (dtype, shape, on_cpu), offset in zip(specs, _Layout.of(specs, numbers).offsets, strict=True):
-        part = buffer[offset : offset + _nbytes(dtype, shape)].view(getattr(torch, dtype)).view(shape)
+        part = buffer[offset : offset + _nbytes(dtype, shape)].view(dtype_of(dtype)).view(shape)
         part = part.clone() if 2 * part.nbytes < buffer.nbytes else part.data  # `data`: its own version counter
         found.append(part.cpu() if on_cpu else part)
     return found
 
 
 def _nbytes(dtype: str, shape: list[int]) -> int:
-    nbytes: int = getattr(torch, dtype).itemsize
+    nbytes: int = dtype_of(dtype).itemsize
     for size in shape:
         nbytes *= size
     return nbytes
@@ -242,7 +243,7 @@ class _Packing:
             kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
             raise ValueError(f"{_where(path)} is a {kind} tensor; only dense tensors can be sent to other ranks.")
         self.tensors.append(tensor)
-        self.specs.append([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type == "cpu"])
+        self.specs.append([name_of_dtype(tensor.dtype), list(tensor.shape), tensor.device.type == "cpu"])
         return len(self.tensors) - 1
 
     def _number(self, form: str, value: float) -> int:

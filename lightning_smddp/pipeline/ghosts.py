@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_smddp.communication.trees import dtype_of, name_of_dtype
 from lightning_smddp.pipeline.functions import name_of
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.program import Program
@@ -101,7 +102,7 @@ class Shapes:
         """As plain data, to be passed on to other ranks."""
         return {
             "values": {
-                str(index): [list(s.shape), list(s.stride), str(s.dtype).removeprefix("torch."), s.requires_grad]
+                str(index): [list(s.shape), list(s.stride), name_of_dtype(s.dtype), s.requires_grad]
                 for index, s in self.values.items()
             },
             "constants": {str(index): [_to_json(leaf) for leaf in found] for index, found in self.constants.items()},
@@ -111,7 +112,7 @@ class Shapes:
     def from_json(cls, data: dict[str, Any]) -> Shapes:
         """The inverse of :meth:`to_json`; constants that are no JSON are taken from the trace."""
         values = {
-            int(index): Shape(tuple(shape), tuple(stride), _dtype(dtype), bool(requires_grad))
+            int(index): Shape(tuple(shape), tuple(stride), dtype_of(dtype), bool(requires_grad))
             for index, (shape, stride, dtype, requires_grad) in data["values"].items()
         }
         return cls(values, {int(index): tuple(found) for index, found in data["constants"].items()})
@@ -131,9 +132,3 @@ class Shapes:
 
 def _to_json(leaf: Any) -> Any:
     return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else AS_TRACED
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
-    return dtype

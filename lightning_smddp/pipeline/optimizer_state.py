@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_smddp.checkpoint.parts import copied
 from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.trees import Path, UnknownTypeError, put_back, take_out
 from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.structure import copied
 from lightning_smddp.pipeline.transfer import CPU, gather_tensors
 
 
@@ -196,54 +198,25 @@ class OptimizerPartition:
 
     def _gather_states(self, group: dist.ProcessGroup, to_all: bool, device: torch.device) -> dict[str, Any]:
         """For each parameter its state, from its owner."""
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[Path, Tensor] = {}
         plain: dict[str, Any] = {}
         problem = None
         try:
             for parameter in self._all():
                 name = self._names[id(parameter)]
                 if self.ownership.owner(name) == self.rank and parameter in self.optimizer.state:
-                    plain[name] = _encode(self.optimizer.state[parameter], name, tensors)
-        except ValueError as error:
-            problem = f"{type(self.optimizer).__name__}'s state cannot be gathered: {error}"
+                    plain[name] = take_out(self.optimizer.state[parameter], tensors, (name,))
+        except UnknownTypeError as error:
+            problem = (
+                f"{type(self.optimizer).__name__}'s state cannot be gathered: {error}. Between ranks travel tensors, "
+                "numbers, texts, None, and lists, tuples and dicts of these."
+            )
         everyones = gather_json([plain, problem], group, device)
         problem = next((text for _, text in everyones if text is not None), None)
         if problem is not None:
             raise ValueError(problem)
-        gathered = gather_tensors(tensors, group, to_all, device)
+        gathered = gather_tensors({json.dumps(path): t for path, t in tensors.items()}, group, to_all, device)
+        found = {tuple(json.loads(key)): tensor for key, tensor in gathered.items()}
         if not to_all and group.rank() != 0:
             return {}
-        return {name: _decode(value, gathered) for theirs, _ in everyones for name, value in theirs.items()}
-
-
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
-    """``value`` as JSON, with its tensors moved to ``tensors``.
-
-    Raises:
-        ValueError: it has something that JSON does not carry.
-    """
-    if isinstance(value, Tensor):
-        tensors[path] = value
-        return ["tensor", path]
-    if isinstance(value, Mapping) and all(isinstance(key, (str, int)) for key in value):
-        return ["dict", [[key, _encode(item, f"{path}/{key}", tensors)] for key, item in value.items()]]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [_encode(item, f"{path}/{i}", tensors) for i, item in enumerate(value)]]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ["value", value]
-    raise ValueError(
-        f"{path} is a {type(value).__name__}. Between ranks travel tensors, numbers, texts, None, and lists, tuples "
-        "and dicts of these."
-    )
-
-
-def _decode(encoded: list[Any], tensors: Mapping[str, Tensor]) -> Any:
-    kind, value = encoded
-    if kind == "tensor":
-        return tensors[value]
-    if kind == "dict":
-        return {key: _decode(item, tensors) for key, item in value}
-    if kind in ("list", "tuple"):
-        items = [_decode(item, tensors) for item in value]
-        return items if kind == "list" else tuple(items)
-    return value
+        return {name: put_back(value, found) for theirs, _ in everyones for name, value in theirs.items()}

@@ -57,6 +57,11 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     return with_members(structure, [(key, map_leaves(function, child)) for key, child in children])
 
 
+def copied(structure: Any) -> Any:
+    """A copy of ``structure``, and of the tensors in it."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)
+
+
 def with_members(container: Any, values: Members) -> Any:
     """A copy of ``container`` with other members, of the same keys and number unless it is a list or tuple."""
     if type(container) is dict:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.trees import dtype_of, name_of_dtype
 
 CHUNK_BYTES = 64 * 2**20
 _ALIGNMENT = 16  # bytes; the widest element (complex128)
@@ -34,14 +35,11 @@ class Spec:
     def from_json(cls, value: Any) -> Spec:
         """From :meth:`to_json`. Raises ``ValueError`` for what is no dtype."""
         shape, name = value
-        dtype = getattr(torch, name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}. Run one version on every rank.")
-        return cls(tuple(shape), dtype)
+        return cls(tuple(shape), dtype_of(name))
 
     def to_json(self) -> list[Any]:
         """Shape and name of the dtype."""
-        return [list(self.shape), str(self.dtype).removeprefix("torch.")]
+        return [list(self.shape), name_of_dtype(self.dtype)]
 
     @property
     def numel(self) -> int:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.newest import newest_checkpoint
-from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.checkpoint.ranks import Ranks
+from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.strategies._compat import around_resume_start, requeue_checkpoint
 
 STOP_CHECKPOINT = "smddp-stop.ckpt"
@@ -61,7 +62,7 @@ def continuing(trainer: Any, device: torch.device, newest: Newest = newest_check
         if trainer.state.fn != "fit" or (given is not None and given != requeue_checkpoint(trainer)):
             return given
         looked = places(trainer)
-        path = _decide(lambda: newest(looked), device)
+        path = Ranks(dist.group.WORLD, device).first(lambda: newest(looked))
         if path is not None:
             _require_readable(path, device)
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -82,25 +83,6 @@ def _versions(directory: str) -> list[str]:
     if "://" in directory or not path.parent.name.startswith("version_"):
         return [directory]
     return [directory, *sorted(map(str, path.parent.parent.glob(f"version_*/{path.name}")))]
-
-
-def _decide(find: Callable[[], str | None], device: torch.device) -> str | None:
-    """What rank 0 finds, or its error, on every rank. Collective."""
-    world = dist.group.WORLD
-    if world is None or world.size() == 1:
-        return find()
-    answer: dict[str, Any] = {}
-    if dist.get_rank() == 0:
-        try:
-            answer = {"path": find()}
-        except Exception as error:
-            broadcast_json({"error": f"Rank 0 could not look for checkpoints: {error}"}, world, device)
-            raise
-    answer = broadcast_json(answer, world, device)
-    if "error" in answer:
-        raise RuntimeError(answer["error"])
-    path: str | None = answer["path"]
-    return path
 
 
 def _require_readable(path: str, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Lightning's CheckpointIO over ``checkpoint/``, and errors of the rank that saves on all ranks."""
+"""Lightning's CheckpointIO over ``checkpoint/``."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
 from lightning_smddp.checkpoint.background import BackgroundWriter
 from lightning_smddp.checkpoint.contents import Snapshot, bytes_needed, dump_of
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.places import remove_checkpoint, write_checkpoint
 from lightning_smddp.checkpoint.reading import read_checkpoint
-from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.messages import broadcast_json
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO as _Base
@@ -125,48 +120,3 @@ def require_trainers(checkpoint: Any, path: Path) -> None:
         return
     fix = "To load weights alone, call `model.load_state_dict(torch.load(path, weights_only=True))` before `fit`."
     raise CheckpointError(path, reason, fix)
-
-
-def save_on_first_rank(save: Callable[[], None], device: torch.device, interrupted: bool) -> None:
-    """Call ``save``, which writes on global rank 0 only, and raise its error on every rank. Collective.
-
-    Args:
-        save: called on every rank.
-        device: where the default group's messages are.
-        interrupted: an exception has ended training: peers may be gone or elsewhere, so nothing is sent.
-
-    Raises:
-        OSError: rank 0's, with its number, text and path.
-        CheckpointError: rank 0's.
-        RankFailedError: another error of rank 0, on the other ranks.
-    """
-    error: Exception | None = None
-    try:
-        save()
-    except Exception as caught:
-        error = caught
-    if not interrupted and dist.is_initialized() and dist.get_world_size() > 1:
-        assert dist.group.WORLD is not None
-        told = broadcast_json(_to_json(error), dist.group.WORLD, device)
-        error = error or _from_json(told)
-    if error is not None:
-        raise error
-
-
-def _to_json(error: Exception | None) -> list[Any] | None:
-    if isinstance(error, OSError) and error.errno is not None:
-        return ["OSError", error.errno, error.strerror, None if error.filename is None else str(error.filename)]
-    if isinstance(error, CheckpointError):
-        return ["CheckpointError", error.path, error.reason, error.fix]
-    return None if error is None else [type(error).__name__, str(error)]
-
-
-def _from_json(told: list[Any] | None) -> Exception | None:
-    if told is None:
-        return None
-    kind, *details = told
-    if kind == "OSError":
-        return OSError(*details)
-    if kind == "CheckpointError":
-        return CheckpointError(*details)
-    return RankFailedError(0, f"Rank 0 could not save a checkpoint: {kind}: {details[0]}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_smddp.pipeline.microbatches import MicroBatch
-from lightning_smddp.pipeline.structure import map_leaves, tensors
+from lightning_smddp.pipeline.structure import copied, map_leaves, tensors
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_results import StepResults
 
@@ -63,7 +63,7 @@ class LightningStep:
     def __call__(self, microbatch: MicroBatch) -> Any:
         """Run the method's code once; on a copy if it changes batches in place, as each stage runs it."""
         changes = self.key in self.capture.changing_steps
-        value = map_leaves(_copied, microbatch.value) if changes else microbatch.value
+        value = copied(microbatch.value) if changes else microbatch.value
         with self.precision():
             return self.capture.finish(getattr(self.module, self.hook)(value, *self.arguments))
 
@@ -79,7 +79,7 @@ class LightningStep:
         """A run for nothing: what it logs, and what it does to metrics, is thrown away."""
 
         def run() -> Any:
-            copy = replace(microbatch, value=map_leaves(_copied, microbatch.value))
+            copy = replace(microbatch, value=copied(microbatch.value))
             before = [_version(tensor) for tensor in tensors(copy.value)]
             try:
                 with self.around(0, copy, keep=True):
@@ -95,7 +95,7 @@ class LightningStep:
 
     def observed(self, microbatch: MicroBatch) -> StepResults:
         """What a run for nothing would have shown to Lightning."""
-        copy = replace(microbatch, value=map_leaves(_copied, microbatch.value))
+        copy = replace(microbatch, value=copied(microbatch.value))
         try:
             with self.around(0, copy, keep=True):
                 result = self(copy)
@@ -108,10 +108,6 @@ class LightningStep:
         if microbatch.weight == 0:
             return None  # a mean over nothing is nan, and so would its gradient be
         return loss_of(result, self.hook) * (microbatch.weight * self.scale)
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _detached(leaf: Any) -> Any:

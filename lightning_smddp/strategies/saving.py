@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch.distributed as dist
+
 from lightning_smddp.checkpoint.fits import OptimizerOutline, check_fits, compare_optimizers, require_none
-from lightning_smddp.strategies.checkpoint_io import require_trainers, save_on_first_rank
+from lightning_smddp.checkpoint.ranks import Ranks
+from lightning_smddp.strategies.checkpoint_io import require_trainers
 from lightning_smddp.strategies.reliability import ReliabilityOptions
 
 if TYPE_CHECKING:
@@ -29,9 +32,7 @@ class Saving(_Base):
         given: Any = self._checkpoint_io
         if given is None:
             self._checkpoint_io = given = self._make_checkpoint_io()
-        elif (
-            any(cls.__name__ == "_WrappingCheckpointIO" for cls in type(given).__mro__) and given.checkpoint_io is None
-        ):
+        elif _wraps_another(given) and given.checkpoint_io is None:
             given.checkpoint_io = self._make_checkpoint_io()
         return given
 
@@ -42,10 +43,15 @@ class Saving(_Base):
     def _make_checkpoint_io(self) -> Any:
         return self._safe_files(asynchronous=self._reliability.async_save)
 
+    @property
+    def _ranks(self) -> Ranks:
+        """Those that save and load together: all, or this one alone after an exception, when others may be gone."""
+        together = dist.is_initialized() and not cast(Any, self)._interrupted()
+        return Ranks(dist.group.WORLD if together else None, self.root_device)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save on the first rank. Its error is raised on every rank."""
-        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-        save_on_first_rank(save, self.root_device, cast(Any, self)._interrupted())
+        self._ranks.first(partial(super().save_checkpoint, checkpoint, filepath, storage_options))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Raise what ended a save in the background."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_smddp.checkpoint.directories import existing, remove_directory
-from lightning_smddp.checkpoint.parts import copied, names_of
-from lightning_smddp.checkpoint.ranks import Ranks
+from lightning_smddp.checkpoint.parts import names_of
 from lightning_smddp.checkpoint.sharded import is_sharded, load_sharded, local_path, save_sharded
+from lightning_smddp.pipeline.structure import copied
 from lightning_smddp.strategies.checkpoint_io import require_trainers
 from lightning_smddp.strategies.saving import Saving
 
@@ -36,8 +35,7 @@ class ShardedSaving(Saving):
             return
         if storage_options is not None:
             raise TypeError(f"storage_options={storage_options!r} cannot be used with sharded=True: it takes no URLs.")
-        alone = cast(Any, self)._interrupted()  # the other ranks may be gone
-        if alone and not self.is_global_zero:
+        if cast(Any, self)._interrupted() and not self.is_global_zero:
             return
         module = cast(Any, self.lightning_module)
         optimizers = self.optimizers if "optimizer_states" in checkpoint else []
@@ -46,7 +44,7 @@ class ShardedSaving(Saving):
             filepath,
             names_of(module, [self._optimized(getattr(o, "optimizer", o)) for o in optimizers]),
             list(module.state_dict()) if self.is_global_zero else (),
-            Ranks() if alone else self._ranks,
+            self._ranks,
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -78,8 +76,3 @@ class ShardedSaving(Saving):
     def _optimized(self, optimizer: Optimizer) -> Sequence[Tensor]:
         """All parameters of an optimizer of the whole module."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    @property
-    def _ranks(self) -> Ranks:
-        together = dist.is_initialized() and dist.get_world_size() > 1
-        return Ranks(dist.group.WORLD if together else None, self.root_device)

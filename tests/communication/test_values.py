@@ -80,11 +80,12 @@ def receive_only(path: str) -> None:
     os.environ[ALLOW_PICKLE] = str(int(dist.get_rank() == 0))
     value = Marker(path) if dist.get_rank() == 0 else None
     if dist.get_rank() == 0:
-        broadcast_value(value, 0, dist.group.WORLD, CPU)
+        assert broadcast_value(value, 0, dist.group.WORLD, CPU) is value  # nor does the sender unpickle its own
     else:
         with pytest.raises(ValueError, match=rf"Rank 0 broadcast a pickled object. Set {ALLOW_PICKLE}=1 on all ranks"):
             broadcast_value(None, 0, dist.group.WORLD, CPU)
-        assert not Path(path).exists()
+    dist.barrier()
+    assert not Path(path).exists()
 
 
 def allowed(path: str) -> None:

@@ -198,7 +198,7 @@ def nested(group: dist.ProcessGroup) -> None:
 
 def test_state_that_cannot_travel_is_named_on_every_rank() -> None:
     for message in run_in_threads(odd_state, 2):
-        assert "Peculiar's state cannot be gathered: norm.weight/odd is a ndarray." in message
+        assert "Peculiar's state cannot be gathered: norm.weight.odd is a numpy.ndarray." in message
 
 
 def odd_state(group: dist.ProcessGroup) -> str:
