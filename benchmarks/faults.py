@@ -1,13 +1,14 @@
 """What becomes of a job when a rank fails or the job is told to stop: ours beside Lightning's DDPStrategy.
 
-Every case is a real job of two ranks on this machine, with the same faults and timeouts for all strategies. The last
-section is what all the watching costs while nothing happens.
+Every case is a real job on this machine, with the same faults and timeouts for all strategies: of two ranks, or of two
+nodes (namespaces) with two ranks each. The last section is what all the watching costs while nothing happens.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +23,11 @@ from common import Record, parser, table, target
 
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.reading import read_checkpoint
+from tests.faults import memory
 from tests.faults.case import Case
 from tests.faults.injection import MESSAGE, Fault
 from tests.faults.jobs import Result, run, temporary_directory
+from tests.multinode.namespaces import two_nodes
 from tests.ranks import run_trainer_ranks
 
 OURS = ["smddp", "smddp_pipeline"]
@@ -51,6 +54,12 @@ def row(name: str, kind: str, rank: int = 1, phase: str = "forward", cause: str 
     return Row(name, Case([Fault(rank, 5, kind, phase)], **options), cause or "SIGKILL", stops, arms)
 
 
+def node_row(name: str, kind: str, cause: str, **options: Any) -> Row:
+    """Two nodes of two ranks; the second one's last rank is hit after the first heartbeats."""
+    case = Case([Fault(3, 12, kind, "forward")], world_size=4, nodes=2, step_s=0.1, **options)
+    return Row(f"two nodes: {name}", case, cause)
+
+
 SAVES = {"save_every": 3}
 STOPS = {"stops": True, "save_every": 1000}
 ROWS = [
@@ -69,6 +78,7 @@ ROWS = [
     row("exception, torchrun", "raise", 0, "optimizer", cause=MESSAGE, launcher="torchrun"),
     row("exception, spawn", "raise", 0, "backward", cause=MESSAGE, launcher="spawn"),
     row("MemoryError", "oom", cause="emory"),
+    row("killed by the kernel for lack of memory", "oom_kill", cause="OOM"),
     row("segmentation fault", "segv", cause="SIGSEGV"),
     row("sys.exit(0)", "sysexit", cause="sys.exit|SystemExit"),
     row("os._exit(0)", "exit", cause="exited"),
@@ -94,6 +104,11 @@ ROWS = [
              options={"stop_grace": 8.0}),
         stops=True,
     ),
+    node_row("kill -9 rank 3", "kill", "SIGKILL"),
+    node_row("exception", "raise", MESSAGE),
+    node_row("all of a node dies", "node", "connection ended"),
+    node_row("the network is cut", "cut", "network between the hosts is cut", timeout=TIMEOUT_S),
+    node_row("SIGSTOP", "stop", "stopped", timeout=TIMEOUT_S),
 ]  # fmt: skip
 QUICK = {"kill -9 rank 1", "exception", "SIGSTOP", "SIGTERM to the script"}
 
@@ -116,6 +131,9 @@ def main() -> None:
     record.data["cases"] = {}
     lines = []
     for one in rows:
+        if reason := _refused(one):
+            print(f"{one.name}: left out, {reason}", file=sys.stderr, flush=True)
+            continue
         results = {arm: _measure(one, arm, args.real) for arm in one.arms}
         record.data["cases"][one.name] = results
         lines.append([one.name, *(_cell(one, results.get(arm)) for arm in ARMS)])
@@ -125,6 +143,19 @@ def main() -> None:
     if args.steps:
         _cost(record, args.steps)
     record.finish()
+
+
+def _refused(one: Row) -> str | None:
+    """Why this machine cannot run it, or None."""
+    if one.case.faults[0].kind == "oom_kill":
+        return memory.no_cgroups()
+    if one.case.nodes > 1:
+        try:
+            with two_nodes():
+                return None
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"network namespaces are not permitted: {error}"
+    return None
 
 
 def _measure(one: Row, arm: str, real: bool) -> dict[str, Any]:
@@ -145,12 +176,15 @@ def _measure(one: Row, arm: str, real: bool) -> dict[str, Any]:
 
 def _names(one: Row, result: Result) -> bool:
     """Whether what the user sees names the rank that failed, and why: in one line, or in the launcher's report."""
-    rank = one.case.faults[0].rank
+    fault, devices = one.case.faults[0], one.case.devices
+    hit = {fault.rank}
+    if fault.kind in ("node", "cut"):
+        hit = {rank for rank in range(one.case.world_size) if rank // devices == fault.rank // devices}
     said = [*map(result.said_by, range(result.case.world_size)), result.main_stderr, result.output]
     lines = [line for text in said for line in text.splitlines()]
     if one.case.launcher != "script":
         lines += [" ".join(result.main_stderr.split()), " ".join(result.output.split())]
-    who = "" if one.cause == "launcher" else rf"\b([Rr]ank\s*:?\s*|[Pp]rocess ){rank}\b"
+    who = "" if one.cause == "launcher" else rf"\b([Rr]ank\s*:?\s*|[Pp]rocess )({'|'.join(map(str, hit))})\b"
     return any(re.search(who, line) and re.search(one.cause, line) for line in lines)
 
 

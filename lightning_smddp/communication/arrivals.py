@@ -108,8 +108,7 @@ def meet(store: Store, card: Card, deadline: float, limit_s: float, serves: bool
     Raises:
         StartError: ranks are missing at the deadline, or contradict each other.
     """
-    number = store.add("arrivals", 1)
-    store.set(f"arrival {number}", json.dumps(asdict(card)))
+    number = leave(store, card)
     if number == 1:
         judgement = _judge(store, card.world_size, deadline, limit_s)
         store.set("judgement", json.dumps(judgement))
@@ -123,6 +122,13 @@ def meet(store: Store, card: Card, deadline: float, limit_s: float, serves: bool
         if serves:
             _let_others_hear(store, admitted if time.monotonic() > deadline else card.world_size)
         raise StartError(error)
+
+
+def leave(store: Store, card: Card) -> int:
+    """Leave ``card`` there without waiting; returns its number, from 1."""
+    number = store.add("arrivals", 1)
+    store.set(f"arrival {number}", json.dumps(asdict(card)))
+    return number
 
 
 def _let_others_hear(store: Store, count: int) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat import set_group_timeout
-from lightning_smddp.communication.arrivals import Card, meet
+from lightning_smddp.communication.arrivals import Card, leave, meet
 from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.interfaces import describe_interfaces, holder_of, interface_problem
 
@@ -32,6 +32,7 @@ DEFAULT_INIT_TIMEOUT = timedelta(minutes=10)  # or the strategy's `timeout`, if 
 _RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
 _NAME_PATIENCE_S = 60.0  # a cluster's names may come up after its processes
 _TELL_PATIENCE_S = 3.0  # to let the others know of a problem of this rank's own
+_PROBE_S = 2.0  # for a process that serves this job's store already
 _PAUSE_S = 0.1
 _BACKLOG = 4096
 _starts = itertools.count()  # the same on all ranks: an agent's store outlives a process group
@@ -62,6 +63,11 @@ class Meeting:
     versions: Mapping[str, str]
 
 
+def start_limit(init_timeout: timedelta | None, timeout: timedelta | None) -> timedelta:
+    """How long to wait for other ranks to start: ``init_timeout``; else ``timeout``, but 10 minutes at most."""
+    return init_timeout or min(timeout or DEFAULT_INIT_TIMEOUT, DEFAULT_INIT_TIMEOUT)
+
+
 def join(
     meeting: Meeting,
     backend: str,
@@ -84,14 +90,14 @@ def join(
     Raises:
         StartError: on every rank that is there, within ``init_timeout``; the message is one line.
     """
-    limit = init_timeout or min(timeout or DEFAULT_INIT_TIMEOUT, DEFAULT_INIT_TIMEOUT)
+    limit = start_limit(init_timeout, timeout)
     limit_s = limit.total_seconds()
     deadline = time.monotonic() + limit_s
     problem = interface_problem(backend)
     card = Card(meeting.rank, meeting.world_size, meeting.local_rank, meeting.versions, problem)
     if problem is not None:
         _tell_and_raise(meeting, card)
-    store, served = _open_store(meeting, deadline, limit)
+    store, served = _open_store(meeting, card, deadline, limit)
     store = dist.PrefixStore(_run_key(), store)
     try:
         meet(store, card, deadline, limit_s, serves=bool(served))
@@ -144,10 +150,10 @@ def _start_group(
 # ---- the store ----
 
 
-def _open_store(meeting: Meeting, deadline: float, limit: timedelta) -> tuple[dist.Store, str]:
+def _open_store(meeting: Meeting, card: Card, deadline: float, limit: timedelta) -> tuple[dist.Store, str]:
     """A connection to the job's store, which rank 0 serves unless an agent does; and what is listened on."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listener = None if agents or meeting.rank != 0 else _listen(meeting, deadline)
+    listener = None if agents or meeting.rank != 0 else _listen(meeting, card, deadline)
     if listener is None:
         return _connect(meeting, deadline, limit), ""
     host, port = listener.getsockname()[:2]
@@ -162,7 +168,7 @@ def _open_store(meeting: Meeting, deadline: float, limit: timedelta) -> tuple[di
     return store, f"{host} port {port}"
 
 
-def _listen(meeting: Meeting, deadline: float) -> socket.socket | None:
+def _listen(meeting: Meeting, card: Card, deadline: float) -> socket.socket | None:
     """A socket on the one address that MASTER_ADDR means here; on all where that is none of this machine's.
 
     None if this very process listens there already.
@@ -174,17 +180,23 @@ def _listen(meeting: Meeting, deadline: float) -> socket.socket | None:
             return _bound(family, address)
         except OSError as error:
             if error.errno == EADDRINUSE:
-                _require_own(meeting)
+                _require_own(meeting, card)
                 return None
             if error.errno != EADDRNOTAVAIL:
                 raise StartError(
                     f"Rank 0 cannot listen on {address[0]} port {meeting.port}: {error.strerror}."
                 ) from None
+    if not _is_own(meeting.port) and _tell_the_first(meeting, card):
+        raise StartError(
+            f"{card} cannot serve the job's store: another process does so at MASTER_ADDR={meeting.address} port "
+            f"{meeting.port}. Rank 0 was started twice, or another job has the same address and port. Give every "
+            "process a rank of its own (NODE_RANK, RANK), and every job a port (MASTER_PORT)."
+        )
     try:
         return _bound(socket.AF_INET, ("", meeting.port))
     except OSError as error:
         if error.errno == EADDRINUSE:
-            _require_own(meeting)
+            _require_own(meeting, card)
             return None
         raise StartError(f"Rank 0 cannot listen on port {meeting.port}: {error.strerror}.") from None
 
@@ -201,17 +213,35 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
     return listener
 
 
-def _require_own(meeting: Meeting) -> None:
+def _is_own(port: int) -> bool:
+    holder = holder_of(port)
+    return holder is not None and holder[0] == os.getpid()
+
+
+def _require_own(meeting: Meeting, card: Card) -> None:
     """Someone listens on the port: raise :class:`StartError` unless it is this process, for an earlier group."""
-    holder = holder_of(meeting.port)
-    if holder is not None and holder[0] == os.getpid():
+    if _is_own(meeting.port):
         return
+    holder = holder_of(meeting.port)
+    _tell_the_first(meeting, card)
     who = "a process of another user" if holder is None else f"process {holder[0]} ({holder[1]})"
     raise StartError(
         f"Rank 0 (host {socket.gethostname()}, pid {os.getpid()}) cannot serve the job's store at {meeting.address} "
         f"port {meeting.port}: {who} listens there (EADDRINUSE). Another job has the same MASTER_PORT, or rank 0 was "
         "started twice. End that process, or set MASTER_PORT to a free port on all ranks."
     )
+
+
+def _tell_the_first(meeting: Meeting, card: Card) -> bool:
+    """Leave ``card`` in the store that another process serves in the place of this one's; whether there is one.
+
+    If it waits for its ranks there, as another rank 0 does, all of them hear at once that there are two.
+    """
+    with suppress(RuntimeError, dist.DistError, StartError):  # there is none
+        store = _connect(meeting, time.monotonic(), timedelta(seconds=_PROBE_S))
+        leave(dist.PrefixStore(_run_key(), store), card)
+        return True
+    return False
 
 
 def _resolve(meeting: Meeting, deadline: float) -> list[tuple[int, tuple[Any, ...]]]:
@@ -280,7 +310,7 @@ def _tell_and_raise(meeting: Meeting, card: Card) -> None:
     soon = timedelta(seconds=_TELL_PATIENCE_S)
     deadline = time.monotonic() + _TELL_PATIENCE_S
     with suppress(RuntimeError, dist.DistError, StartError):  # then the others learn that this rank is missing
-        store, served = _open_store(meeting, deadline, soon)
+        store, served = _open_store(meeting, card, deadline, soon)
         meet(dist.PrefixStore(_run_key(), store), card, deadline, _TELL_PATIENCE_S, serves=bool(served))
     raise StartError(f"{card} cannot start: {card.problem}")
 

@@ -47,6 +47,7 @@ def take_out(value: Any, tensors: dict[Path, Tensor], path: Path = ()) -> list[A
     if kind in _PLAIN:
         return ["plain", value]
     if isinstance(value, Tensor):
+        assert path not in tensors
         tensors[path] = value
         return ["tensor", list(path)]
     if kind is bytes:
@@ -58,8 +59,12 @@ def take_out(value: Any, tensors: dict[Path, Tensor], path: Path = ()) -> list[A
     if kind in _SEQUENCES.values():
         return [kind.__name__, [take_out(member, tensors, (*path, str(i))) for i, member in enumerate(value)]]
     if kind in _MAPPINGS:
-        members = ((key, take_out(member, tensors, (*path, str(key)))) for key, member in value.items())
-        return ["dict", [[take_out(key, tensors, (*path, "key")), member] for key, member in members]]
+        names = [str(key) for key in value]
+        if len(set(names)) < len(names):  # 1 and "1"
+            names = [f"{type(key).__name__} {key}" for key in value]
+        members = [take_out(member, tensors, (*path, name)) for name, member in zip(names, value.values(), strict=True)]
+        keys = [take_out(key, tensors, (*path, name, "key")) for name, key in zip(names, value, strict=True)]
+        return ["dict", [list(pair) for pair in zip(keys, members, strict=True)]]
     raise UnknownTypeError(path, f"{kind.__module__}.{kind.__qualname__}")
 
 

@@ -5,7 +5,7 @@ Written against Lightning 2.6, whose loops have no public face at all: remove ea
 
 from __future__ import annotations
 
-import sys
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +55,33 @@ def around_training_data(
     finally:
         for loop, name, _ in changes:
             vars(loop).pop(name, None)
+
+
+@contextmanager
+def around_validation(trainer: Any, begin: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
+    """Call ``begin`` before validation inside of fit makes its iterators, and ``end`` when its batches are over.
+
+    An exception in between leaves ``end`` out.
+    """
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+
+    def run() -> Any:
+        if not trainer.sanity_checking:
+            begin()
+        found = type(val_loop).run(val_loop)
+        end()
+        return found
+
+    def on_run_end() -> Any:
+        end()
+        return type(val_loop).on_run_end(val_loop)
+
+    val_loop.run, val_loop.on_run_end = run, on_run_end
+    try:
+        yield
+    finally:
+        vars(val_loop).pop("run", None)
+        vars(val_loop).pop("on_run_end", None)
 
 
 @contextmanager
@@ -188,6 +215,27 @@ def set_back(checkpoint: dict[str, Any], trained: int) -> None:
     progress["is_last_batch"] = False
 
 
+def validated_batches(trainer: Any) -> dict[str, Any]:
+    """Lightning's counters of validation batches, as checkpoints have them."""
+    counts: dict[str, Any] = trainer.fit_loop.epoch_loop.val_loop.batch_progress.state_dict()
+    return copy.deepcopy(counts)
+
+
+def set_before_validation(checkpoint: dict[str, Any], validated: dict[str, Any], in_step: bool) -> None:
+    """Let Lightning go on from ``checkpoint``, saved during a validation, with the begin of that validation.
+
+    Args:
+        checkpoint: as Lightning made it.
+        validated: :func:`validated_batches` of that begin.
+        in_step: whether :func:`set_back` has put it before the validation's batch already.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    loops["epoch_loop.val_loop.batch_progress"] = validated
+    if not in_step:  # as in ``on_train_batch_end``
+        for counts in ("total", "current"):
+            loops["epoch_loop.batch_progress"][counts]["completed"] -= 1
+
+
 def shift_batches(trainer: Any, difference: int) -> None:
     """Let this epoch's counters of batches be so much higher: other layouts have others."""
     now = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -249,73 +297,3 @@ class RestartPoint:
         if self._ends:
             epoch_loop._restarting = False
         self._validates = self._ends = False
-
-
-# ---- stops and the ends of epochs; remove when strategies have hooks for them, and ranks agree on a stop ----
-
-
-@contextmanager
-def own_stops(trainer: Any, install: Callable[[], None]) -> Iterator[None]:
-    """Let ``install`` register signal handlers when Lightning has registered its own.
-
-    Lightning's handler of SIGTERM broadcasts from within the handler, at another point on each rank, and every
-    training batch begins with a broadcast of whether a signal came; neither happens in this context.
-    """
-    connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-
-    def register() -> None:
-        type(connector).register_signal_handlers(connector)
-        install()
-
-    connector.register_signal_handlers = register
-    epoch_loop._broadcast_sigterm_tensor = lambda: None
-    try:
-        yield
-    finally:
-        vars(connector).pop("register_signal_handlers", None)
-        vars(epoch_loop).pop("_broadcast_sigterm_tensor", None)
-
-
-@contextmanager
-def after_training_epoch(trainer: Any, action: Callable[[], None]) -> Iterator[None]:
-    """Call ``action`` when the batches of an epoch are over, before any hook."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-
-    def run(data_fetcher: Any) -> None:
-        type(epoch_loop).run(epoch_loop, data_fetcher)
-        action()
-
-    epoch_loop.run = run
-    try:
-        yield
-    finally:
-        vars(epoch_loop).pop("run", None)
-
-
-def received_stop(trainer: Any) -> None:
-    """Let the loops end the run behind this batch, as if SIGTERM had come now: they raise ``SIGTERMException``."""
-    trainer._signal_connector.received_sigterm = True
-
-
-def stop_exception(trainer: Any) -> BaseException:
-    """A ``SIGTERMException`` of the package that ``trainer`` comes from."""
-    package = type(trainer._signal_connector).__module__.partition(".trainer")[0]
-    error: BaseException = sys.modules[f"{package}.utilities.exceptions"].SIGTERMException()
-    return error
-
-
-def will_step(trainer: Any) -> bool:
-    """Whether the optimizer steps at the end of this batch: no gradients wait to be added to."""
-    return not trainer.fit_loop.epoch_loop._should_accumulate()
-
-
-def set_num_threads_if_needed(launcher: Any, num_processes: int) -> None:
-    """What Lightning's launchers do before they run anything."""
-    package = next(cls.__module__ for cls in type(launcher).__mro__ if "subprocess_script" in cls.__module__)
-    sys.modules[package]._set_num_threads_if_needed(num_processes=num_processes)
-
-
-def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
-    """The launchers that start a script again, and that start processes by ``multiprocessing``, of Lightning's DDP."""
-    module = sys.modules[strategy.__module__]
-    return module._SubprocessScriptLauncher, module._MultiProcessingLauncher

@@ -58,6 +58,11 @@ class Guarded(_Base):
         topology = discover(dist.group.WORLD, self.root_device)
         check_same_model(self.lightning_module, dist.group.WORLD, self.root_device, topology)
 
+    def on_train_start(self) -> None:
+        """The first epoch's batches are compared, whichever it is."""
+        super().on_train_start()
+        self._compared_epoch = None
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """At the first batch of an epoch, compare how many there are on each rank."""
         super().on_train_batch_start(batch, batch_idx)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from typing import Any
 
 from torch.multiprocessing import ProcessExitedException
 
-from lightning_smddp.strategies._compat import set_num_threads_if_needed
+from lightning_smddp.launchers.mpi import started_by_mpirun
+from lightning_smddp.strategies._compat_runs import is_control_flow, set_num_threads_if_needed
 
 LAUNCHER_PID = "LIGHTNING_SMDDP_LAUNCHER_PID"  # set for ranks that a script's first process starts
 _POLL_S = 0.1
@@ -28,15 +30,15 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def launcher_pid() -> int | None:
-    """The process without which this rank must not go on: the launcher, or torchrun's agent; None if there is none."""
+    """The process without which this rank must not go on: launcher, torchrun's agent, mpirun; None if there is none."""
     parent = os.getppid()
     started_by_script = os.environ.get(LAUNCHER_PID) == str(parent)
     return parent if started_by_script or may_be_ended() else None
 
 
 def may_be_ended() -> bool:
-    """Whether torchrun's agent or ``multiprocessing`` started this rank: they end all as soon as one has failed."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """Whether torchrun, mpirun or ``multiprocessing`` started this rank: they end all as soon as one has failed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or started_by_mpirun(os.environ):
         return True
     return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
 
@@ -64,7 +66,7 @@ class ScriptLaunching:
     procs: list[subprocess.Popen[bytes]]
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Start the other ranks, run ``function`` in this one, and see that none is left if it fails."""
+        """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""
         launcher: Any = self
         environment = launcher.cluster_environment
         environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
@@ -72,14 +74,19 @@ class ScriptLaunching:
             with _told(LAUNCHER_PID, str(os.getpid())):
                 launcher._call_children_scripts()
         set_num_threads_if_needed(launcher, launcher.num_processes)
+        atexit.unregister(end_processes)
+        joined = threading.Event()
         if trainer is not None and self.procs:
-            trainer.strategy.started_ranks = self.procs
-            threading.Thread(target=_watch_start, args=(trainer.strategy, self.procs), daemon=True).start()
+            trainer.strategy.started_ranks, trainer.strategy.joined = self.procs, joined.set
+            threading.Thread(target=_watch_start, args=(joined, self.procs), daemon=True).start()
         try:
             return _ranked(function, trainer)(*args, **kwargs)
-        except BaseException:
-            end_processes(self.procs)
+        except BaseException as error:
+            if not is_control_flow(error):
+                atexit.register(end_processes, self.procs)
             raise
+        finally:
+            joined.set()
 
 
 class SpawnLaunching:
@@ -116,17 +123,16 @@ def end_processes(processes: list[subprocess.Popen[bytes]], patience_s: float = 
             process.wait()
 
 
-def _watch_start(strategy: Any, processes: list[subprocess.Popen[bytes]]) -> None:
+def _watch_start(joined: threading.Event, processes: list[subprocess.Popen[bytes]]) -> None:
     """End the job if a rank ends before it could join the others, who would wait for it."""
-    while not strategy.is_supervised:
+    while not joined.wait(_POLL_S):
         for index, process in enumerate(processes):
             code = process.poll()
-            if code is not None and not strategy.is_supervised:
+            if code is not None and not joined.is_set():
                 line = f"lightning-smddp: local rank {index + 1} (process {process.pid}) ended with exit code {code} "
                 os.write(2, f"{line}before it joined the other ranks. Its own output says why.\n".encode())
                 end_processes(processes, patience_s=0.0)
                 os._exit(1)
-        time.sleep(_POLL_S)
 
 
 @contextmanager

@@ -38,12 +38,13 @@ class NonFiniteGuard:
         if found is None:
             return
         assert dist.group.WORLD is not None
-        text = diagnosis(found, where, dist.group.WORLD, device)
         if self.mode == "error":
-            raise refuse(text)
+            raise refuse(diagnosis(found, where, dist.group.WORLD, device))
         self.skipped += 1
-        if self.skipped == 1 and dist.get_rank() == 0:
-            warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=2)
+        if self.skipped == 1:
+            text = diagnosis(found, where, dist.group.WORLD, device)
+            if dist.get_rank() == 0:
+                warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=2)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # optimizers pass by parameters without a gradient

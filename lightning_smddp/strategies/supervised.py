@@ -11,12 +11,17 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat import default_store
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.strategies._compat import (
+from lightning_smddp.communication.join import start_limit
+from lightning_smddp.strategies._compat_runs import (
     after_training_epoch,
+    is_control_flow,
+    is_stop,
+    no_batch_follows,
     own_stops,
     received_stop,
     stop_exception,
@@ -37,6 +42,8 @@ else:
 
 _PHASE_OF = {"validate": "validation", "test": "test"}
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
+_VALIDATED = 2**32 - 1
+_END = 2**62  # a place to stop at, behind all others
 _SAVING_S = 60.0  # for a checkpoint that is written because of an exception
 
 
@@ -49,7 +56,11 @@ class Supervised(_Base):
     _supervisor: Supervisor | None = None
     _stops: ExitStack | None = None
     _stopped: bool | None = None  # by a signal: whether the ranks agreed
+    _runs = False  # inside of explained_errors
     started_ranks: Any = ()  # processes that this one has started
+
+    def joined(self) -> None:
+        """All ranks are here. The launcher puts something of its own in this place."""
 
     # ---- start and end ----
 
@@ -60,15 +71,11 @@ class Supervised(_Base):
         else:
             self._launcher = self._spawn_launcher(self, start_method=self._start_method)
 
-    @property
-    def is_supervised(self) -> bool:
-        """Whether this rank watches the others, and they it."""
-        return self._supervisor is not None
-
     def setup_environment(self) -> None:
         """Start the process group, then the supervision."""
         super().setup_environment()
         if self._supervisor is None and dist.is_initialized():
+            self._seen = 0
             self._supervisor = Supervisor.start(
                 default_store(),
                 self.global_rank,
@@ -76,12 +83,12 @@ class Supervised(_Base):
                 self._silence_limit,
                 parent_pid=launcher_pid(),
                 address=self.supervision_address,
-                start_timeout=self._reliability.init_timeout or DEFAULT_TIMEOUT,
+                start_timeout=start_limit(self._reliability.init_timeout, self._timeout),
                 stop_grace=self._reliability.stop_grace,
             )
             self._phase("setup")
-            self._phase("setup")
             self._supervisor.at_emergency(lambda: end_processes(self.started_ranks, patience_s=0.0))
+            self.joined()
 
     @property
     def supervision_address(self) -> str:
@@ -109,17 +116,33 @@ class Supervised(_Base):
             self._supervisor.install_signals((signal.SIGTERM, signal.SIGINT))
 
     def teardown(self) -> None:
-        """Say goodbye to the other ranks, after all that needs them."""
+        """Give Lightning back what stops have changed. Hooks follow, so the others are watched until the run's end."""
         self._phase("teardown")
         try:
             super().teardown()
         finally:
-            self._end_supervision()
+            stops, self._stops = self._stops, None
+            if stops is not None:
+                stops.close()
+            if not self._runs:
+                self._end_supervision()
+
+    def _end_run(self) -> None:
+        """Say goodbye to the other ranks. What came too late for a step to see it counts: a failure, a stop."""
+        supervisor = self._supervisor
+        if supervisor is None:
+            return
+        stop = supervisor.gate(_END)
+        self._end_supervision()
+        if supervisor.failure is not None:
+            self._follow(supervisor.failure)
+            raise supervisor.failure.error()
+        if stop is not None:
+            error = stop_exception(cast(Any, self.lightning_module).trainer)
+            self._end_by_stop(error, supervisor, "the run was over already")
+            raise error
 
     def _end_supervision(self) -> None:
-        stops, self._stops = self._stops, None
-        if stops is not None:
-            stops.close()
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.close()
@@ -129,23 +152,32 @@ class Supervised(_Base):
     @contextmanager
     def explained_errors(self) -> Iterator[None]:
         """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
-        self._stopped = None
+        self._stopped, self._runs = None, True
         try:
             yield
+            self._end_run()
         except BaseException as error:
-            if self._stopped is not None:
-                self._end_by_stop(error)
-                raise
-            if self._supervisor is None:
-                raise
-            explained = self._supervisor.explain(error)
-            failure = self._supervisor.failure
-            if failure is not None and (explained is not error or isinstance(error, RankFailedError)):
-                self._follow(failure)
+            explained = self._explain(error)
             if explained is error:
-                _require_failure_code(error)
                 raise
             raise explained from error
+        finally:
+            self._runs = False
+
+    def _explain(self, error: BaseException) -> BaseException:
+        supervisor = self._supervisor
+        if supervisor is None or is_control_flow(error):
+            return error
+        if self._stopped is not None and is_stop(error):
+            self._save_for_stop(error, supervisor)
+            return error
+        explained = supervisor.explain(error)
+        failure = supervisor.failure
+        if failure is not None and (explained is not error or isinstance(error, RankFailedError)):
+            self._follow(failure)
+        if explained is error:
+            _require_failure_code(error)
+        return explained
 
     def _follow(self, failure: Failure) -> None:
         """Let the rank that failed end first, and say why this one does, should it not come to its traceback."""
@@ -154,22 +186,26 @@ class Supervised(_Base):
             if failure.kind == "exception":
                 time.sleep(_AFTER_THE_FIRST_S)
 
-    def _end_by_stop(self, error: BaseException) -> None:
-        """Save what is needed to go on, and give the exception the exit code of a stop."""
-        assert self._supervisor is not None
+    def _save_for_stop(self, error: BaseException, supervisor: Supervisor) -> None:
+        """Save what is needed to go on."""
         trainer = cast(Any, self.lightning_module).trainer
-        signum = self._supervisor.stop_signal or signal.SIGTERM
-        if isinstance(error, SystemExit):
-            error.code = 128 + signum
-        name = signal.Signals(signum).name
         if self._stopped and trainer.state.fn == "fit":
             path = stop_checkpoint(trainer)
             trainer.save_checkpoint(path)
+            cast(Any, self).finish_saving()
             text = f"saved to {path}. Give it to `fit` as `ckpt_path`, or use resume='auto', to go on"
         else:
             text = "nothing is saved: " + ("no training ran" if self._stopped else "a rank did not answer")
+        self._end_by_stop(error, supervisor, text)
+
+    def _end_by_stop(self, error: BaseException, supervisor: Supervisor, text: str) -> None:
+        """Give the exception the exit code of a stop, and say what is left."""
+        signum = supervisor.stop_signal or signal.SIGTERM
+        if isinstance(error, SystemExit):
+            error.code = 128 + signum
         if self.is_global_zero:
-            print(f"{name}: all ranks stop at step {trainer.global_step}; {text}.", flush=True)
+            step = cast(Any, self.lightning_module).trainer.global_step
+            print(f"{signal.Signals(signum).name}: all ranks stop at step {step}; {text}.", flush=True)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, unless an exception has ended the run: they may be gone, or wait for something else."""
@@ -187,6 +223,14 @@ class Supervised(_Base):
         if self._supervisor is not None:
             self._supervisor.progress.phase = name
 
+    def on_train_start(self) -> None:
+        """Epochs begin, not always with one that this strategy has not seen."""
+        super().on_train_start()
+        trainer = cast(Any, self.lightning_module).trainer
+        self._ended_epoch = trainer.current_epoch - 1
+        if self._supervisor is not None:
+            self._supervisor.progress.start_epoch(trainer.current_epoch)
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note where this rank is, and whether all are to stop behind this batch."""
         supervisor, trainer = self._supervisor, cast(Any, self.lightning_module).trainer
@@ -196,27 +240,32 @@ class Supervised(_Base):
                 progress.start_epoch(trainer.current_epoch)
             progress.step, progress.batches, progress.phase = trainer.global_step, batch_idx + 1, "forward"
             if will_step(trainer):
-                self._look_for_stop(2 * trainer.fit_loop.total_batch_idx)
+                self._look_for_stop(_place(trainer, 0))
         super().on_train_batch_start(batch, batch_idx)
 
     def on_validation_start(self) -> None:
         """Ranks that came to the end of an epoch wait for each other before validation."""
         trainer = cast(Any, self.lightning_module).trainer
-        if (
-            not trainer.sanity_checking
-            and trainer.state.fn == "fit"
-            and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        ):
-            self._end_epoch()
+        if not trainer.sanity_checking and trainer.state.fn == "fit" and no_batch_follows(trainer):
+            self._end_epoch(validates=True)
         self._phase("validation")
+        self._seen, self._stops_in_validation = 0, False
+        if self._supervisor is not None and not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._stops_in_validation = will_step(trainer) and self._same_everywhere(sum(trainer.num_val_batches))
         super().on_validation_start()
+
+    def _same_everywhere(self, count: float) -> bool:
+        """Whether it is finite and the same on all ranks. Collective."""
+        bounds = torch.tensor([count, -count], dtype=torch.float32, device=self.root_device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        return bool(bounds.isfinite().all()) and float(bounds.sum()) == 0.0
 
     def on_validation_end(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
         super().on_validation_end()
         trainer = cast(Any, self.lightning_module).trainer
         if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
-            self._look_for_stop(2 * trainer.fit_loop.total_batch_idx + 1)
+            self._look_for_stop(_place(trainer, _VALIDATED))
 
     def _look_for_stop(self, place: int) -> None:
         """Lightning ends a run at the end of the batch (and its validation) if a stop was received."""
@@ -229,19 +278,25 @@ class Supervised(_Base):
             if not stop.agreed:
                 raise stop_exception(trainer)
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, validates: bool = False) -> None:
         """Ranks with other numbers of batches would average gradients of different epochs from here on."""
         supervisor, trainer = self._supervisor, cast(Any, self.lightning_module).trainer
         if supervisor is not None and self._stopped is None and trainer.current_epoch > self._ended_epoch:
             self._ended_epoch = trainer.current_epoch
-            supervisor.end_of_epoch(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1)
+            supervisor.end_of_epoch(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1, validates)
 
     _ended_epoch = -1
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """A batch begins: outside of fit this is where to stop."""
+        """A batch begins: outside of training this is where to stop."""
         trainer = cast(Any, self.lightning_module).trainer
-        if self._supervisor is not None and trainer.state.fn != "fit":
+        if self._supervisor is None:
+            pass
+        elif trainer.state.fn == "fit":
+            if trainer.validating and self._stops_in_validation:
+                self._seen += 1
+                self._look_for_stop(_place(trainer, self._seen))  # Lightning ends the run behind this batch
+        else:
             self._seen += 1
             self._phase(_PHASE_OF.get(str(trainer.state.fn), "predict"))
             self._look_for_stop(self._seen)
@@ -249,7 +304,8 @@ class Supervised(_Base):
                 raise stop_exception(trainer)
         return super().batch_to_device(batch, *args, **kwargs)
 
-    _seen = 0
+    _seen = 0  # batches of this validation, test or prediction
+    _stops_in_validation = False  # if ranks come to the end of it together
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Note it."""
@@ -275,6 +331,11 @@ class Supervised(_Base):
             self._supervisor.postpone(_SAVING_S)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._phase("data")
+
+
+def _place(trainer: Any, batch: int) -> int:
+    """Numbers that rise: 0 of a training batch, then 1, 2, ... of the validation behind it, then ``_VALIDATED``."""
+    return int(trainer.fit_loop.total_batch_idx) * (_VALIDATED + 1) + batch
 
 
 def _require_failure_code(error: BaseException) -> None:

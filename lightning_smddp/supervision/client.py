@@ -23,12 +23,10 @@ class State:
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.failed = threading.Event()
         self.failure: Failure | None = None
         self.attention = False
         self.welcomed = self.goodbye = False
         self.epoch = -1  # last one that all ranks have ended
-        self.late: tuple[int | None] | None = None
         self.gate = StopGate()
         self.waiting = False  # the training thread waits here, and raises by itself
 
@@ -83,6 +81,7 @@ class Client:
         self._on_failure, self._on_stop = on_failure, on_stop
         self.tell: Callable[[Message], None] = lambda message: None  # to the hub
         self.hub: Member | None = None  # of a rank other than 0
+        self.neighbour: Member | None = None  # watched for a hub on another host
         self.pids: frozenset[int] = frozenset()
         self.missing: list[Process] = []  # did not answer when the ranks were asked where to stop
 
@@ -118,8 +117,6 @@ class Client:
             self.decide(int(message["signum"]), message["step"])
         elif kind == "epoch":
             self._state.update(epoch=int(message["epoch"]))
-        elif kind == "late":
-            self._state.update(late=(message["rank"],))
         elif kind == "refused":
             text = f"the supervisor of rank 0 refused it: {message['reason']}"
             self.record(failure_of(self.rank, self._host, os.getpid(), Reading(), "exception", text), None)
@@ -131,13 +128,33 @@ class Client:
             raise ValueError(f"unknown message {kind!r}")
 
     def _welcomed(self, message: Message) -> None:
-        self.pids = frozenset(int(pid) for pid in message["pids"])
+        ranks = {int(rank): (Process.from_json(values), int(number)) for rank, values, number in message["ranks"]}
+        self.pids = frozenset(process.pid for process, _ in ranks.values())
         if self.hub is not None:
             process = Process.from_json(message["process"])
             progress = RemoteProgress(process.pid if process.is_here else None, int(message["descriptor"]))
             self.hub.host, self.hub.process, self.hub.progress = str(message["host"]), process, progress
             self.hub.watch_process(self._loop, self._hub_ended)
+            if not process.is_here:
+                self._watch_neighbour(ranks)
         self._state.update(welcomed=True)
+
+    def _watch_neighbour(self, ranks: dict[int, tuple[Process, int]]) -> None:
+        """The hub does not see how a process of this host ends: each rank tells it of the next one."""
+        here = sorted(rank for rank, (process, _) in ranks.items() if process.is_here)
+        following = next((rank for rank in here if rank > self.rank), here[0] if here else self.rank)
+        if following != self.rank:
+            process, descriptor = ranks[following]
+            progress = RemoteProgress(process.pid, descriptor)
+            self.neighbour = Member(following, self._host, process, progress, None)
+            self.neighbour.watch_process(self._loop, self._neighbour_ended)
+
+    def _neighbour_ended(self, neighbour: Member, how: str) -> None:
+        def tell(text: str) -> None:
+            progress = neighbour.progress.read().to_json()
+            self.tell({"type": "ended", "rank": neighbour.rank, "how": text, "progress": progress})
+
+        neighbour.settle(self._loop, self._oom, how, tell)
 
     def decide(self, signum: int, step: int | None) -> None:
         """All ranks stop at ``step``; None: there is no agreement. The first decision counts."""
@@ -169,8 +186,7 @@ class Client:
     def declare_hub_silent(self) -> None:
         """Rank 0 is stopped or cut off."""
         assert self.hub is not None
-        text = f"nothing was heard from it for {self.hub.silence_s:.0f} s: it is stopped, or cut off"
-        self.record(self.hub.failure("silent", text), self.hub.process)
+        self.record(self.hub.failure("silent", self.hub.silence((), self._limit)), self.hub.process)
 
     def parent_ended(self, pid: int, text: str) -> None:
         """The launcher of this rank has gone; if that is rank 0 itself, the cause is whatever ended that."""
@@ -204,7 +220,6 @@ class Client:
         self.tell({"type": "ack"})
         self._state.attention = True
         self._state.update(failure=failure)
-        self._state.failed.set()
         if kill is not None and kill.pid != os.getpid():
             kill.kill_with_workers(self.pids)
         self._on_failure(failure)

@@ -26,10 +26,13 @@ class Rendezvous:
     ) -> None:
         self._members, self._tell, self._declare = members, tell, declare
         self._came: dict[int, tuple[int, int]] = {}  # rank -> epoch, batches
+        self._validating: set[int] = set()
 
-    def came(self, rank: int, epoch: int, batches: int) -> None:
-        """A rank is at the end of ``epoch``."""
+    def came(self, rank: int, epoch: int, batches: int, validates: bool = False) -> None:
+        """A rank is at the end of ``epoch``; ``validates``: it is about to, so nobody can be at it yet."""
         self._came[rank] = (epoch, batches)
+        if validates:
+            self._validating.add(rank)
         self.look()
 
     def look(self) -> None:
@@ -39,7 +42,7 @@ class Rendezvous:
         members = {member.rank: member for member in self._members()}
         first, (epoch, batches) = next(iter(self._came.items()))
         for rank, member in members.items():
-            problem = self._problem(member, epoch, batches)
+            problem = self._problem(member, epoch, batches, first in self._validating)
             if problem is not None:
                 mine = f"{members[first].name} ended epoch {epoch} after {batches} batches, {problem}. {_CURE}"
                 self._declare(self._blamed(members[first], member).failure("left", mine))
@@ -50,9 +53,10 @@ class Rendezvous:
                 return
         if len(self._came) == len(members):
             self._came.clear()
+            self._validating.clear()
             self._tell({"type": "epoch", "epoch": epoch})
 
-    def _problem(self, member: Member, epoch: int, batches: int) -> str | None:
+    def _problem(self, member: Member, epoch: int, batches: int, validates: bool) -> str | None:
         if member.rank in self._came:
             their_epoch, theirs = self._came[member.rank]
             if (their_epoch, theirs) != (epoch, batches):
@@ -61,6 +65,8 @@ class Rendezvous:
         reading = member.progress.read()
         if reading.epoch == epoch and reading.batches > batches:
             return f"{member.name} is in batch {reading.batches} of it"
+        if validates and (reading.epoch, reading.batches, reading.phase) == (epoch, batches, "validation"):
+            return f"{member.name} validates after as many, and goes on"
         return None
 
     def _blamed(self, first: Member, other: Member) -> Member:

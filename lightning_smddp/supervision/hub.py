@@ -6,6 +6,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from lightning_smddp.supervision.door import Door
 from lightning_smddp.supervision.epochs import Rendezvous
@@ -31,7 +32,7 @@ class Hub:
         limit: seconds of silence after which a rank has failed.
         tell_own: hands a message to rank 0's own client.
         oom: what the kernel killed.
-        on_failure: called with the first failure before the ranks are told.
+        agree_within_s: how long ranks have to answer where they can stop.
     """
 
     def __init__(
@@ -43,17 +44,16 @@ class Hub:
         limit: float,
         tell_own: Callable[[Message], None],
         oom: OomWatch,
-        on_failure: Callable[[Failure], None],
+        agree_within_s: float,
     ) -> None:
         self._loop, self._own, self._world_size = loop, own, world_size
         self._period, self._limit, self._tell_own, self._oom = period, limit, tell_own, oom
-        self._on_failure = on_failure
         self.members: dict[int, Member] = {own.rank: own}
         self.failure: Failure | None = None
         self.secret = secrets.token_hex(16)
         self.started = False
         self._door: Door | None = None
-        self._stops = StopVote(loop, self._all, self._tell_all)
+        self._stops = StopVote(loop, self._all, self._tell_all, agree_within_s)
         self._epochs = Rendezvous(self._all, self._tell_all, self.declare)
 
     # ---- start ----
@@ -95,7 +95,10 @@ class Hub:
                 "host": own.host,
                 "process": own.process.to_json(),
                 "descriptor": getattr(own.progress, "descriptor", -1),
-                "pids": [member.process.pid for member in self.members.values()],
+                "ranks": [
+                    [member.rank, member.process.to_json(), getattr(member.progress, "descriptor", -1)]
+                    for member in self.members.values()
+                ],
             }
         )
 
@@ -120,18 +123,16 @@ class Hub:
             self._reported(Failure.from_json(message["failure"]), bool(message["of_communication"]))
         elif kind == "timeout":
             self._timed_out(member, str(message["message"]))
-        elif kind == "late":
-            found = self._late(member)
-            member_rank = None if found is None else found[0].rank
-            self._tell(member, {"type": "late", "rank": member_rank})
         elif kind == "stop":
             self._stops.request(int(message["signum"]))
         elif kind == "ready":
             self._stops.answer(member.rank, int(message["step"]))
         elif kind == "epoch":
-            self._epochs.came(member.rank, int(message["epoch"]), int(message["batches"]))
+            self._epochs.came(member.rank, int(message["epoch"]), int(message["batches"]), bool(message["validates"]))
         elif kind == "bye":
             self._left(member)
+        elif kind == "ended":
+            self._told_ended(member, int(message["rank"]), str(message["how"])[:200], message["progress"])
         elif kind == "ack":
             member.acknowledged = True
         else:
@@ -143,10 +144,7 @@ class Hub:
             self._tell(member, {"type": "bye"})
         self._stops.look()
         self._epochs.look()
-        self._say_bye_if_last()
-
-    def _say_bye_if_last(self) -> None:
-        if self._own.has_left and not any(member.counts for member in self.members.values()):
+        if all(member.has_left for member in self.members.values()):  # who has ended without a word is a failure
             self._tell_own({"type": "bye"})
 
     # ---- failures ----
@@ -167,7 +165,10 @@ class Hub:
         late, kind = found
         at = member.progress.read()
         waiter = f"{member.name} waited for it at step {at.step}{f' ({at.phase})' if at.phase else ''}: {text}"
-        self.declare(late.failure(kind, waiter), late.process if kind == "silent" else None)
+        if kind == "silent":
+            self.declare(late.failure(kind, f"{self._silence(late)}; {waiter}"), late.process)
+        else:
+            self.declare(late.failure(kind, waiter))
 
     def _late(self, asking: Member) -> tuple[Member, Kind] | None:
         """Who is waited for: the one that is silent, else behind in steps, else in another phase than the rest."""
@@ -189,15 +190,42 @@ class Hub:
     def _ended(self, member: Member, how: str) -> None:
         if member.counts:
             member.has_ended = True
-            member.settle(self._loop, self._oom, how, lambda text: self.declare(member.failure("died", text)))
-        self._say_bye_if_last()
+            member.settle(
+                self._loop,
+                self._oom,
+                how,
+                lambda text: self.declare(member.failure("died", self._ended_text(member, text))),
+            )
+
+    def _told_ended(self, by: Member, rank: int, how: str, progress: list[Any]) -> None:
+        """``by`` saw the end of another rank of its host, which is not this one."""
+        member = self.members[rank]
+        if member.process.namespace != by.process.namespace:
+            raise ValueError(f"rank {by.rank} cannot know how rank {rank} ended")
+        if isinstance(member.progress, RemoteProgress):
+            member.progress.told = Reading.from_json(progress)
+        member.account = how
+        self._ended(member, how)
+
+    def _ended_text(self, member: Member, text: str) -> str:
+        """``text``, and whether a whole host has gone."""
+        company = self._company(member)
+        if company and all(other.has_ended for other in company):
+            text += f", and so did all {len(company) + 1} ranks of host {member.host}"
+        return text
+
+    def _silence(self, member: Member) -> str:
+        return member.silence(self._company(member), self._limit)
+
+    def _company(self, member: Member) -> list[Member]:
+        """The other ranks of its host."""
+        return [other for other in self.members.values() if other.host == member.host and other is not member]
 
     def declare(self, failure: Failure, kill: Process | None = None) -> None:
         """The first one is what everybody hears of; later ones are its consequences, or nobody's concern."""
         if self.failure is not None:
             return
         self.failure = failure
-        self._on_failure(failure)
         process = None if kill is None else kill.to_json()
         self._tell_all({"type": "failure", "failure": failure.to_json(), "kill": process})
 
@@ -216,8 +244,7 @@ class Hub:
             member.silence_s += seconds
             member.send({"type": "beat", "progress": self._own.progress.read().to_json()}, droppable=True)
             if member.silence_s > self._limit:
-                text = f"nothing was heard from it for {member.silence_s:.0f} s: it is stopped, or cut off"
-                self.declare(member.failure("silent", text), member.process)
+                self.declare(member.failure("silent", self._silence(member)), member.process)
         self._epochs.look()
 
     def say_bye(self) -> None:

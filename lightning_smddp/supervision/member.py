@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
@@ -57,6 +57,7 @@ class Member:
         self.has_left = False  # said goodbye
         self.has_ended = False
         self.acknowledged = False
+        self.account: str | None = None  # how it ended, by a rank of its host
         self._descriptor: int | None = None
         self._loop: Loop | None = None
 
@@ -69,6 +70,17 @@ class Member:
     def name(self) -> str:
         """For messages."""
         return f"rank {self.rank} (host {self.host})"
+
+    def silence(self, company: Sequence[Member], limit: float) -> str:
+        """What its silence means; on another host it depends on its ``company`` there, silent after half the limit."""
+        cause = ": its process is stopped, its host is down, or the network between the hosts is cut"
+        if self.process.is_here:
+            cause = ": it is stopped, or cut off"
+        elif any(other.counts and other.silence_s < limit / 2 for other in company):
+            cause = ": it is stopped, as other ranks of its host are heard"
+        elif company:
+            cause = f", nor from any rank of host {self.host}: that is down, or the network between the hosts is cut"
+        return f"nothing was heard from it for {self.silence_s:.0f} s{cause}"
 
     def failure(self, kind: Kind, message: str) -> Failure:
         """Its failure, noticed now."""
@@ -98,20 +110,25 @@ class Member:
         loop.watch(descriptor, ended)
 
     def settle(self, loop: Loop, oom: OomWatch, how: str, then: Callable[[str], None], looks: int = 0) -> None:
-        """Find out how it ended and call ``then(text)``; takes a moment."""
-        if looks and (self._descriptor is None or has_ended(self._descriptor)):
-            then(self._how_it_ended(oom, how))
+        """Find out how it ended and call ``then(text)``; takes a moment.
+
+        On another host only a rank there can see that; its ``account`` may come meanwhile.
+        """
+        if self.account is not None:
+            then(self.account)
+        elif looks and self._descriptor is not None and has_ended(self._descriptor):
+            then(self._how_it_ended(oom, self._descriptor))
+        elif looks >= _MAX_LOOKS and self._descriptor is None:
+            then(f"its process or its connection ended ({how})")
         elif looks >= _MAX_LOOKS:
             then(f"its connection ended ({how}), though its process did not yet")
         else:
             loop.later(_SETTLE_S, self.settle, loop, oom, how, then, looks + 1)
 
-    def _how_it_ended(self, oom: OomWatch, how: str) -> str:
-        if self._descriptor is None:
-            return f"its process or its connection ended ({how})"
-        text = f"its process {ending(self.process.pid, self._descriptor)}"
+    def _how_it_ended(self, oom: OomWatch, descriptor: int) -> str:
+        text = f"its process {ending(self.process.pid, descriptor)}"
         if "SIGKILL" in text and oom.happened():
-            text += ", while the kernel was killing processes for lack of memory (OOM)"
+            text += ", most likely by the kernel for lack of memory (OOM): it has just killed a process for that"
         return text
 
     def close(self) -> None:

@@ -134,7 +134,7 @@ class RemoteProgress:
     """
 
     def __init__(self, pid: int | None, descriptor: int) -> None:
-        self.told = Reading()
+        self.told, self.descriptor = Reading(), descriptor
         self._memory: mmap.mmap | None = None
         self._cells: memoryview | None = None
         # Another user's process, another kernel than Linux, or the process has gone: its messages have to do.

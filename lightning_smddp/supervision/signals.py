@@ -30,18 +30,15 @@ class Signals:
         loop: of the watching thread, not yet running or through ``loop.call``.
         on_signal: called there with the number, once for each signal that came.
         signums: which ones.
-        call_previous: also call the handlers that were there before (those of users, not Python's own).
 
     Raises:
         ValueError: this is not the main thread.
     """
 
-    def __init__(
-        self, loop: Loop, on_signal: Callable[[int], None], signums: Iterable[int], call_previous: bool = False
-    ) -> None:
+    def __init__(self, loop: Loop, on_signal: Callable[[int], None], signums: Iterable[int]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("Signals can be watched from the main thread only. Call `Trainer.fit` there.")
-        self._loop, self._on_signal, self._call_previous = loop, on_signal, call_previous
+        self._loop, self._on_signal = loop, on_signal
         self._written: Counter[int] = Counter()
         self._handled: Counter[int] = Counter()
         self._reported: Counter[int] = Counter()
@@ -79,9 +76,6 @@ class Signals:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._handled[signum] += 1
         self._loop.call(self._report, signum)
-        previous = self._previous.get(signum)
-        if self._call_previous and callable(previous) and previous is not signal.default_int_handler:
-            previous(signum, frame)
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -15,7 +15,7 @@ from lightning_smddp.supervision.loop import Loop, Timer
 from lightning_smddp.supervision.member import Member
 from lightning_smddp.supervision.wire import Message
 
-AGREE_WITHIN_S = 4.0
+AGREE_WITHIN_S = 20.0  # or a quarter of the time there is: a call into C may keep a rank's interpreter for long
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,14 @@ class StopGate:
 class StopVote:
     """The hub's side."""
 
-    def __init__(self, loop: Loop, members: Callable[[], Iterable[Member]], tell: Callable[[Message], None]) -> None:
-        self._loop, self._members, self._tell = loop, members, tell
+    def __init__(
+        self,
+        loop: Loop,
+        members: Callable[[], Iterable[Member]],
+        tell: Callable[[Message], None],
+        within_s: float,
+    ) -> None:
+        self._loop, self._members, self._tell, self._within_s = loop, members, tell, within_s
         self.signum: int | None = None
         self._answers: dict[int, int] = {}
         self._timer: Timer | None = None
@@ -81,7 +87,7 @@ class StopVote:
         """Some rank was asked to stop; the first one counts."""
         if self.signum is None:
             self.signum = signum
-            self._timer = self._loop.later(AGREE_WITHIN_S, self._give_up)
+            self._timer = self._loop.later(self._within_s, self._give_up)
             self._tell({"type": "ask", "signum": signum})
 
     def answer(self, rank: int, step: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -14,8 +13,8 @@ from typing import TYPE_CHECKING
 from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.supervision.ending import InterruptionError
 from lightning_smddp.supervision.failure import Failure, Kind, is_of_communication, is_timeout, text_of
-from lightning_smddp.supervision.stop import AGREE_WITHIN_S, Stop
-from lightning_smddp.supervision.watch import FAILURE_KEY, Watch
+from lightning_smddp.supervision.stop import Stop
+from lightning_smddp.supervision.watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -28,17 +27,21 @@ _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 class Supervisor:
     """Watches all ranks of a job from one. Make it by :meth:`start`; end it by :meth:`close`.
 
-    Everything but ``failure``, ``failed`` and ``request_stop`` belongs to the thread that called :meth:`start`.
+    Everything but ``failure`` and ``request_stop`` belongs to the thread that called :meth:`start`.
+
+    When a failure comes to the watching thread, the training thread has ``grace`` seconds to raise by itself; it is
+    interrupted if it runs Python code. When it has called :meth:`explain` it has ``unwind`` seconds to come to
+    :meth:`close`. Else the process ends: one line on stderr, clean-ups, ``os._exit(1)`` (128 + the signal's number
+    after a request to stop).
 
     Attributes:
         progress: set its attributes as training goes on; see :class:`Progress`.
-        failed: set once there is a failure.
     """
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._state, self._ending = watch, watch.state, watch.ending
         self._gate = watch.state.gate
-        self.rank, self.progress, self.failed = watch.rank, watch.progress, watch.state.failed
+        self.rank, self.progress = watch.rank, watch.progress
         self._pid = os.getpid()
         self._closed = False
         _live.add(self)
@@ -50,7 +53,6 @@ class Supervisor:
         rank: int,
         world_size: int,
         collective_timeout: timedelta | float,
-        on_lost: Callable[[Failure], None] | None = None,
         host: str | None = None,
         parent_pid: int | None = None,
         address: str = "127.0.0.1",
@@ -62,11 +64,10 @@ class Supervisor:
         """Start watching, together with all other ranks. Collective: call it equally often on every rank.
 
         Args:
-            store: shared by the ranks, such as the process group's. Used now, and to leave the failure in.
+            store: shared by the ranks, such as the process group's. Used now only.
             rank: this global rank.
             world_size: number of ranks.
             collective_timeout: silence after which a rank has failed.
-            on_lost: called in the watching thread with the first failure. None: :meth:`end_process`.
             host: this host's name, for messages.
             parent_pid: a launcher without which this rank must not go on; its end is a failure. None: nobody is
                 watched, as is right for a process that a user started, whose shell may end before it.
@@ -91,7 +92,6 @@ class Supervisor:
             _seconds(stop_grace),
             parent_pid,
             (grace, unwind),
-            on_lost,
         )
         supervisor = cls(watch)
         try:
@@ -156,32 +156,6 @@ class Supervisor:
         explained = failure.error()
         return error if str(error) == str(explained) else explained
 
-    def who_is_late(self, wait: float = 2.0) -> int | None:
-        """The rank that the others seem to wait for, by their progress: silent, behind, or elsewhere than the rest."""
-        if self._watch.client.hub_is_late:
-            return 0
-        self._state.late = None
-        self._watch.tell({"type": "late"})
-        self._state.wait_for(lambda: self._state.late is not None, wait)
-        return self._state.late[0] if self._state.late is not None else None
-
-    def end_process(self, failure: Failure) -> None:
-        """What ``on_lost`` does by default, for the watching thread.
-
-        The training thread has ``grace`` seconds to raise by itself; it is interrupted if it runs Python code. When it
-        has called :meth:`explain` it has ``unwind`` seconds to come to :meth:`close`. Else the process ends: one line
-        on stderr, clean-ups, ``os._exit(1)`` (128 + the signal's number after a request to stop).
-        """
-        self._watch.end_process(failure)
-
-    def interrupt_main(self) -> bool:
-        """Raise the failure in the thread that called :meth:`start`, unless it is at it already.
-
-        It takes effect when that thread runs Python code; ``time.sleep`` or a collective is not cut short.
-        Returns whether it was tried.
-        """
-        return self.failure is not None and self._ending.interrupt(self.failure)
-
     def at_emergency(self, clean_up: Callable[[], object]) -> None:
         """Call ``clean_up`` before a forced end, in a thread of its own and for a second at most; last one first."""
         self._ending.clean_ups.append(clean_up)
@@ -192,15 +166,12 @@ class Supervisor:
 
     # ---- stops ----
 
-    def install_signals(
-        self, signums: Iterable[int] = (signal.SIGTERM, signal.SIGINT), call_previous: bool = False
-    ) -> None:
+    def install_signals(self, signums: Iterable[int] = (signal.SIGTERM, signal.SIGINT)) -> None:
         """These signals ask all ranks to stop, until :meth:`close`. In the main thread only, else ``ValueError``.
 
-        A second one, a second or more after the first, ends this process at once. See
-        :class:`~lightning_smddp.supervision.signals.Signals` for ``call_previous``.
+        A second one, a second or more after the first, ends this process at once.
         """
-        self._watch.install_signals(signums, call_previous)
+        self._watch.install_signals(signums)
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """Ask all ranks to stop, as if the signal had come. For any thread; again has no effect."""
@@ -232,7 +203,7 @@ class Supervisor:
 
     def _attend(self, step: int) -> Stop | None:
         gate = self._gate
-        came = self._state.wait_for(lambda: gate.may_pass(step), AGREE_WITHIN_S + 2.0)
+        came = self._state.wait_for(lambda: gate.may_pass(step), self._watch.agree_within_s + 2.0)
         self._raise_failure()
         if not came:
             self._watch.call(self._watch.client.decide, gate.signum or signal.SIGTERM, None)
@@ -241,8 +212,10 @@ class Supervisor:
 
     # ---- epochs ----
 
-    def end_of_epoch(self, epoch: int, batches: int) -> None:
+    def end_of_epoch(self, epoch: int, batches: int, validates: bool = False) -> None:
         """Wait until every rank is at the end of ``epoch``, with as many batches. Collective.
+
+        ``validates`` says that this rank does so before a validation.
 
         Needs ``progress.start_epoch`` and ``progress.batches`` on every rank, so that ranks with more batches are
         found out while they wait for this one elsewhere.
@@ -250,7 +223,8 @@ class Supervisor:
         Raises:
             RankFailedError: a rank failed, had another number of batches, or ended its run.
         """
-        self._watch.tell({"type": "epoch", "epoch": epoch, "batches": batches})
+        self._state.epoch = -1  # one of this number may have ended before; the answer needs this rank's message
+        self._watch.tell({"type": "epoch", "epoch": epoch, "batches": batches, "validates": validates})
         if not self._state.wait_for(lambda: self._state.epoch >= epoch, self._watch.collective_timeout):
             self._watch.report_timeout(f"it waited {self._watch.collective_timeout:g} s at the end of epoch {epoch}")
             self._state.wait_for(lambda: False, _REPORT_WITHIN_S)
@@ -282,13 +256,6 @@ class Supervisor:
         if not self._closed:
             self._closed = True
             self._watch.abandon()
-
-
-def read_failure(store: Store) -> Failure | None:
-    """The last failure that was left in ``store``, for a process that was no rank itself. None if there is none."""
-    if not store.check([FAILURE_KEY]):
-        return None
-    return Failure.from_json(json.loads(store.get(FAILURE_KEY)))
 
 
 def _seconds(value: timedelta | float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 KEY = "smddp/supervision"
-FAILURE_KEY = f"{KEY}/failure"
 HEARTBEAT_S = 1.0
 RANKS_PER_SECOND = 32  # heartbeats that the hub takes in a second; with more ranks each comes less often
 SECOND_SIGNAL_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
@@ -54,11 +52,11 @@ class Watch:
         stop_grace: float,
         parent_pid: int | None,
         patience: tuple[float, float],
-        on_lost: Callable[[Failure], None] | None,
     ) -> None:
         self._store, self.rank, self._world_size, self.host = store, rank, world_size, host
         self.collective_timeout, self._start_timeout, self._stop_grace = collective_timeout, start_timeout, stop_grace
-        self._patience, self._on_lost = patience, on_lost or self.end_process
+        self._patience = patience
+        self.agree_within_s = min(AGREE_WITHIN_S, stop_grace / 4)
         self.period = min(HEARTBEAT_S * max(1.0, world_size / RANKS_PER_SECOND), collective_timeout / 4)
         self.progress = Progress()
         self.state = State()
@@ -109,7 +107,7 @@ class Watch:
             max(self.collective_timeout, 3 * self.period),
             lambda message: self._loop.call(self.client.receive, message),
             self._oom,
-            self._keep,
+            self.agree_within_s,
         )
         self.client.tell = lambda message: self._loop.call(self._receive_own, message)
         listener = None
@@ -173,10 +171,10 @@ class Watch:
             self.client.beat()
             self.client.tell({"type": "timeout", "message": text})
 
-    def install_signals(self, signums: Iterable[int], call_previous: bool) -> None:
+    def install_signals(self, signums: Iterable[int]) -> None:
         """See :meth:`Supervisor.install_signals`."""
         if self._signals is None:
-            self._signals = Signals(self._loop, self._signalled, signums, call_previous)
+            self._signals = Signals(self._loop, self._signalled, signums)
 
     def request_stop(self, signum: int) -> None:
         """See :meth:`Supervisor.request_stop`."""
@@ -216,13 +214,13 @@ class Watch:
             self._signals.restore()
             self._signals.close(watched=False)
         self._loop.close()
-        for part in (self.hub, self.client.hub, self._parent):
+        for part in (self.hub, self.client.hub, self.client.neighbour, self._parent):
             if part is not None:
                 part.abandon()
         self.progress.close()
 
     def _let_go(self) -> None:
-        for part in (self._signals, self.hub, self.client.hub, self._parent):
+        for part in (self._signals, self.hub, self.client.hub, self.client.neighbour, self._parent):
             if part is not None:
                 part.close()
         self._loop.close()
@@ -245,7 +243,6 @@ class Watch:
             )
             self.state.attention = True
             self.state.update(failure=failure)
-            self.state.failed.set()
             for part in (self.hub, self.client.hub):  # the others find out at once
                 if part is not None:
                     part.close()
@@ -268,11 +265,7 @@ class Watch:
 
     def _failed(self, failure: Failure) -> None:
         if self.state.welcomed:
-            self._on_lost(failure)
-
-    def end_process(self, failure: Failure) -> None:
-        """See :meth:`Supervisor.end_process`."""
-        self.ending.after_failure(failure, self._exit_code, *self._patience)
+            self.ending.after_failure(failure, self._exit_code, *self._patience)
 
     def _exit_code(self) -> int:
         return 1 if self.stop_signal is None else 128 + self.stop_signal
@@ -281,15 +274,6 @@ class Watch:
         at = self.progress.read()
         step = f" at step {at.step}" if at.step >= 0 else ""
         return f"rank {self.rank} (host {self.host}){step}{f' ({at.phase})' if at.phase else ''}"
-
-    def _keep(self, failure: Failure) -> None:
-        """Leave the failure in the store, in a thread of its own: the store may not answer any more."""
-
-        def write() -> None:
-            with contextlib.suppress(Exception):  # the store may have gone with the process that served it
-                self._store.set(FAILURE_KEY, json.dumps(failure.to_json()))
-
-        threading.Thread(target=write, name="smddp-failure-record", daemon=True).start()
 
     # ---- stops ----
 
@@ -310,7 +294,7 @@ class Watch:
         if self.stop_signal is None:
             self._stop_asked(signum)
             self.client.tell({"type": "stop", "signum": signum})
-            self._loop.later(AGREE_WITHIN_S + 2.0, self.client.decide, signum, None)  # if the hub does not answer
+            self._loop.later(self.agree_within_s + 2.0, self.client.decide, signum, None)  # if the hub does not answer
 
     def _stop_asked(self, signum: int) -> None:
         """Here or on another rank; from now on the time is short."""

@@ -99,7 +99,7 @@ def choose(
         return SLOW_THEN_FAST[name][: len(sizes)]
 
     if times is not None:
-        autotune._time = time
+        autotune.time_algorithm = time
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"), timedelta(seconds=20))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -229,7 +229,7 @@ def test_a_key_changes_with_all_that_a_plan_depends_on() -> None:
 def time_all(compression: str | None) -> None:
     communicator = Communicator(dist.group.WORLD, torch.device("cpu"), timedelta(seconds=20))
     for name in communicator.available():
-        times = autotune._time(name, communicator, Compression.parse(compression), [65536])
+        times = autotune.time_algorithm(name, communicator, Compression.parse(compression), [65536])
         assert communicator.maximum(times) == times  # the slowest rank's, on all ranks
         assert 0 < times[0] < 5
     communicator.close()

@@ -120,6 +120,16 @@ def test_a_name_that_nobody_knows() -> None:
     assert seconds < 5
 
 
+@pytest.mark.parametrize("spans_nodes", [False, True])
+def test_rank_0_is_started_twice(spans_nodes: bool) -> None:
+    """Both hear of it at once: the second finds the first one's store. With ``spans_nodes`` it could serve another."""
+    ranks = [{"rank": 0, "world": 3, "spans_nodes": spans_nodes}] * 2
+    said = start([*ranks, {"rank": 1, "world": 3, "spans_nodes": spans_nodes}])
+    assert sum("Two processes are rank 0: pid " in message for message, _ in said) == 2
+    assert sum("ank 0 was started twice" in message for message, _ in said) == 1
+    assert max(seconds for _, seconds in said) < 5
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_port_belongs_to_another_program(rank: int) -> None:
     """It accepts connections and says nothing, which holds torch's own client for ever."""

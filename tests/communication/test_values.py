@@ -21,6 +21,7 @@ VALUES: list[Any] = [
     None, True, 3, 2.5, float("inf"), "text", b"\x00\xff", Path("/tmp/x"), [1, [2, "three"]], (1, (None,)), {1, 2},
     {"a": {3: (4.0,)}, None: []}, torch.float16, torch.arange(6).view(2, 3), torch.tensor(True), torch.tensor([]),
     {"w": torch.ones(2, dtype=torch.bfloat16), "b": [torch.tensor(1j), "x", torch.tensor([True, False])]},
+    {1: torch.tensor(1), "1": torch.tensor(2)},
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ class Case:
         strategy: ``smddp``, ``smddp_pipeline``, or stock ``ddp``.
         launcher: ``script``, ``spawn`` or ``torchrun``.
         world_size: number of ranks.
+        nodes: equally many ranks on each; more than one: see ``tests.faults.nodes``.
         workers: of each rank's DataLoader.
         timeout: of collectives, in seconds.
         options: more arguments of our strategy.
@@ -41,6 +42,7 @@ class Case:
     strategy: str = "smddp"
     launcher: str = "script"
     world_size: int = 2
+    nodes: int = 1
     workers: int = 0
     timeout: float = 60.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -69,6 +71,11 @@ class Case:
         values["faults"] = [Fault(**fault) for fault in values["faults"]]
         values["asleep"] = {int(rank): seconds for rank, seconds in values["asleep"].items()}
         return cls(**values)
+
+    @property
+    def devices(self) -> int:
+        """Ranks of a node."""
+        return self.world_size // self.nodes
 
     @property
     def is_ours(self) -> bool:

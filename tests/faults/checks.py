@@ -19,7 +19,7 @@ def assert_ended(result: Result, bound_s: float = BOUND_S, code: int | None = No
     assert result.seconds is not None, f"no fault, or no end:\n{result.describe()}"
     assert not result.cut_off, result.describe()
     assert result.seconds < bound_s, result.describe()
-    assert result.code not in (0, None), result.describe()
+    assert all(each not in (0, None) for each in result.codes), result.describe()
     assert code is None or result.code == code, result.describe()
     left = [path for path in result.left if not TORCHS_OWN.match(Path(path).name)]
     assert left == [], result.describe()
@@ -32,14 +32,19 @@ def assert_named(
     phases: Iterable[str],
     survivors: Iterable[int] | None = None,
     step: int | None = None,
+    last_heard: bool = False,
 ) -> None:
-    """Every survivor names the rank, its host and process, the step, the phase, and the first cause."""
+    """Every survivor names the rank, its host and process, the step, the phase, and the first cause.
+
+    ``last_heard``: the step and phase are those of the last heartbeat, which came from another host.
+    """
     if survivors is None:
         survivors = [other for other in range(result.case.world_size) if other != rank]
     step = result.case.faults[-1].step if step is None else step
     where = rf" at step {step}" if step >= 0 else ""
+    where = r" at step \d+ \(\w+\)" if last_heard else rf"{where} \(({'|'.join(phases)})\)"
     verbs = "died|failed|fell silent|did not come|left"
-    pattern = rf"[Rr]ank {rank} \(host \S+, process \d+\) ({verbs}){where} \(({'|'.join(phases)})\): .*{cause}"
+    pattern = rf"[Rr]ank {rank} \(host \S+, process \d+\) ({verbs}){where}: .*{cause}"
     for survivor in survivors:
         assert re.search(pattern, result.said_by(survivor)), f"rank {survivor}: {pattern}\n{result.describe()}"
 

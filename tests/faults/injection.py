@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,11 +19,13 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import Callback
 
+from tests.faults import journal, memory
 from tests.faults.journal import main_process, note_fault
 
 MESSAGE = "the user's own"
 PEERS_WAIT_S = 0.3  # by then the other ranks have come to the collective
 TWICE_AFTER_S = 1.5
+NAP_S = 7.0
 FILE_LIMIT = 200_000  # bytes, below the size of the model's checkpoint
 
 
@@ -53,7 +56,9 @@ def fault_at(rank: int, step: int, kind: str, phase: str, timed: bool = True) ->
             (SIGSTOP), ``nan`` (a gradient becomes NaN), ``oom`` (``MemoryError``), ``segv``, ``hang``, ``launcher``
             (SIGKILL to the parent); signals to the job's first process (script, parent of spawned ranks, torchrun's
             agent): ``term``, ``term_twice``, ``int``, ``int_twice``, ``int_group``; while saving: ``full`` (no file
-            may grow any more) and ``removed`` (the checkpoints' directory); ``none``: only the time counts.
+            may grow any more) and ``removed`` (the checkpoints' directory); ``oom_kill``: the kernel kills it for lack
+            of memory; ``nap``: SIGSTOP, and SIGCONT after ``NAP_S``; to the rank's whole node: ``node`` (all processes
+            are killed at once), ``cut`` (off the network) and ``blink`` (for a moment); ``none``: only the time counts.
         phase: ``setup``; ``data``: before the batch, which is still the step before; ``forward``: before the first
             module; ``backward``: at a gradient; ``comm``: likewise, when the other ranks wait in their collective;
             ``optimizer``: between gradients and update; ``save``: on rank 0 when a checkpoint's file is written and
@@ -148,6 +153,18 @@ def _out_of_memory(trainer: Any) -> NoReturn:
     raise MemoryError("cannot allocate 7 GiB")
 
 
+def _be_killed_for_memory(trainer: Any) -> None:
+    memory.enter_cgroup(journal.directory())
+    hoard = []
+    while True:
+        hoard.append(b"x" * 2**20)
+
+
+def _nap(trainer: Any) -> None:
+    subprocess.Popen(["sh", "-c", f"sleep {NAP_S}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _hang(trainer: Any) -> None:
     while True:
         time.sleep(3600.0)
@@ -183,6 +200,11 @@ KINDS: dict[str, Callable[[Any], object]] = {
     "nan": lambda _: None,  # by the hook that strikes
     "oom": _out_of_memory,
     "segv": lambda _: ctypes.string_at(0),
+    "oom_kill": _be_killed_for_memory,
+    "node": lambda _: journal.ask("node"),
+    "cut": lambda _: journal.ask("cut"),
+    "blink": lambda _: journal.ask("blink"),
+    "nap": _nap,
     "hang": _hang,
     "launcher": lambda _: os.kill(os.getppid(), signal.SIGKILL),
     "term": lambda _: _send(signal.SIGTERM),

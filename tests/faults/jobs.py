@@ -28,6 +28,7 @@ class Result:
 
     Attributes:
         code: of the first process, negative for a signal.
+        codes: of each node's first process.
         seconds: until the last process of the job had gone.
         cut_off: whether that was by force, at the limit.
         ended: until each rank's process had gone.
@@ -43,6 +44,7 @@ class Result:
 
     case: Case
     code: int | None
+    codes: list[int | None]
     seconds: float | None
     cut_off: bool
     ended: dict[int, float | None]
@@ -57,7 +59,7 @@ class Result:
 
     def describe(self) -> str:
         """All of it, for a test that fails."""
-        lines = [str(self.case), f"code {self.code}, {self.seconds} s, cut off: {self.cut_off}, left: {self.left}"]
+        lines = [str(self.case), f"codes {self.codes}, {self.seconds} s, cut off: {self.cut_off}, left: {self.left}"]
         lines += [f"ended {self.ended}, raised {self.raised}", f"errors {self.errors}"]
         lines += [f"---- rank {rank}\n{text}" for rank, text in self.stderr.items()]
         return "\n".join([*lines, f"---- main\n{self.main_stderr}\n---- output\n{self.output}"])
@@ -114,7 +116,8 @@ def outcome(case: Case, directory: Path, segments: set[str]) -> Result:
     left += [str(path) for path in sorted((directory / "tmp").iterdir())]
     return Result(
         case=case,
-        code=seen["code"],
+        code=seen["codes"][0],
+        codes=seen["codes"],
         seconds=since(seen["end"]),
         cut_off=bool(seen["running"]),
         ended={rank: since(seen["ends"].get(str(rank))) for rank in ranks},

@@ -20,9 +20,15 @@ def directory() -> Path:
 
 def note(rank: int, event: str, **details: Any) -> None:
     """One line of ``rank``'s journal. ``at`` is of a clock that all processes of the machine share."""
-    line = json.dumps({"event": event, "at": time.monotonic(), "pid": os.getpid(), **details}) + "\n"
+    line = json.dumps({"event": event, "at": time.monotonic(), "pid": _process_id(), **details}) + "\n"
     with open(directory() / f"rank-{rank}.jsonl", "a") as file:
         file.write(line)
+
+
+def _process_id() -> int:
+    """This process's, as the one that looks on counts: a node of a job has process ids of its own."""
+    outside = directory() / "proc" / "self"
+    return int(os.readlink(outside)) if outside.is_symlink() else os.getpid()
 
 
 def read(where: Path, rank: int) -> list[dict[str, Any]]:
@@ -44,6 +50,15 @@ def fault_time(where: Path) -> float | None:
     path = where / "fault"
     text = path.read_text() if path.exists() else ""
     return float(text) if text else None
+
+
+def ask(kind: str) -> None:
+    """Have the one that looks on do something to this process's node; returns when it is done."""
+    request = directory() / "request"
+    request.with_suffix(".new").write_text(f"{kind} {os.environ['NODE_RANK']}")
+    request.with_suffix(".new").rename(request)
+    while request.exists():
+        time.sleep(0.005)
 
 
 def main_process() -> int:

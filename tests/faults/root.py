@@ -10,15 +10,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from tests.faults import journal, warm
+from tests import warm
+from tests.faults import journal, memory
 from tests.faults.case import Case
+from tests.faults.nodes import nodes_of
 from tests.leaks import ProcessInfo, adopt_orphans, live_processes
 
 ROOT = Path(__file__).parent.parent.parent
+PROGRAM = "tests.faults.train"
 POLL_S = 0.01
 LOOK_EVERY_S = 0.1  # for new ranks and the fault
 
@@ -26,11 +31,19 @@ LOOK_EVERY_S = 0.1  # for new ranks and the fault
 class Onlooker:
     """Watches the descendants of this process."""
 
-    def __init__(self, case: Case, where: Path, main: int, start_limit_s: float, limit_s: float) -> None:
-        self.where, self.main, self.world_size = where, main, case.world_size
+    def __init__(
+        self,
+        case: Case,
+        where: Path,
+        mains: list[int],
+        act: Callable[[str, int], None],
+        start_limit_s: float,
+        limit_s: float,
+    ) -> None:
+        self.where, self.mains, self.act, self.world_size = where, mains, act, case.world_size
         self.start_limit_s, self.limit_s = start_limit_s, limit_s
         self.begin = time.monotonic()
-        self.code: int | None = None
+        self.codes: dict[int, int] = {}
         self.main_end = 0.0
         self.pids: dict[int, int] = {}
         self.ends: dict[int, float] = {}
@@ -48,7 +61,8 @@ class Onlooker:
         running = [str(process) for process in descendants()]
         self._kill_all()
         return {
-            "code": self.code, "fault": journal.fault_time(self.where), "end": end, "main_end": self.main_end,
+            "codes": [self.codes.get(main) for main in self.mains], "fault": journal.fault_time(self.where),
+            "main_end": self.main_end, "end": end,
             "ends": self.ends, "running": running, "begin": self.begin,
         }  # fmt: skip
 
@@ -65,12 +79,17 @@ class Onlooker:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return False
-                if pid == self.main:
-                    self.code, self.main_end = os.waitstatus_to_exitcode(status), time.monotonic()
+                if pid in self.mains:
+                    self.codes[pid], self.main_end = os.waitstatus_to_exitcode(status), time.monotonic()
         except ChildProcessError:
             return True
 
     def _look(self, now: bool) -> None:
+        request = self.where / "request"
+        if request.exists():
+            kind, node = request.read_text().split()
+            self.act(kind, int(node))
+            request.unlink()
         for rank, pid in self.pids.items():
             if rank not in self.ends and not is_alive(pid):
                 self.ends[rank] = time.monotonic()
@@ -119,11 +138,13 @@ def root_main(path: str, environment: dict[str, str], start_limit_s: float, limi
     tempfile.tempdir = None
     signal.signal(signal.SIGINT, signal.SIG_IGN if case.ignores_sigint else signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    main = _start(case, path)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    onlooker = Onlooker(case, where, main, start_limit_s, limit_s)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    (where / "result.json").write_text(json.dumps(onlooker.watch()))
+    with _started(case, where) as (mains, act):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        onlooker = Onlooker(case, where, mains, act, start_limit_s, limit_s)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        seen = onlooker.watch()
+    memory.remove_cgroup(where)
+    (where / "result.json").write_text(json.dumps(seen))
 
 
 def _write_to(path: Path) -> None:
@@ -133,22 +154,37 @@ def _write_to(path: Path) -> None:
         os.close(descriptor)
 
 
-def _start(case: Case, path: str) -> int:
-    """The number of the job's first process, which leads a process group of its own."""
-    module = [warm.PROGRAM, path]
-    if case.launcher == "torchrun":
-        ranks = ["--standalone", "--nproc-per-node", str(case.world_size)]
-        module = ["torch.distributed.run", *ranks, "-m", *module]
-    command = [sys.executable, "-m", *module]
+@contextmanager
+def _started(case: Case, where: Path) -> Iterator[tuple[list[int], Callable[[str, int], None]]]:
+    """The numbers of the first process of each node, and what can be done to nodes."""
     if not case.real:
         import tests.faults.train  # noqa: F401  once for all that are forked
 
         warm.fork_programs()
-        main = warm.fork(command, os.environ)
-        os.setpgid(main, main)
+    if case.nodes > 1:
+        with nodes_of(where) as nodes:
+            nodes.start([_command(case, where, *nodes.torchrun(index)) for index in range(case.nodes)])
+            yield nodes.mains, nodes.act
     else:
-        main = subprocess.Popen(command, process_group=0).pid  # not waited for by this object
-    Path(path).with_name("main").write_text(str(main))
+        main = _start(case, _command(case, where))
+        (where / "main").write_text(str(main))
+        yield [main], lambda kind, node: None
+
+
+def _command(case: Case, where: Path, *more: str) -> list[str]:
+    module = [PROGRAM, str(where / "case.json")]
+    if case.launcher == "torchrun":
+        ranks = [*(more or ["--standalone"]), "--nproc-per-node", str(case.devices)]
+        module = ["torch.distributed.run", *ranks, "-m", *module]
+    return [sys.executable, "-m", *module]
+
+
+def _start(case: Case, command: list[str]) -> int:
+    """The number of the job's first process, which leads a process group of its own."""
+    if case.real:
+        return subprocess.Popen(command, process_group=0).pid  # not waited for by this object
+    main = warm.fork(command, os.environ)
+    os.setpgid(main, main)
     return main
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.faults import memory
 from tests.faults.case import Case
 from tests.faults.checks import assert_ended, assert_named
 from tests.faults.injection import MESSAGE, Fault
@@ -94,6 +95,15 @@ def test_of_the_launcher(strategy: str, launcher: str, ignores_sigint: bool, tmp
     assert_ended(result, code=-9)
     for rank in range(2):
         assert re.search(r"[Rr]ank \d .* launcher|launcher .* ended", result.said_by(rank)), result.describe()
+
+
+@pytest.mark.parametrize("strategy", ["smddp", PP])
+def test_by_the_kernel_for_lack_of_memory(strategy: str, tmp_path: Path) -> None:
+    if reason := memory.no_cgroups():
+        pytest.skip(f"memory cgroups are not permitted here: {reason}")
+    result = run(Case([Fault(1, 5, "oom_kill", "forward")], strategy), tmp_path)
+    assert_ended(result)
+    assert_named(result, 1, r"killed by SIGKILL, most likely by the kernel for lack of memory \(OOM\)", IN_STEP)
 
 
 def test_with_new_interpreters(tmp_path: Path) -> None:

@@ -148,19 +148,28 @@ def make_trainer(case: Case, where: Path) -> Trainer:
         callbacks.append(ModelCheckpoint(where / "saved", filename="{step}", save_top_k=2, monitor="step", mode="max",
                                          **when))  # fmt: skip
     options = {
-        "accelerator": "cpu", "devices": case.world_size, "max_steps": case.steps, "max_epochs": -1, "logger": False,
+        "accelerator": "cpu", "devices": case.devices, "num_nodes": case.nodes,
+        "max_steps": case.steps, "max_epochs": -1, "logger": False,
         "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": case.save_every > 0,
         "limit_val_batches": 0, "default_root_dir": where / "root",
     }  # fmt: skip
     return Trainer(strategy=make_strategy(case), callbacks=callbacks, **{**options, **case.trainer})
 
 
+def _name(case: Case) -> str:
+    """Of this process among those of the job: its rank, or ``main``."""
+    if "RANK" in os.environ:
+        return os.environ["RANK"]
+    if case.launcher != "script" and "LOCAL_RANK" not in os.environ:
+        return "main"
+    node, local_rank = int(os.environ.get("NODE_RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    return str(node * case.devices + local_rank)
+
+
 def main(path: str) -> None:
     where = Path(path).parent
     case = Case.read(Path(path))
-    started_here = case.launcher == "script" and "LOCAL_RANK" not in os.environ
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0" if started_here else "main"))
-    journal.take_stderr(rank)
+    journal.take_stderr(_name(case))
     warnings.filterwarnings("ignore")  # they are tested elsewhere, and hide what is looked for here
     torch.set_num_threads(1)
     trainer, model = make_trainer(case, where), Model(case)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,28 @@ class Node:
     def environment(self) -> dict[str, str]:
         """Environment for a process of this node: gloo has to be told the interface."""
         return {**os.environ, "GLOO_SOCKET_IFNAME": self.interface}
+
+    def cut(self) -> None:
+        """Take it off the network, in which nobody is told: packets get lost, both ways."""
+        _run(*self.command("ip", "link", "set", self.interface, "down"))
+
+    def mend(self) -> None:
+        """The reverse."""
+        _run(*self.command("ip", "link", "set", self.interface, "up"))
+
+    def enter(self, host: str) -> None:
+        """Move this process here, under another host name. Children get process ids of their own, from 1."""
+        with open(f"/run/netns/{self.namespace}") as file:
+            _system("setns", file.fileno(), CLONE_NEWNET)
+        _system("unshare", CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWPID)
+        socket.sethostname(host)
+
+    @staticmethod
+    def mount_own_proc(outer: Path) -> None:
+        """For the first child of a process that has entered: /proc with the new ids; the old one is at ``outer``."""
+        _system("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        _system("mount", b"/proc", bytes(outer), None, MS_BIND | MS_REC, None)
+        _system("mount", b"proc", b"/proc", b"proc", 0, None)
 
 
 @contextmanager
@@ -47,6 +75,13 @@ def two_nodes(rate: str = "1gbit") -> Iterator[tuple[Node, Node]]:
     finally:
         for node in nodes:
             subprocess.run(["ip", "netns", "delete", node.namespace], capture_output=True)
+
+
+def _system(name: str, *arguments: int | bytes | None) -> None:
+    """A function of the C library that Python has not, or not before 3.12."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), f"{name}{arguments}: {os.strerror(ctypes.get_errno())}")
 
 
 def _run(*words: str) -> None:

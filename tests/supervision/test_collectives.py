@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from lightning_smddp._compat import default_store, set_group_timeout
 from lightning_smddp.supervision import Supervisor
-from lightning_smddp.supervision.supervisor import read_failure
 from tests.ranks import RanksFailedError, run_ranks
 
 
@@ -71,23 +70,6 @@ def test_a_killed_rank_is_named_though_its_workers_hold_its_sockets() -> None:
     assert "exited with code 1 " in caught.value.tracebacks[0]
 
 
-def leave_a_record() -> str | None:
-    supervisor = start()
-    dist.barrier()  # else the failure may come while the other rank is still in `start`, which raises it
-    if dist.get_rank() == 1:
-        supervisor.report(ValueError("first"))
-    supervisor.failed.wait(10)
-    deadline = time.monotonic() + 5
-    while (failure := read_failure(default_store())) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    supervisor.close()
-    return failure.message if failure else None
-
-
-def test_the_failure_is_left_in_the_store() -> None:
-    assert run_ranks(leave_a_record, 2) == ["ValueError: first"] * 2
-
-
 def time_out() -> str:
     supervisor = start()
     set_group_timeout(timedelta(seconds=1))
@@ -100,7 +82,9 @@ def time_out() -> str:
         except RuntimeError as error:
             message = str(supervisor.explain(error))
     else:
-        supervisor.failed.wait(20)
+        deadline = time.monotonic() + 20
+        while supervisor.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
     supervisor.close()
     return message
 

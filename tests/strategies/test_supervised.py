@@ -1,0 +1,232 @@
+"""The run that a strategy watches, at its edges: errors, signals and deaths at unusual moments, more than one run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_smddp import SMDDPStrategy
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.strategies.launching import _watch_start
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.learners import Learner, make_trainer
+
+TIMEOUT_S = 25.0
+
+
+def strategy(**options: Any) -> SMDDPStrategy:
+    return SMDDPStrategy(verbose=False, tuning_cache=False, algorithm="native", **options)
+
+
+# ---- at the end ----
+
+
+class AtTheEnd(Learner):
+    """Does something on rank 1 in the last hook of a run."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__(count=16)
+        self.act = act
+
+    def teardown(self, stage: str) -> None:
+        if self.global_rank == 1:
+            self.act()
+
+
+def refuse() -> None:
+    raise ValueError("it could not write its part")
+
+
+def die() -> None:
+    os._exit(0)
+
+
+def ends_badly(act: Callable[[], None], directory: str) -> str:
+    trainer = make_trainer(strategy())
+    try:
+        trainer.fit(AtTheEnd(act))
+    except (RankFailedError, ValueError) as error:
+        Path(directory, str(trainer.global_rank)).write_text(str(error))
+        return str(error)
+    return "nothing"
+
+
+def test_an_error_of_a_last_hook_is_everyones(tmp_path: Path) -> None:
+    first, second = run_trainer_ranks(ends_badly, 2, refuse, str(tmp_path))
+    assert second == "it could not write its part"
+    assert "Rank 1 (host " in first
+    assert "failed at step 3 (teardown): ValueError: it could not write its part" in first
+
+
+def test_a_death_in_a_last_hook_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError):
+        run_trainer_ranks(ends_badly, 2, die, str(tmp_path))
+    assert "Rank 1 (host " in (tmp_path / "0").read_text()
+    assert "died at step 3 (teardown)" in (tmp_path / "0").read_text()
+
+
+class LateSignal(Learner):
+    """SIGTERM to one rank when the last place to stop at is passed."""
+
+    def __init__(self) -> None:
+        super().__init__(count=16)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.trainer.is_last_batch and self.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return super().training_step(batch, batch_idx)
+
+
+def signalled_late() -> int:
+    with pytest.raises(SIGTERMException) as caught:
+        make_trainer(strategy(stop_grace=20.0)).fit(LateSignal())
+    return int(caught.value.code)
+
+
+def test_a_signal_in_the_last_batch_ends_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would otherwise go on, to its tests perhaps."""
+    monkeypatch.chdir(tmp_path)
+    assert run_trainer_ranks(signalled_late, 2) == [128 + signal.SIGTERM] * 2
+
+
+# ---- errors while stopping ----
+
+
+class FailsWhileStopping(Learner):
+    """Rank 1 fails in the step that all have agreed to stop behind."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.trainer.received_sigterm and self.global_rank == 1:
+            raise ValueError("the first cause")
+        if batch_idx == 1 and self.global_rank == 0 and self.trainer.current_epoch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def fails_while_stopping() -> str:
+    with pytest.raises((ValueError, RankFailedError)) as caught:
+        make_trainer(strategy(stop_grace=20.0), max_epochs=9).fit(FailsWhileStopping())
+    return str(caught.value)
+
+
+def test_an_error_while_stopping_keeps_its_name() -> None:
+    first, second = run_trainer_ranks(fails_while_stopping, 2)
+    assert second == "the first cause"
+    assert "ValueError: the first cause" in first
+
+
+# ---- several runs ----
+
+
+class Stream(IterableDataset[Any]):
+    """As long as ``count`` says, which no one else knows."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        return ((torch.randn(8), torch.tensor(0)) for _ in range(self.count))
+
+
+class Unequal(Learner):
+    """One more batch on rank 1, once ``unequal``."""
+
+    unequal = False
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(20 + 4 * (self.unequal and self.global_rank)), batch_size=4)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Stream(8), batch_size=4)
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("loss", self.loss(batch), sync_dist=True)
+
+
+def unequal(again: bool, directory: str) -> tuple[str, float]:
+    """What is said about it, and after how long."""
+    model, path = Unequal(), f"{directory}/first.ckpt"
+    options: dict[str, Any] = {} if again else {"val_check_interval": 5, "check_val_every_n_epoch": None}
+    trainer = make_trainer(strategy(timeout=timedelta(seconds=TIMEOUT_S)), num_sanity_val_steps=0, **options)
+    if again:
+        trainer.fit(model)
+        trainer.save_checkpoint(path)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(model)
+    model.unequal, begin = True, time.monotonic()
+    trainer.fit_loop.max_epochs = 3
+    with pytest.raises(RankFailedError) as caught:
+        trainer.fit(model, ckpt_path=path if again else None)
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("again", "text"), [(True, "is in batch 6 of it"), (False, "validates after as many, and goes on")],
+    ids=["in another fit", "with a validation in between"],
+)  # fmt: skip
+def test_unequal_numbers_of_batches_are_told_at_once(again: bool, text: str, tmp_path: Path) -> None:
+    for message, seconds in run_trainer_ranks(unequal, 2, again, str(tmp_path)):
+        assert "Rank 0" in message
+        assert "after 5 batches" in message
+        assert text in message
+        assert seconds < TIMEOUT_S / 2
+
+
+class Rated(Learner):
+    """Has what the tuner looks for."""
+
+    lr = 0.1
+
+
+def tuned(directory: str) -> tuple[float, int]:
+    trainer, model = make_trainer(strategy(), default_root_dir=directory), Rated()
+    Tuner(trainer).lr_find(model, num_training=5, attr_name="lr")
+    trainer.fit(model)
+    return model.lr, trainer.global_step
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
+def test_the_tuner_ends_its_runs_without_a_failure(tmp_path: Path) -> None:
+    first, second = run_trainer_ranks(tuned, 2, str(tmp_path))
+    assert first == second
+    assert first[1] > 0
+
+
+# ---- processes that a script has started ----
+
+
+def test_a_rank_that_has_joined_may_end() -> None:
+    joined = threading.Event()
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    thread = threading.Thread(target=_watch_start, args=(joined, [process]))
+    joined.set()
+    process.wait()
+    thread.start()  # ends this process if it takes that for a failure
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_a_rank_that_ends_before_it_joins_ends_the_job(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as caught:
+        _watch_start(threading.Event(), [subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])])
+    assert caught.value.code == 1
+    assert "ended with exit code 3 before it joined the other ranks" in capfd.readouterr().err

@@ -1,0 +1,155 @@
+"""What a rank's end or silence is taken for, where it is decided: without processes and connections, but for one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from lightning_smddp.supervision.hub import Hub
+from lightning_smddp.supervision.loop import Loop
+from lightning_smddp.supervision.member import Member, OomWatch
+from lightning_smddp.supervision.processes import Process
+from lightning_smddp.supervision.progress import Reading, RemoteProgress
+
+HERE = Process.of(os.getpid())
+ELSEWHERE = replace(HERE, namespace="another boot/another namespace")
+ENDED = {"type": "ended", "rank": 2, "how": "its process was killed by SIGKILL", "progress": [7, "forward", 0, 7]}
+
+
+class Oom(OomWatch):
+    def __init__(self, happened: bool) -> None:
+        self._happened = happened
+
+    def happened(self) -> bool:
+        return self._happened
+
+
+def member(rank: int, host: str = "b", process: Process = ELSEWHERE, silence_s: float = 0.0) -> Member:
+    made = Member(rank, host, process, RemoteProgress(None, -1), None)
+    made.silence_s = silence_s
+    return made
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hub(loop: Loop) -> Hub:
+    """Of a job with rank 0 on host a, ranks 1 and 2 on host b."""
+    made = Hub(loop, member(0, "a", HERE), 3, 1.0, 10.0, lambda message: None, Oom(False), 4.0)
+    made.members |= {rank: member(rank) for rank in (1, 2)}
+    return made
+
+
+def run_until_failure(loop: Loop, hub: Hub) -> str:
+    def look() -> None:
+        if hub.failure is None:
+            loop.later(0.01, look)
+        else:
+            loop.stop()
+
+    look()
+    loop.run()
+    assert hub.failure is not None
+    return hub.failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("process", "others", "meaning"),
+    [
+        (HERE, [0.0], ": it is stopped, or cut off"),
+        (ELSEWHERE, [0.0, 9.0], ": it is stopped, as other ranks of its host are heard"),
+        (ELSEWHERE, [9.0], ", nor from any rank of host b: that is down, or the network between the hosts is cut"),
+        (ELSEWHERE, [], ": its process is stopped, its host is down, or the network between the hosts is cut"),
+    ],
+)
+def test_what_silence_means(process: Process, others: list[float], meaning: str) -> None:
+    silent = member(1, process=process, silence_s=10.4)
+    company = [member(2 + number, silence_s=seconds) for number, seconds in enumerate(others)]
+    assert silent.silence(company, 10.0) == f"nothing was heard from it for 10 s{meaning}"
+
+
+def test_a_rank_of_the_same_host_says_how_another_one_ended(loop: Loop, hub: Hub) -> None:
+    """At once, or when its connection has ended already; with the step that it saw, which is newer than heartbeats."""
+    hub.members[2].progress.told = Reading(5, "data", 0, 5)  # type: ignore[attr-defined]
+    hub._ended(hub.members[2], "it closed the connection")
+    loop.later(0.05, hub.receive, hub.members[1], ENDED)
+    text = run_until_failure(loop, hub)
+    assert text.endswith("died at step 7 (forward): its process was killed by SIGKILL")
+
+
+def test_a_rank_of_another_host_cannot_know(hub: Hub) -> None:
+    with pytest.raises(ValueError, match="rank 0 cannot know how rank 2 ended"):
+        hub.receive(hub.members[0], ENDED)
+    assert hub.failure is None
+
+
+def test_the_end_of_one_that_has_left_is_nobodys_concern(loop: Loop, hub: Hub) -> None:
+    hub.members[2].has_left = True
+    hub.receive(hub.members[1], ENDED)
+    assert hub.failure is None
+
+
+def test_all_ranks_of_a_host_end(loop: Loop, hub: Hub) -> None:
+    for rank in (1, 2):
+        hub._ended(hub.members[rank], "it closed the connection")
+    text = run_until_failure(loop, hub)
+    assert text.endswith("ended (it closed the connection), and so did all 2 ranks of host b")
+
+
+@pytest.mark.parametrize("killed_for_memory", [False, True])
+def test_the_kernel_is_suspected(killed_for_memory: bool, loop: Loop) -> None:
+    with subprocess.Popen(["sleep", "30"]) as process:
+        watched = member(1, process=Process.of(process.pid))
+        texts: list[str] = []
+
+        def told(text: str) -> None:
+            texts.append(text)
+            loop.stop()
+
+        def ended(ended: Member, how: str) -> None:
+            ended.settle(loop, Oom(killed_for_memory), how, told)
+
+        watched.watch_process(loop, ended)
+        process.send_signal(signal.SIGKILL)
+        loop.run()
+        watched.close()
+    suspicion = ", most likely by the kernel for lack of memory (OOM): it has just killed a process for that"
+    assert texts == [f"its process was killed by SIGKILL{suspicion if killed_for_memory else ''}"]
+
+
+# ---- who is late ----
+
+
+@pytest.mark.parametrize(
+    ("steps", "phases", "asks", "late"),
+    [
+        ([7, 5, 7], ["backward", "backward", "backward"], 0, 1),
+        ([7, 7, 7], ["backward", "backward", "forward"], 1, 2),
+        ([7, 7], ["forward", "backward"], 1, 0),
+        ([7, 7], ["backward", "backward"], 1, 0),
+        ([7, 7, 7], ["backward", "backward", "backward"], 1, None),
+    ],
+)
+def test_who_is_late(hub: Hub, steps: list[int], phases: list[str], asks: int, late: int | None) -> None:
+    """Whoever is behind, or elsewhere than the rest; of two ranks the one that does not ask."""
+    hub.members = {rank: hub.members[rank] for rank in range(len(steps))}
+    for rank, (step, phase) in enumerate(zip(steps, phases, strict=True)):
+        progress = hub.members[rank].progress
+        assert isinstance(progress, RemoteProgress)
+        progress.told = Reading(step, phase)
+    hub.receive(hub.members[asks], {"type": "timeout", "message": "it timed out"})
+    assert hub.failure is not None
+    if late is None:
+        assert "no rank is behind" in hub.failure.message
+    else:
+        assert (hub.failure.rank, hub.failure.kind) == (late, "timeout")

@@ -1,0 +1,141 @@
+"""Programs that start without imports: forked, where a launcher means to start an interpreter.
+
+A launcher's own code runs as ever, down to ``subprocess.Popen``. What that would execute is forked instead, from a
+process that has imported torch and Lightning, and gets what it would have found: descriptors, signal handlers and
+environment as after ``exec``, and no state of ``multiprocessing``. Programs are scripts (``python train.py ...``) and
+modules (``python -m torch.distributed.run ...``); of modules of these tests it is ``main(*arguments)`` that runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, NoReturn
+
+_original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_PARAMETERS = [*inspect.signature(_original).parameters][2:]
+
+
+def fork_programs() -> None:
+    """From here on ``Popen`` of a Python program forks, in this process and those that it forks."""
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+
+
+def fork(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    new_session: bool = False,
+    cwd: Any = None,
+    streams: Sequence[int] = (),
+    passed: Sequence[int] = (),
+) -> int:
+    """Start ``[python, SCRIPT or "-m", MODULE, ARGUMENTS...]``; returns the process's number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            if new_session:
+                os.setsid()
+            if cwd is not None:
+                os.chdir(cwd)
+            for target, descriptor in enumerate(streams):
+                if descriptor >= 0:
+                    os.dup2(descriptor, target)
+            for descriptor in passed:
+                os.set_inheritable(descriptor, True)
+            become(command, environment)
+        finally:
+            os._exit(70)
+    return pid
+
+
+def become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """What ``exec`` does, for a process that has just been forked."""
+    _be_new(environment)
+    _run(list(command))
+
+
+def _execute_child(self: Any, args: Any, *rest: Any) -> None:
+    command = _program(args)
+    if command is None:
+        _original(self, args, *rest)
+        return
+    given = dict(zip(_PARAMETERS, rest, strict=True))
+    streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+    sys.stdout.flush()
+    self.pid = fork(
+        command, given["env"] or os.environ, given["start_new_session"], given["cwd"], streams, given["pass_fds"]
+    )
+    self._child_created = True
+
+
+def _program(args: Any) -> list[str] | None:
+    """``[python, SCRIPT or "-m", MODULE, ...]``, if that is what ``args`` would start."""
+    words = [str(word) for word in args] if isinstance(args, (list, tuple)) else []
+    if words[:1] != [sys.executable]:
+        return None
+    rest = words[2:] if words[1:2] == ["-u"] else words[1:]
+    return [words[0], *rest] if rest and (rest[0] == "-m" or rest[0].endswith(".py")) else None
+
+
+def _be_new(environment: Mapping[str, str]) -> None:
+    """Leave behind what does not survive ``exec``."""
+    variables = dict(environment)
+    os.environ.clear()
+    os.environ.update(variables)
+    signal.set_wakeup_fd(-1)
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        try:
+            if descriptor > 2 and not os.get_inheritable(descriptor):
+                os.close(descriptor)
+        except OSError:  # that of the listing itself
+            continue
+    atexit._clear()
+    tempfile.tempdir = None
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    multiprocessing.process._children = set()  # type: ignore[attr-defined]
+
+
+def _run(command: list[str]) -> NoReturn:
+    """As an interpreter does, to the end."""
+    sys.argv = command[1:] if command[1] != "-m" else command[2:]
+    code = 0
+    try:
+        if command[1] != "-m":
+            sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        elif sys.argv[0].startswith("tests."):  # imported already
+            module = import_module(sys.argv[0])
+            sys.modules["__main__"] = module  # by whose name Lightning starts the script again
+            module.main(*sys.argv[1:])
+        else:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
