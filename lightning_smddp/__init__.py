@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     from lightning_smddp.communication.compression import Compression
     from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
     from lightning_smddp.communication.report import CommunicationReport
+    from lightning_smddp.sagemaker import from_sagemaker
     from lightning_smddp.strategies.lightning import (
         CommunicationMonitor,
+        MPIRunEnvironment,
         PipelineStrategy,
         PipelineTimeline,
         SafeCheckpointIO,
+        SageMakerEnvironment,
         SMDDPFabricStrategy,
         SMDDPStrategy,
     )
@@ -32,6 +35,7 @@ __all__ = [
     "CommunicationMonitor",
     "CommunicationReport",
     "Compression",
+    "MPIRunEnvironment",
     "PipelineStrategy",
     "PipelineTimeline",
     "RankFailedError",
@@ -39,6 +43,8 @@ __all__ = [
     "SMDDPFabricStrategy",
     "SMDDPStrategy",
     "SafeCheckpointIO",
+    "SageMakerEnvironment",
+    "from_sagemaker",
 ]
 
 _HOMES = {
@@ -46,6 +52,7 @@ _HOMES = {
     "CommunicationMonitor": "strategies.{namespace}",
     "CommunicationReport": "communication.report",
     "Compression": "communication.compression",
+    "MPIRunEnvironment": "strategies.{fabric}",
     "PipelineStrategy": "strategies.{namespace}",
     "PipelineTimeline": "strategies.{namespace}",
     "RankFailedError": "communication.errors",
@@ -53,6 +60,8 @@ _HOMES = {
     "SMDDPFabricStrategy": "strategies.{fabric}",
     "SMDDPStrategy": "strategies.{namespace}",
     "SafeCheckpointIO": "strategies.{namespace}",
+    "SageMakerEnvironment": "strategies.{fabric}",
+    "from_sagemaker": "sagemaker",
 }
 
 

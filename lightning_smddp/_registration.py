@@ -3,8 +3,8 @@
 Lightning has no entry-point group for strategies. PyTorch, however, calls every entry point of the group
 ``torch.backends`` at the end of ``import torch`` (torch >= 2.5, off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), and
 Lightning imports torch. :func:`autoload` is that entry point: it installs one import hook, which registers factories
-in Lightning's registries right after these are created. Only the standard library is imported here, and nothing
-heavier until a name is used.
+in Lightning's registries right after these are created, and makes the changes of ``launchers/_compat.py``. Only the
+standard library is imported here, and nothing heavier until a name is used.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,6 +24,15 @@ _REGISTRIES = {
     "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", "SMDDPStrategy", "PipelineStrategy"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy", None),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy", None),
+}
+# module that searches for a cluster environment -> what `launchers/_compat.py` does with it
+_CHANGES = {
+    "lightning.fabric.plugins.environments.mpi": "survive_mpi4py_without_mpi",
+    "lightning_fabric.plugins.environments.mpi": "survive_mpi4py_without_mpi",
+    "lightning.pytorch.trainer.connectors.accelerator_connector": "ask_our_strategies",
+    "pytorch_lightning.trainer.connectors.accelerator_connector": "ask_our_strategies",
+    "lightning.fabric.connector": "ask_our_strategies",
+    "lightning_fabric.connector": "ask_our_strategies",
 }
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
@@ -41,8 +51,6 @@ def _variants() -> dict[str, dict[str, Any]]:
 
 def _factory(home: str, class_name: str) -> Callable[..., Any]:
     def create(**init_params: Any) -> Any:
-        from importlib import import_module
-
         module = import_module(f"lightning_smddp.strategies.{home}")
         return getattr(module, class_name)(**init_params)
 
@@ -65,6 +73,14 @@ def register(module: ModuleType) -> None:
             registry.register(name, _factory(home, class_name), description=f"{what}, {arguments}", **arguments)
 
 
+def change(module: ModuleType) -> None:
+    """Do with ``module`` what the two tables say; a second call changes nothing."""
+    if module.__name__ in _REGISTRIES:
+        register(module)
+    else:
+        getattr(import_module("lightning_smddp.launchers._compat"), _CHANGES[module.__name__])(module)
+
+
 class _RegisteringLoader(Loader):
     """Execute a module with its own loader, then register in it."""
 
@@ -80,16 +96,16 @@ class _RegisteringLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        register(module)
+        change(module)
 
 
 class _RegistryFinder(MetaPathFinder):
-    """Wrap the loader of the four modules in ``_REGISTRIES``; every other import passes untouched."""
+    """Wrap the loaders of the modules in the two tables; every other import passes untouched."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES:
+        if fullname not in _REGISTRIES and fullname not in _CHANGES:
             return None
         for finder in sys.meta_path:
             if isinstance(finder, _RegistryFinder) or not hasattr(finder, "find_spec"):
@@ -103,9 +119,9 @@ class _RegistryFinder(MetaPathFinder):
 
 def install() -> None:
     """Register in every Lightning that is imported already, and in the others as soon as they are."""
-    for name in _REGISTRIES:
+    for name in (*_REGISTRIES, *_CHANGES):
         if name in sys.modules:
-            register(sys.modules[name])
+            change(sys.modules[name])
     if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegistryFinder())
 

@@ -1,4 +1,4 @@
-"""``lightning-smddp``: what can be found out about a model before it is trained, and checkpoints in other formats."""
+"""``lightning-smddp``: what can be found out about a machine and a model before training; checkpoints."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_verify(commands)
     _add_conversions(commands)
+    _add_doctor(commands)
     options = parser.parse_args(arguments)
     command: int = options.run(options)
     return command
@@ -60,6 +61,26 @@ def _add_conversions(commands: Any) -> None:
     shard.add_argument("directory", help="path of the new directory")
     shard.add_argument("--parts", type=int, default=1, help="files for its tensors (default: 1)")
     shard.set_defaults(run=lambda options: _convert("shard", options.file, options.directory, options.parts))
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="show what this machine and this job look like, and what is wrong",
+        description="Print the launcher, nodes, ranks, interfaces, shared memory, backends and versions as this "
+        "package sees them, measure for some seconds, and name problems with their cures. Start it as you start "
+        "training (`torchrun ... -m lightning_smddp doctor`) to examine all ranks together. The exit code is 1 if "
+        "there are errors.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument("--no-measure", action="store_true", help="only look: start and send nothing")
+    doctor.set_defaults(run=_examine)
+
+
+def _examine(options: argparse.Namespace) -> int:
+    from lightning_smddp.doctor.examination import examine
+
+    return examine(options.json, not options.no_measure)
 
 
 def _convert(name: str, *arguments: Any) -> int:

@@ -143,9 +143,9 @@ def _measure(
     gradients = [p for p in module.parameters() if p.requires_grad]
     gradient_bytes = sum(p.numel() * p.dtype.itemsize for p in gradients)
     sizes = [size for size in _TIMED_SIZES if size <= 2 * gradient_bytes] or [_TIMED_SIZES[0]]
-    times = {"native": _time("native", communicator, compression, sizes)}
+    times = {"native": time_algorithm("native", communicator, compression, sizes)}
     for name in _ranked(communicator, compression, sizes, times["native"])[: _TIMED_ALGORITHMS - 1]:
-        times[name] = _time(name, communicator, compression, sizes)
+        times[name] = time_algorithm(name, communicator, compression, sizes)
     table = _table(sizes, times)
     if bucket_cap_mb is None:
         bucket_cap_mb = _bucket_size(gradient_bytes, sizes, times[table[-1][1]], table[-1][1])
@@ -168,14 +168,14 @@ def _ranked(
         ranks_per_node=max(len(ranks) for ranks in topology.nodes),
         crossing_flows=flows,
         network=Link(link.latency_s / ring, link.bytes_per_s * ring / world * flows * ratio),
-        memory=_memory_link(),
+        memory=memory_link(),
         wire_ratio=ratio,
     )
     names = [name for name in communicator.available() if name != "native"]
     return sorted(names, key=lambda name: predict_s(name, sizes[-1], cluster))
 
 
-def _memory_link() -> Link:
+def memory_link() -> Link:
     """Speed of a copy on this machine; the latency is that of a barrier."""
     source = torch.ones(2**20)
     target = torch.empty_like(source)
@@ -183,7 +183,9 @@ def _memory_link() -> Link:
     return Link(30e-6, source.numel() * 4 / max(seconds, 1e-6))
 
 
-def _time(name: str, communicator: Communicator, compression: Compression | None, sizes: list[int]) -> list[float]:
+def time_algorithm(
+    name: str, communicator: Communicator, compression: Compression | None, sizes: list[int]
+) -> list[float]:
     """Seconds of an all-reduce by ``name`` for each size: the median, of the slowest rank. Collective."""
     if compression is not None and compression.method == "powersgd":
         compression = None  # a flat tensor has no matrices: only the algorithms compare

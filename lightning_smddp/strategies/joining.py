@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_smddp.communication.arrivals import versions
 from lightning_smddp.communication.join import Meeting, join
+from lightning_smddp.strategies.environments import before_start
 
 
 def start_process_group(
@@ -25,10 +26,12 @@ def start_process_group(
 
     Raises:
         StartError: see ``join``.
+        ValueError: what the launcher has set cannot work.
     """
     environment = strategy.cluster_environment
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
+    before_start(strategy, strategy._session.options.verbose)
     rank, world_size = environment.global_rank(), environment.world_size()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment as LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_smddp.strategies._compat import launchers_of
+from lightning_smddp.strategies._compat_runs import launchers_of
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
+from lightning_smddp.strategies.environments import ReadsMPIRun, ReadsPod, ReadsSageMaker
 from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.launching import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.monitor import MonitorCommunication
@@ -51,3 +54,15 @@ class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101
 
 class PipelineTimeline(RecordTimeline, Callback):  # noqa: D101
     __doc__ = RecordTimeline.__doc__
+
+
+class SageMakerEnvironment(ReadsSageMaker, ClusterEnvironment):  # noqa: D101
+    __doc__ = ReadsSageMaker.__doc__
+
+
+class MPIRunEnvironment(ReadsMPIRun, ClusterEnvironment):  # noqa: D101
+    __doc__ = ReadsMPIRun.__doc__
+
+
+class PodEnvironment(ReadsPod, ClusterEnvironment):  # noqa: D101
+    __doc__ = ReadsPod.__doc__

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_smddp.communication import aws
 from lightning_smddp.pipeline.placement import Grid
 from lightning_smddp.pipeline.schedules import Schedule, check, parse
 from lightning_smddp.strategies.session import Options
@@ -56,6 +57,11 @@ class PipelineOptions:
             _check_count("stages_per_rank", stages_per_rank, "'auto'")
         if isinstance(split, str):
             raise ValueError(f"split={split!r} has to be a list of names: the first unit of each stage but the first.")
+        if communication.process_group_backend == aws.NAME:
+            raise ValueError(
+                "process_group_backend='smddp' cannot be used with smddp_pipeline: AWS's backend has no groups but "
+                "that of all ranks, and a pipeline needs one of its own. Leave it out: 'auto' is nccl on GPUs."
+            )
         if memory_limit_gb is not None and not memory_limit_gb > 0:
             raise ValueError(f"memory_limit_gb={memory_limit_gb!r} has to be positive (GiB a rank), or None.")
         Grid.of(1, 1, placement)

@@ -6,7 +6,7 @@ from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_smddp.strategies._compat import launchers_of
+from lightning_smddp.strategies._compat_runs import launchers_of
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
 from lightning_smddp.strategies.launching import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.monitor import MonitorCommunication

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat import set_group_timeout
+from lightning_smddp.communication import aws
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
 from lightning_smddp.communication.communicator import Communicator
@@ -29,6 +29,7 @@ from lightning_smddp.communication.models import check_compression, check_same_m
 from lightning_smddp.communication.rehearsal import settle_buckets
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
+from lightning_smddp.strategies._compat_runs import barriers_without_groups
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
 
@@ -76,6 +77,8 @@ class Options:
                 f"{', '.join(map(repr, METHODS))}, or the arguments of `Compression` "
                 f"({', '.join(field.name for field in fields(Compression))}), of which `method` is required."
             ) from error
+        if process_group_backend == aws.NAME:
+            aws.check_options(algorithm, parsed)
         cache = Path(tuning_cache) if isinstance(tuning_cache, (str, Path)) else None
         return cls(
             algorithm=algorithm,
@@ -92,6 +95,8 @@ class Session:
     """Gradient communication of one strategy object: groups for its process group, a hook for each DDP module."""
 
     def __init__(self, options: Options) -> None:
+        if options.process_group_backend == aws.NAME:
+            aws.require()
         self.options = options
         self.communicator: Communicator | None = None
         self.synchronizers: list[GradientSynchronizer] = []
@@ -100,15 +105,24 @@ class Session:
 
     def default_backend(self, device: torch.device) -> str | None:
         """The backend for ``process_group_backend="auto"``; None leaves it to Lightning (nccl, gloo)."""
-        if self.options.process_group_backend is not None:
-            return self.options.process_group_backend
-        return "smddp" if device.type == "cuda" and _import_aws_backend() else None
+        options = self.options
+        if options.process_group_backend == aws.NAME:
+            aws.require()  # this process may have been spawned
+        if options.process_group_backend is not None:
+            return options.process_group_backend
+        fits = options.algorithm in aws.ALGORITHMS and options.compression is None
+        return aws.NAME if device.type == "cuda" and fits and aws.problem() is None else None
 
     def process_group_started(self) -> None:
-        """Give the default group the collective timeout, now that everyone has started, and see to its end."""
+        """Give the default group the collective timeout, now that everyone has started, and see to its end.
+
+        AWS's backend has no timeout that could be changed; the supervision's is the same.
+        """
         if not dist.is_initialized():
             return
-        if self.options.collective_timeout is not None:
+        if aws.is_active():
+            barriers_without_groups(aws.is_active, aws.wait_for_all)
+        elif self.options.collective_timeout is not None:
             set_group_timeout(self.options.collective_timeout)
         atexit.register(_leave, weakref.ref(self))
 
@@ -278,14 +292,3 @@ def check_devices(num_processes: int, creates_processes_externally: bool) -> Non
             f"asked for devices={num_processes}. Set devices={started}, or start {num_processes} processes a node "
             f"(for torchrun: --nproc-per-node={num_processes})."
         )
-
-
-def _import_aws_backend() -> bool:
-    """Whether AWS's ``smddp`` backend is installed, loads, and has registered itself."""
-    try:
-        if find_spec("smdistributed.dataparallel.torch.torch_smddp") is None:
-            return False
-        import smdistributed.dataparallel.torch.torch_smddp  # noqa: F401
-    except (ImportError, OSError, RuntimeError, ValueError):  # absent, or a binary for another machine
-        return False
-    return "smddp" in dist.Backend.backend_list

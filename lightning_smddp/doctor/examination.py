@@ -1,0 +1,143 @@
+"""One examination: look, measure, report. Alone, or as a rank of the job that a launcher has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_smddp.communication.arrivals import versions
+from lightning_smddp.communication.errors import StartError
+from lightning_smddp.communication.join import Meeting, join
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.doctor.facts import look
+from lightning_smddp.doctor.findings import Finding, find, merged
+from lightning_smddp.doctor.measuring import measure
+from lightning_smddp.doctor.report import as_json, as_text
+
+_START_S = 60.0
+_MOST_LOCAL_RANKS = 8
+
+
+def examine(as_json_text: bool = False, measures: bool = True) -> int:
+    """Print what was found, on the first rank; returns the exit code.
+
+    In a process that a launcher has started as one rank of several, all ranks do this together. Else, for measuring,
+    some ranks of this machine are started: one for each GPU, or two on CPU.
+
+    Args:
+        as_json_text: print one JSON object.
+        measures: False only looks.
+
+    Returns:
+        0, or 1 if something is wrong that training would not survive (``error``); the same on all ranks.
+    """
+    facts = look()
+    launch = facts["launch"] or {}
+    if measures and (launch.get("world_size") or 1) > 1 and not launch["problems"]:
+        return _as_a_rank(facts, as_json_text)
+    measured = _with_local_ranks() if measures and facts["launch_problem"] is None and not launch["problems"] else None
+    findings = find(facts, measured)
+    _print(facts, measured, findings, as_json_text)
+    return _code(findings)
+
+
+def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
+    launch = facts["launch"]
+    missing = [name for name in ("rank", "local_rank", "main_address", "main_port") if launch[name] is None]
+    if missing:
+        findings = [*find(facts), Finding("error", f"{launch['line']} Not said: {', '.join(missing)}.", _HOW_TO_SAY)]
+        _print(facts, None, findings, as_json_text)
+        return 1
+    device = _device(launch["local_rank"])
+    try:
+        _meet(launch, facts, device)
+    except StartError as error:
+        findings = [*find(facts), Finding("error", str(error), "Without this the ranks of a job do not come together.")]
+        if launch["rank"] == 0:
+            _print(facts, None, findings, as_json_text)
+        else:
+            print(f"lightning-smddp doctor: {error}", file=sys.stderr)
+        return 1
+    try:
+        assert dist.group.WORLD is not None
+        measured = measure(dist.group.WORLD, device, facts["host"])
+        mine = find(facts, measured if launch["rank"] == 0 else None)
+        everyones = gather_json([f.to_json() for f in mine], dist.group.WORLD, device)
+    finally:
+        dist.destroy_process_group()
+    findings = merged([Finding.from_json(values) for theirs in everyones for values in theirs])
+    if launch["rank"] == 0:
+        _print(facts, measured, findings, as_json_text)
+    return _code(findings)
+
+
+_HOW_TO_SAY = "Set MASTER_ADDR and MASTER_PORT on all ranks, or start the job as docs/launchers.md shows."
+
+
+def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device) -> None:
+    os.environ.update(launch["will_set"])
+    meeting = Meeting(
+        rank=launch["rank"],
+        world_size=launch["world_size"],
+        local_rank=launch["local_rank"],
+        spans_nodes=(launch["num_nodes"] or 1) > 1,
+        address=launch["main_address"],
+        port=launch["main_port"],
+        versions=versions(str(facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"])),
+    )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=_START_S)
+    join(meeting, backend, device if device.type == "cuda" else None, limit, limit)
+
+
+def _device(local_rank: int) -> torch.device:
+    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")
+
+
+def _with_local_ranks() -> dict[str, Any]:
+    """Measure with ranks of this machine alone."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = min(gpus, _MOST_LOCAL_RANKS) if gpus > 1 else 2
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="smddp-doctor-") as directory:
+        path = os.path.join(directory, "measured.json")
+        mp.start_processes(_local_rank, (ranks, store.port, gpus > 1, path), nprocs=ranks, start_method="spawn")
+        measured: dict[str, Any] = json.loads(Path(path).read_text())
+    return measured
+
+
+def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str) -> None:
+    torch.set_num_threads(1)
+    device = _device(rank) if on_gpus else torch.device("cpu")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        assert dist.group.WORLD is not None
+        measured = measure(dist.group.WORLD, device, "this one")
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        Path(path).write_text(json.dumps(measured))
+
+
+def _print(
+    facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: list[Finding], as_json_text: bool
+) -> None:
+    print(as_json(facts, measured, findings) if as_json_text else as_text(facts, measured, findings), flush=True)
+
+
+def _code(findings: list[Finding]) -> int:
+    return int(any(finding.level == "error" for finding in findings))

@@ -1,0 +1,133 @@
+"""What can be read from one process: nothing is started, measured or sent."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp import __version__
+from lightning_smddp.communication.interfaces import addresses, interface_problem
+from lightning_smddp.launchers.detection import detect
+from lightning_smddp.launchers.efa import network_variables
+
+_PACKAGES = ("lightning", "pytorch-lightning", "deepspeed", "mpi4py", "sagemaker")
+_AWS = "smdistributed.dataparallel"
+_SHARED_MEMORY = "/dev/shm"
+_DRIVER = "/proc/driver/nvidia/version"
+_EFA_DEVICES = "/sys/class/infiniband"
+
+
+def look(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Plain values, as JSON carries them; what cannot be found out is None."""
+    launch, problem = _launch(environ)
+    return {
+        "host": socket.gethostname(),
+        "versions": _versions(),
+        "launch": launch,
+        "launch_problem": problem,
+        "backends": _backends(),
+        "accelerators": _accelerators(),
+        "network": _network(launch, environ),
+        "shared_memory": _shared_memory(),
+        "processors": {
+            "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads_of_a_rank": torch.get_num_threads(),
+            "set_by_user": "OMP_NUM_THREADS" in environ,
+        },
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "sees_processes_end": _sees_processes_end(),
+        "mpi_library": ctypes.util.find_library("mpi"),
+    }
+
+
+def _launch(environ: Mapping[str, str]) -> tuple[dict[str, Any] | None, str | None]:
+    try:
+        launch = detect(environ)
+    except ValueError as error:
+        return None, str(error)
+    variables = {name: value for name, value in network_variables(launch).items() if name not in environ}
+    return {**asdict(launch), "sources": dict(launch.sources), "line": launch.describe(), "will_set": variables}, None
+
+
+def _versions() -> dict[str, str | None]:
+    found = {name: _version(name) for name in _PACKAGES}
+    return {"lightning-smddp": __version__, "torch": torch.__version__, "python": platform.python_version(), **found}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _backends() -> dict[str, bool]:
+    """Of ``torch.distributed``; ``smddp`` is AWS's closed one."""
+    with suppress(ImportError, ValueError):
+        return {
+            "gloo": dist.is_gloo_available(),
+            "nccl": dist.is_nccl_available(),
+            "mpi": dist.is_mpi_available(),
+            "smddp": importlib.util.find_spec(_AWS) is not None,
+        }
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": False, "smddp": False}
+
+
+def _accelerators() -> dict[str, Any]:
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _cuda() else []
+    return {"gpus": names, "torch_cuda": torch.version.cuda, "nvidia_driver": os.path.exists(_DRIVER)}
+
+
+def _cuda() -> bool:
+    return bool(torch.cuda.is_available())
+
+
+def _network(launch: Mapping[str, Any] | None, environ: Mapping[str, str]) -> dict[str, Any]:
+    main = (launch or {}).get("main_address")
+    efa = os.listdir(_EFA_DEVICES) if os.path.isdir(_EFA_DEVICES) else []
+    return {
+        "interfaces": addresses(),
+        "problems": [text for backend in ("gloo", "nccl") if (text := interface_problem(backend, environ)) is not None],
+        "own_name": _resolved(socket.gethostname()),
+        "main_address": None if main is None else _resolved(str(main)),
+        "rdma_devices": sorted(efa),
+        "gloo_interface": environ.get("GLOO_SOCKET_IFNAME"),
+    }
+
+
+def _resolved(name: str) -> dict[str, Any]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return {"name": name, "addresses": [], "error": str(error)}
+    return {"name": name, "addresses": sorted({str(info[4][0]) for info in found}), "error": None}
+
+
+def _shared_memory() -> dict[str, int] | None:
+    if not os.path.isdir(_SHARED_MEMORY):
+        return None
+    status = os.statvfs(_SHARED_MEMORY)
+    return {"size": status.f_blocks * status.f_frsize, "free": status.f_bavail * status.f_frsize}
+
+
+def _sees_processes_end() -> bool:
+    """Whether the kernel has pidfds, by which the end of a rank is seen at once, and how it ended."""
+    if not hasattr(os, "pidfd_open"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True

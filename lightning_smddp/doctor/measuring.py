@@ -1,0 +1,80 @@
+"""A few seconds of measuring: all-reduces by each algorithm, links between nodes, and memory. Collective."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication.autotune import memory_link, time_algorithm
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.messages import broadcast_json, gather_json
+
+SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes
+_LINK_BYTES = 4 * 2**20
+_ROUNDS = 5
+_MOST_LINKS = 16  # the first nodes stand for the others
+_TIMEOUT = timedelta(seconds=60)
+
+
+def measure(group: dist.ProcessGroup, device: torch.device, host: str) -> dict[str, Any]:
+    """Medians of the slowest rank; the same on every rank. Collective over ``group``.
+
+    Returns:
+        ``all_reduce``: algorithm -> seconds for each of ``sizes`` (bytes); ``links``: from rank 0 to the first rank of
+        other nodes (or to the next rank of its own node); ``memory_gb_s``: of a copy; ``notes``: what was not possible.
+    """
+    communicator = Communicator(group, device, _TIMEOUT)
+    try:
+        names = communicator.available()
+        times = {name: time_algorithm(name, communicator, None, list(SIZES)) for name in names}
+        nodes = communicator.topology.nodes
+        peers = [ranks[0] for ranks in nodes[1:]] or list(nodes[0][1:2])
+        hosts = gather_json(host, group, device)
+        links = [_link(group, device, peer, hosts[peer]) for peer in peers[:_MOST_LINKS]]
+        copies = gather_json(memory_link().bytes_per_s, group, device)
+        return {
+            "world_size": communicator.world_size,
+            "nodes": [list(ranks) for ranks in nodes],
+            "device": device.type,
+            "sizes": list(SIZES),
+            "all_reduce": times,
+            "links": links,
+            "memory_gb_s": min(copies) / 1e9,
+            "notes": [note for note in communicator.notes if note.startswith("no shared memory")],
+        }
+    finally:
+        communicator.close()
+
+
+def _link(group: dist.ProcessGroup, device: torch.device, peer: int, host: str) -> dict[str, Any]:
+    """Between rank 0 and ``peer``; the others wait."""
+    rank, found = dist.get_rank(group), None
+    if rank in (0, peer):
+        other = peer if rank == 0 else 0
+        small = _round_trip(group, torch.zeros(1, device=device), other)
+        large = _round_trip(group, torch.zeros(_LINK_BYTES // 4, device=device), other)
+        speed = 2 * _LINK_BYTES / max(large - small, 1e-9) / 1e9
+        found = {"rank": peer, "host": host, "latency_us": small / 2 * 1e6, "gigabytes_per_s": speed}
+    link: dict[str, Any] = broadcast_json(found, group, device)
+    return link
+
+
+def _round_trip(group: dist.ProcessGroup, tensor: torch.Tensor, other: int) -> float:
+    """Seconds, there and back: the median."""
+    first = dist.get_rank(group) < other
+    samples = []
+    for _ in range(_ROUNDS + 1):
+        begin = time.perf_counter()
+        for sends in (first, not first):
+            if sends:
+                dist.send(tensor, group=group, group_dst=other)
+            else:
+                dist.recv(tensor, group=group, group_src=other)
+        if tensor.is_cuda:
+            torch.cuda.synchronize(tensor.device)
+        samples.append(time.perf_counter() - begin)
+    return sorted(samples[1:])[_ROUNDS // 2]

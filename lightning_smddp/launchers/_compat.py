@@ -1,0 +1,71 @@
+"""Two changes to Lightning's own search for a cluster environment, made when its modules are imported.
+
+Nothing is imported here before it is needed: see ``_registration.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+def survive_mpi4py_without_mpi(module: ModuleType) -> None:
+    """Let ``MPIEnvironment.detect`` answer False, with a warning, where mpi4py finds no MPI library.
+
+    It catches ``ImportError`` alone, and mpi4py 4.1 raises ``RuntimeError``, which no Trainer survives, whatever its
+    strategy. Remove when the oldest supported Lightning catches it.
+    """
+    environment: Any = getattr(module, "MPIEnvironment", None)
+    if environment is None or environment.detect.__module__ == __name__:  # too early, or done
+        return
+    detect = environment.detect
+
+    def guarded() -> bool:
+        try:
+            return bool(detect())
+        except (ImportError, RuntimeError) as error:
+            warnings.warn(
+                f"mpi4py is installed, but cannot be used ({str(error).strip().partition(chr(10))[0]}), so it is not "
+                "asked whether mpirun started this process. Install an MPI library, or uninstall mpi4py.",
+                stacklevel=2,
+            )
+            return False
+
+    environment.detect = staticmethod(guarded)
+
+
+def ask_our_strategies(module: ModuleType) -> None:
+    """Let our strategies choose the cluster environment, unless the user gives one.
+
+    Lightning's connectors choose it before there is a strategy, and do not say afterwards whether it was given.
+    Remove when a strategy is asked.
+    """
+    connector: Any = getattr(module, "_AcceleratorConnector", None) or getattr(module, "_Connector", None)
+    if connector is None or connector._choose_and_init_cluster_environment.__module__ == __name__:  # too early, or done
+        return
+    choose = connector._choose_and_init_cluster_environment
+
+    def choose_environment(self: Any) -> Any:
+        home = _home(self._strategy_flag, module.__name__)
+        if home is not None and not isinstance(self._cluster_environment_flag, module.ClusterEnvironment):
+            strategies = "lightning_smddp.strategies"  # which import Lightning, so not before now
+            environments = import_module(f"{strategies}.environments")
+            environment = environments.choose(import_module(f"{strategies}.{home}"))
+            if environment is not None:
+                return environment
+        return choose(self)
+
+    connector._choose_and_init_cluster_environment = choose_environment
+
+
+def _home(strategy: Any, connector: str) -> str | None:
+    """The module with our environments that suit a connector; None for the strategies of others."""
+    if isinstance(strategy, str):
+        ours = strategy.startswith("smddp")
+    else:
+        ours = any(cls.__module__.startswith("lightning_smddp.") for cls in type(strategy).__mro__)
+    if not ours:
+        return None
+    return "lightning" if connector.startswith("lightning.") else "lightning_fabric"

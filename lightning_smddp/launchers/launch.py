@@ -1,0 +1,165 @@
+"""What is known of a process's start: :class:`Launch`, and :class:`Notes`, with which it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Launcher = Literal["torchrun", "jsrun", "mpirun", "srun", "kubeflow", "lightning"]
+
+# What to type for n nodes of d ranks, t in all; SageMaker has other words for the same.
+_HOW = {
+    "torchrun": "torchrun --nnodes={n} --nproc-per-node={d}",
+    "jsrun": "jsrun -n {t}",
+    "mpirun": "mpirun -np {t}",
+    "srun": "srun --nodes={n} --ntasks-per-node={d}",
+    "kubeflow": "a PyTorchJob of {t} replicas in all",
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Who started this process, and what it said. Values are None where nobody said anything.
+
+    Attributes:
+        launcher: ``"lightning"`` is nobody: Lightning starts the other ranks of this node itself.
+        rank: global rank.
+        local_rank: rank inside the node.
+        world_size: number of ranks.
+        local_world_size: number of ranks on this node.
+        node_rank: number of this node.
+        num_nodes: number of nodes.
+        main_address: name or address of rank 0's node.
+        main_port: TCP port on it at which the ranks meet.
+        interface: name of the network interface to use.
+        hosts: names of the nodes, in the order of node ranks.
+        product: what is known beside the launcher: ``"Open MPI"``.
+        platform: ``"SageMaker"`` with what is known of the job, or empty.
+        instance_type: of this node, on SageMaker: ``"ml.p4d.24xlarge"``.
+        sources: where each value comes from: the name of a variable or a file, or how it was derived.
+        problems: (what is wrong, cure) for each thing that cannot work.
+    """
+
+    launcher: Launcher
+    rank: int | None = None
+    local_rank: int | None = None
+    world_size: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+    num_nodes: int | None = None
+    main_address: str | None = None
+    main_port: int | None = None
+    interface: str | None = None
+    hosts: tuple[str, ...] = ()
+    product: str = ""
+    platform: str = ""
+    instance_type: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether the launcher has started one process for each rank."""
+        return self.launcher != "lightning"
+
+    def check(self, num_devices: int, num_nodes: int) -> None:
+        """Raise ``ValueError`` for what cannot work, with the values and the cure.
+
+        Args:
+            num_devices: ranks of a node that the Trainer (or Fabric) was asked for.
+            num_nodes: nodes that it was asked for.
+        """
+        problems = [f"{what} {cure}" for what, cure in self.problems]
+        if not problems and self.starts_ranks:
+            problems = self._ranks_problem(num_devices, num_nodes)
+        elif not problems and self.platform and self.num_nodes not in (None, num_nodes):
+            problems = [
+                f"This SageMaker job has {self.num_nodes} nodes ({', '.join(self.hosts)}), but num_nodes={num_nodes}. "
+                f"Set num_nodes={self.num_nodes}; for a training of its own on each node, give the plugin "
+                "LightningEnvironment()."
+            ]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _ranks_problem(self, num_devices: int, num_nodes: int) -> list[str]:
+        asked = num_devices * num_nodes
+        if self.world_size == asked and self.local_world_size in (None, num_devices):
+            return []
+        here = f", {self.local_world_size} of them on this node" if self.local_world_size is not None else ""
+        nodes = self.num_nodes or "..."
+        how = _HOW[self.launcher].format(n=num_nodes, d=num_devices, t=asked)
+        return [
+            f"{self.launcher} started {self.world_size} ranks{here} ({self.sources.get('world_size')}), but "
+            f"num_nodes={num_nodes} and devices={num_devices} ask for {asked}. Set num_nodes={nodes} and "
+            f"devices={self.local_world_size or '...'}, or start as many as asked for ({how})."
+        ]
+
+    def describe(self) -> str:
+        """One line for the log: each value with where it comes from."""
+        started = f"{self.launcher} ({self.product})" if self.product else self.launcher
+        parts = [
+            self._value("rank", "rank {} of {}", "world_size"),
+            self._value("local_rank", "local rank {} of {}", "local_world_size"),
+            self._value("node_rank", "node {} of {}", "num_nodes"),
+            self._value("main_address", "rank 0 at {} port {}", "main_port"),
+            self._value("interface", "interface {}"),
+        ]
+        where = f" on {self.platform}" if self.platform else ""
+        found = "; ".join(part for part in parts if part)
+        if not self.starts_ranks:
+            return f"Started by nobody{where}, so Lightning starts the ranks of a node{': ' if found else ''}{found}."
+        return f"Started by {started}{where}: {found}."
+
+    def _value(self, name: str, text: str, second: str = "") -> str:
+        value = getattr(self, name)
+        if value is None:
+            return ""
+        names = [n for n in (name, second) if n and getattr(self, n) is not None]
+        other = getattr(self, second) if second else None
+        sources = dict.fromkeys(self.sources[n] for n in names if n in self.sources)
+        return f"{text.format(value, '?' if other is None else other)} ({', '.join(sources)})"
+
+
+class Notes:
+    """Values and their sources, as they are found."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+        self.problems: list[tuple[str, str]] = []
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def put(self, name: str, value: Any, source: str) -> None:
+        """Note a value, unless there is one already."""
+        if value is not None and name not in self.values:
+            self.values[name], self.sources[name] = value, source
+
+    def text(self, name: str, *variables: str) -> None:
+        """Note the first of ``variables`` that is set."""
+        for variable in variables:
+            if self.environ.get(variable):
+                self.put(name, self.environ[variable], variable)
+
+    def number(self, name: str, *variables: str) -> None:
+        """As :meth:`text`, for a number. Raises ``ValueError`` for anything else."""
+        for variable in variables:
+            value = self.environ.get(variable)
+            if value:
+                if not value.strip().isdecimal():
+                    raise ValueError(
+                        f"{variable}={value!r} is not a number, and {name.replace('_', ' ')} is read from it. Let the "
+                        f"launcher set {variable}, or unset it."
+                    )
+                self.put(name, int(value), variable)
+
+    def problem(self, what: str, cure: str) -> None:
+        """Note what cannot work; both are sentences."""
+        self.problems.append((what, cure))
+
+    def launch(self, launcher: Launcher, product: str = "") -> Launch:
+        """All of it."""
+        return Launch(launcher, product=product, sources=self.sources, problems=tuple(self.problems), **self.values)

@@ -1,0 +1,129 @@
+"""What ``mpirun`` says: Open MPI, MPICH and Intel MPI, by their variables alone."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import zlib
+from collections.abc import Mapping
+
+from lightning_smddp.launchers.launch import Notes
+from lightning_smddp.launchers.slurm import first_host
+
+DEFAULT_PORT = 29500  # torch's
+_FIRST_PORT, _PORTS = 15000, 10000  # below the range from which Linux takes ports by itself
+_DOCKER = ipaddress.ip_network("172.17.0.0/16")  # the same on every machine
+# The same on all nodes of a job, and another one in each job.
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_NODE_JOBS = ("I_MPI_HYDRA_UUID",)  # not known to be the same on other nodes
+
+
+def started_by_open_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether Open MPI's ``mpirun`` (``mpiexec``, ``prterun``) started this process. Its variables are documented."""
+    return "OMPI_COMM_WORLD_RANK" in environ and "OMPI_COMM_WORLD_SIZE" in environ
+
+
+def started_by_hydra(environ: Mapping[str, str]) -> bool:
+    """Whether Hydra did, which is the ``mpirun`` of MPICH and of Intel MPI.
+
+    Slurm's ``srun --mpi=pmi2`` sets ``PMI_RANK`` too, but no local rank.
+    """
+    return {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"} <= environ.keys()
+
+
+def started_by_mpirun(environ: Mapping[str, str]) -> bool:
+    """Whether an ``mpirun`` did. It ends all ranks when one of them fails."""
+    return started_by_open_mpi(environ) or started_by_hydra(environ)
+
+
+def read(notes: Notes) -> str:
+    """Note ranks and nodes; the name of the MPI."""
+    environ = notes.environ
+    open_mpi = started_by_open_mpi(environ)
+    if open_mpi:
+        for name in ("rank", "local_rank"):
+            notes.number(name, f"OMPI_COMM_WORLD_{name.upper()}")
+        notes.number("world_size", "OMPI_COMM_WORLD_SIZE")
+        notes.number("local_world_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    else:
+        notes.number("rank", "PMI_RANK")
+        notes.number("world_size", "PMI_SIZE")
+        notes.number("local_rank", "MPI_LOCALRANKID")
+        notes.number("local_world_size", "MPI_LOCALNRANKS")
+    _read_nodes(notes)
+    if open_mpi:
+        return f"Open MPI {environ.get('OMPI_VERSION', '')}".strip()
+    return "Intel MPI" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
+
+
+def _read_nodes(notes: Notes) -> None:
+    """The number of nodes, and of this one: ``OMPI_COMM_WORLD_NODE_RANK`` is not that, in spite of its name."""
+    rank, world_size, here = notes["rank"], notes["world_size"], notes["local_world_size"]
+    if not here:
+        notes.problem(
+            "mpirun did not say how many ranks run on this node.",
+            "Start the ranks by mpirun itself, or give a cluster environment as plugin.",
+        )
+        return
+    if world_size % here:
+        notes.problem(
+            f"mpirun started {world_size} ranks, {here} of them on this node, so other nodes have another number.",
+            f"Start as many ranks on each node (mpirun --map-by ppr:{here}:node, or -ppn {here}).",
+        )
+        return
+    num_nodes = world_size // here
+    notes.put("num_nodes", num_nodes, "world size / local world size")
+    by_node = notes.environ.get("OMPI_MCA_rmaps_base_mapping_policy", "").startswith("node")
+    if rank % here != notes["local_rank"] or by_node:
+        notes.put("node_rank", rank % num_nodes, "rank % number of nodes")
+    else:
+        notes.put("node_rank", rank // here, "rank / local world size")
+
+
+def read_meeting_place(notes: Notes) -> None:
+    """Note where the ranks meet: what is given, else what all of them can know."""
+    notes.text("main_address", "MASTER_ADDR")
+    notes.number("main_port", "MASTER_PORT")
+    if notes["num_nodes"] == 1:
+        notes.put("main_address", "127.0.0.1", "one node")
+    for address, source in _starting_hosts(notes.environ):
+        notes.put("main_address", address, source)
+    jobs = (*_JOBS, *_NODE_JOBS) if notes["num_nodes"] == 1 else _JOBS
+    for name in jobs:
+        if notes.environ.get(name):
+            port = _FIRST_PORT + zlib.crc32(notes.environ[name].encode()) % _PORTS
+            notes.put("main_port", port, f"from {name}")
+    notes.put("main_port", DEFAULT_PORT, "default")
+    if notes["main_address"] is None:
+        notes.problem(
+            f"mpirun started ranks on {notes['num_nodes'] or 'several'} nodes, and nothing says where rank 0 is.",
+            address_cure(notes.environ, "<rank 0's host>"),
+        )
+
+
+def address_cure(environ: Mapping[str, str], host: str) -> str:
+    """How to hand ``host`` to all ranks as MASTER_ADDR."""
+    option = f"-x MASTER_ADDR={host}" if started_by_open_mpi(environ) else f"-genv MASTER_ADDR {host}"
+    return f"Tell them: mpirun {option} ..."
+
+
+def _starting_hosts(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(host, source) of where mpirun itself runs, or of the first node: rank 0 should be there, and can look."""
+    found = []
+    for address in _contact_addresses(environ.get("OMPI_MCA_orte_hnp_uri", "")):  # Open MPI up to 4
+        found.append((address, "OMPI_MCA_orte_hnp_uri"))
+    name = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get("PMIX_NAMESPACE", ""))  # Open MPI 5
+    if name:
+        found.append((name.group(1), "PMIX_NAMESPACE"))
+    nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
+    if nodes:
+        found.append((first_host(nodes), "SLURM_JOB_NODELIST"))
+    return found
+
+
+def _contact_addresses(uri: str) -> list[str]:
+    """The IPv4 addresses of ``1192165376.0;tcp://192.0.2.2,10.1.1.2:56067;tcp6://...``, the useful ones first."""
+    match = re.search(r"tcp4?://([\d.,]+):\d+", uri)
+    addresses = [ipaddress.ip_address(part) for part in match.group(1).split(",")] if match else []
+    usable = [address for address in addresses if not address.is_loopback]
+    return [str(address) for address in sorted(usable, key=lambda address: address in _DOCKER)]

@@ -1,0 +1,212 @@
+"""What a SageMaker training job says, in files below ``/opt/ml`` and in variables.
+
+Sources: aws/sagemaker-training-toolkit (``environment.py``, ``mpi.py``, ``torch_distributed.py``),
+aws/sagemaker-pytorch-training-toolkit (``training.py``), aws/sagemaker-python-sdk 3 (``container_drivers``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_smddp.launchers.launch import Launcher, Notes
+
+PORT = 7777  # of both SDKs
+# In the order in which the PyTorch container looks at them.
+_FLAGS = {
+    "sagemaker_mpi_enabled": "mpi",
+    "sagemaker_pytorch_ddp_enabled": "pytorchddp",
+    "sagemaker_torch_distributed_enabled": "torch_distributed",
+    "sagemaker_distributed_dataparallel_enabled": "smdistributed dataparallel",
+    "sagemaker_pytorch_xla_multi_worker_enabled": "pytorchxla",
+    "sagemaker_parameter_server_enabled": "parameter_server",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A SageMaker training job, as one of its hosts sees it.
+
+    Attributes:
+        current_host: this host's name.
+        hosts: names of the hosts that train, in the order of their node ranks but for the master; see
+            :func:`node_order`.
+        all_hosts: of all instance groups.
+        distribution: the key of the SDK's ``distribution=`` (SDK 2), the class given as ``distributed=`` (SDK 3), or
+            ``"none"``.
+        is_sdk3: whether SDK 3 started it.
+        interface: name of the network interface.
+        instance_type: of this host.
+        source: where this was read.
+    """
+
+    current_host: str
+    hosts: tuple[str, ...]
+    all_hosts: tuple[str, ...]
+    distribution: str
+    is_sdk3: bool
+    interface: str | None
+    instance_type: str
+    source: str
+
+
+def base_directory(environ: Mapping[str, str]) -> Path:
+    """``/opt/ml``, or what ``SAGEMAKER_BASE_DIR`` says."""
+    return Path(environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+
+
+def read_job(environ: Mapping[str, str], base_dir: str | Path | None = None) -> Job | None:
+    """The job that this process belongs to; None outside of SageMaker.
+
+    Raises:
+        ValueError: a file or a variable cannot be understood; the message names it.
+    """
+    config_dir = Path(base_dir or base_directory(environ)) / "input" / "config"
+    resources, source = _resources(environ, config_dir)
+    if resources is None:
+        return None
+    parameters = _parameters(environ, config_dir)
+    is_sdk3 = "SM_HOST_COUNT" in environ or "SM_DISTRIBUTED_CONFIG" in environ
+    distribution = next((name for flag, name in _FLAGS.items() if _is_on(parameters.get(flag))), "none")
+    if is_sdk3 and environ.get("SM_DISTRIBUTED_CONFIG"):
+        distribution = "MPI" if "mpi_additional_options" in environ["SM_DISTRIBUTED_CONFIG"] else "Torchrun"
+    launched = distribution != "none" and not is_sdk3
+    try:
+        all_hosts = tuple(resources["hosts"])
+        hosts = _launched_hosts(resources, parameters) if launched else tuple(sorted(all_hosts))
+        return Job(
+            current_host=resources["current_host"], hosts=hosts, all_hosts=all_hosts, distribution=distribution,
+            is_sdk3=is_sdk3, interface=resources.get("network_interface_name"),
+            instance_type=resources.get("current_instance_type") or "local", source=source,
+        )  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{source} lacks {error}: it should have current_host, hosts and instance_groups, as SageMaker writes them."
+        ) from None
+
+
+def _resources(environ: Mapping[str, str], config_dir: Path) -> tuple[dict[str, Any] | None, str]:
+    file = config_dir / "resourceconfig.json"
+    if file.is_file():
+        return _json(file.read_text(), str(file)), str(file)
+    if environ.get("SM_RESOURCE_CONFIG"):
+        return _json(environ["SM_RESOURCE_CONFIG"], "SM_RESOURCE_CONFIG"), "SM_RESOURCE_CONFIG"
+    if environ.get("SM_HOSTS") and environ.get("SM_CURRENT_HOST"):
+        resources = {
+            "hosts": _json(environ["SM_HOSTS"], "SM_HOSTS", list),
+            "current_host": environ["SM_CURRENT_HOST"],
+            "current_instance_type": environ.get("SM_CURRENT_INSTANCE_TYPE"),
+            "network_interface_name": environ.get("SM_NETWORK_INTERFACE_NAME"),
+        }
+        return resources, "SM_HOSTS"
+    return None, ""
+
+
+def _parameters(environ: Mapping[str, str], config_dir: Path) -> dict[str, Any]:
+    """The SDK's own ``sagemaker_...`` settings: a variable, or on hosts where mpirun forgot it, hyperparameters."""
+    if environ.get("SM_FRAMEWORK_PARAMS"):
+        return dict(_json(environ["SM_FRAMEWORK_PARAMS"], "SM_FRAMEWORK_PARAMS"))
+    file = config_dir / "hyperparameters.json"
+    if not file.is_file():
+        return {}
+    found = _json(file.read_text(), str(file))
+    return {name: value for name, value in found.items() if name.startswith("sagemaker_")}
+
+
+def _json(text: str, source: str, kind: type = dict) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source} is not valid JSON: {error}. SageMaker writes it; do not change it.") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"{source} holds {type(value).__name__}, not {kind.__name__}. SageMaker writes it.")
+    return value
+
+
+def _is_on(value: Any) -> bool:
+    """Hyperparameters are texts that hold JSON; the variable holds the values themselves."""
+    return value is True or (isinstance(value, str) and value.strip().strip('"').lower() == "true")
+
+
+def _launched_hosts(resources: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """The hosts on which a launcher of SDK 2 starts processes, in its order, which is not that of ``hosts``."""
+    groups = resources.get("instance_groups")
+    if not groups:  # local mode
+        return tuple(resources["hosts"])
+    wanted = parameters.get("sagemaker_distribution_instance_groups") or []
+    if isinstance(wanted, str):
+        wanted = _json(wanted, "sagemaker_distribution_instance_groups", list)
+    names = wanted or [resources.get("current_group_name", "homogeneousCluster")]
+    return tuple(host for group in groups if group["instance_group_name"] in names for host in group["hosts"])
+
+
+def node_order(job: Job, master: str | None) -> tuple[str, ...]:
+    """The job's hosts by node rank: ``master``, which has to be node 0 as it serves the store, then the others."""
+    if master not in job.hosts:
+        return job.hosts
+    return (master, *(host for host in job.hosts if host != master))
+
+
+def add(notes: Notes, launcher: Launcher, job: Job) -> None:
+    """Note what the job says beyond the launcher: nodes, the meeting place, the network, and what contradicts."""
+    master = notes.environ.get("MASTER_ADDR") or notes.environ.get("SM_MASTER_ADDR")
+    order = node_order(job, master)
+    notes.put("hosts", order, job.source)
+    notes.put("interface", job.interface, job.source)
+    notes.put("instance_type", job.instance_type, job.source)
+    notes.put("platform", f"SageMaker (distribution {job.distribution}, host {job.current_host})", job.source)
+    if launcher in ("lightning", "mpirun"):
+        notes.text("main_address", "MASTER_ADDR")
+        if len(order) > 1:
+            given = notes.environ.get("SM_MASTER_ADDR") == order[0]
+            notes.put("main_address", order[0], "SM_MASTER_ADDR" if given else f"first host of {job.source}")
+        notes.put("main_address", "127.0.0.1", "one host")
+        notes.number("main_port", "MASTER_PORT", "SM_MASTER_PORT")
+        notes.put("main_port", PORT, "SageMaker's default")
+    if job.current_host not in order:
+        notes.problem(
+            f"Host {job.current_host} is in none of the instance groups that train ({', '.join(order)}).",
+            "Train on those groups only, or name this host's group in distribution={'instance_groups': ...} too.",
+        )
+    elif launcher == "mpirun":
+        _check_mpirun(notes, job, order)
+    elif launcher == "lightning":
+        _add_nodes(notes, job, order)
+
+
+def _add_nodes(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
+    """One process a host: its node rank is all that has to be known."""
+    notes.put("node_rank", order.index(job.current_host), f"{job.current_host} in {job.source}")
+    notes.put("num_nodes", len(order), job.source)
+    address = notes["main_address"]
+    if len(order) > 1 and address not in order:
+        notes.problem(
+            f"MASTER_ADDR={address} is none of this job's hosts ({', '.join(order)}), so no host knows whether it is "
+            "node 0.",
+            "Leave MASTER_ADDR as SageMaker sets it, or set it to a host's name.",
+        )
+
+
+def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
+    """Whether mpirun started ranks on every host, with rank 0 where the others look for it."""
+    ranks, here, hosts = notes["world_size"], notes["local_world_size"], len(order)
+    if here and ranks < hosts * here:
+        missing = f"mpirun started {ranks} ranks, all of them on {max(ranks // here, 1)} of this job's {hosts} hosts"
+        if job.is_sdk3:
+            notes.problem(
+                f"{missing}: SageMaker's SDK 3 gives mpirun the number of ranks of one host as that of the job (-np).",
+                f"Use Torchrun(), or MPI(mpi_additional_options=['-np', '{hosts * here}']): the last -np counts.",
+            )
+        else:
+            notes.problem(
+                f"{missing}.", "Leave -np and --host out of custom_mpi_options; processes_per_host is for each host."
+            )
+    elif notes["rank"] == 0 and notes["main_address"] in order and notes["main_address"] != job.current_host:
+        notes.problem(
+            f"Rank 0 is on host {job.current_host}, but the others look for it at {notes['main_address']} "
+            f"({notes.sources['main_address']}).",
+            f"Give mpirun -x MASTER_ADDR={job.current_host} (custom_mpi_options, or mpi_additional_options in SDK 3).",
+        )

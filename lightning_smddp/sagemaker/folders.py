@@ -1,0 +1,111 @@
+"""SageMaker's folders: what a training job reads back after an interruption, what it hands over, why it failed.
+
+Source: SageMaker Developer Guide, "Amazon SageMaker Training Storage Folders", and aws/sagemaker-training-toolkit
+(``files.py``), which keeps a failure file that is there already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_smddp.checkpoint.temporary import temporary_name
+from lightning_smddp.launchers.sagemaker import base_directory, read_job
+
+POINTER = "newest"
+MODEL = "model.ckpt"
+_FAILURE_CHARACTERS = 1024  # SageMaker shows no more
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Where a job's files belong.
+
+    Where each host trains on its own, its files are in folders of its name: SageMaker copies those of all hosts to
+    one place in S3, and to every host when a job is started again.
+
+    Attributes:
+        checkpoints: copied to S3 as files change, and back at the next start.
+        model: copied to S3 when the job has ended, as ``model.tar.gz``.
+        is_shared: whether all hosts of the training see the same ``checkpoints``.
+    """
+
+    checkpoints: Path
+    model: Path
+    is_shared: bool
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], num_nodes: int) -> Folders | None:
+        """Those of this job, for a training of ``num_nodes`` hosts; None outside of SageMaker.
+
+        Raises:
+            ValueError: a file or a variable of SageMaker's cannot be understood.
+        """
+        job = read_job(environ)
+        if job is None:
+            return None
+        base = base_directory(environ)
+        own = job.current_host if num_nodes < len(job.hosts) else ""
+        return cls(base / "checkpoints" / own, base / "model" / own, is_shared=num_nodes == 1)
+
+
+def failure_file(environ: Mapping[str, str]) -> Path | None:
+    """Where to say why the job failed, if this is one."""
+    try:
+        is_job = read_job(environ) is not None
+    except ValueError:  # which may be what there is to say
+        is_job = True
+    return base_directory(environ) / "output" / "failure" if is_job else None
+
+
+def write_failure(path: Path, text: str, since: float) -> None:
+    """Say why the job failed, unless this host has said so already. Never raises: ``text`` is what matters.
+
+    Args:
+        path: see :func:`failure_file`.
+        text: is cut to the 1024 characters that SageMaker shows.
+        since: seconds since 1970. An older file is of an earlier start of the script in this container.
+    """
+    temporary = path.with_name(temporary_name(path.name))
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_mtime < since:
+            path.unlink(missing_ok=True)
+        try:
+            temporary.write_text(text[:_FAILURE_CHARACTERS], encoding="utf-8", errors="replace")
+            os.link(temporary, path)  # fails where another rank was first
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def point_at(folder: Path, checkpoint: str | os.PathLike[str]) -> None:
+    """Let the file ``newest`` in ``folder`` name ``checkpoint``, if that is inside. It is replaced at once.
+
+    Raises:
+        OSError: as the system reports it.
+    """
+    path = Path(os.path.abspath(checkpoint))
+    if "://" in os.fspath(checkpoint) or not path.is_relative_to(os.path.abspath(folder)):
+        return
+    temporary = folder / temporary_name(POINTER)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(f"{path.relative_to(os.path.abspath(folder))}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / POINTER)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def pointed_at(folder: Path) -> str | None:
+    """The checkpoint that ``newest`` in ``folder`` names, if it is there: the two may have been copied at two times."""
+    try:
+        path = folder / (folder / POINTER).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
+    inside = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
+    return str(path) if inside and path.exists() and path != folder else None

@@ -1,0 +1,198 @@
+"""Lightning's view of how this process was started, where its own is worse: under mpirun, on SageMaker, in a pod.
+
+Written once for both packages that Lightning is published as; ``lightning.py`` and ``lightning_fabric.py`` put these on
+top of their ``ClusterEnvironment``. What is read, and from what, is in ``launchers/``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+
+from lightning_smddp.communication.interfaces import addresses
+from lightning_smddp.launchers.detection import detect
+from lightning_smddp.launchers.efa import network_variables
+from lightning_smddp.launchers.launch import Launch
+from lightning_smddp.launchers.mpi import DEFAULT_PORT, address_cure
+from lightning_smddp.launchers.slurm import in_allocation_only
+
+
+class ReadsLaunch:
+    """A ``ClusterEnvironment`` that says what :func:`~lightning_smddp.launchers.detection.detect` has found."""
+
+    launch: Launch
+
+    def __init__(self, launch: Launch | None = None) -> None:
+        super().__init__()
+        self.launch = launch or detect()
+        self._rank, self._world_size = self.launch.rank or 0, self.launch.world_size or 1
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether the other ranks of this node are there already."""
+        return self.launch.starts_ranks or "LOCAL_RANK" in os.environ
+
+    @property
+    def main_address(self) -> str:
+        """Where rank 0 is."""
+        return self.launch.main_address or "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        """The port at which rank 0 waits for the others."""
+        return self.launch.main_port or DEFAULT_PORT
+
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    def global_rank(self) -> int:
+        """Of this process."""
+        return self._rank
+
+    def local_rank(self) -> int:
+        """Of this process on its node."""
+        if self.launch.starts_ranks:
+            return self.launch.local_rank or 0
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    def node_rank(self) -> int:
+        """Number of this node."""
+        return self.launch.node_rank or 0
+
+    def set_world_size(self, size: int) -> None:
+        """Lightning's own count; a launcher's is not changed."""
+        if not self.launch.starts_ranks:
+            self._world_size = size
+
+    def set_global_rank(self, rank: int) -> None:
+        """Lightning's own count; a launcher's is not changed."""
+        if not self.launch.starts_ranks:
+            self._rank = rank
+            setattr(rank_zero_only, "rank", rank)  # noqa: B010  mypy knows it as a function
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise ``ValueError``, with the cure, if the launcher started other ranks than were asked for."""
+        self.launch.check(num_devices, num_nodes)
+        problem = _misplaced_rank_zero(self.launch)
+        if problem is not None:
+            raise ValueError(problem)
+
+    def teardown(self) -> None:
+        """Leave nothing to the next run that Lightning's own environment would not."""
+        if not self.launch.starts_ranks:
+            os.environ.pop("WORLD_SIZE", None)
+
+
+class ReadsMPIRun(ReadsLaunch):
+    """Ranks that ``mpirun`` of Open MPI, MPICH or Intel MPI started, without mpi4py.
+
+    ``MASTER_ADDR`` and ``MASTER_PORT`` are kept where they are given. Else the ranks meet on the loopback interface
+    (one node), or where mpirun itself runs (Open MPI) or the Slurm job's first node is, if rank 0 is there.
+    """
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether mpirun started this process."""
+        return detect().launcher == "mpirun"
+
+
+class ReadsSageMaker(ReadsLaunch):
+    """A SageMaker training job, with any ``distribution=``.
+
+    Args:
+        base_dir: SageMaker's ``/opt/ml``; None is ``SAGEMAKER_BASE_DIR``, or that.
+        launch: what was detected, if something was.
+
+    Raises:
+        ValueError: this is no SageMaker job, or its files make no sense.
+    """
+
+    def __init__(self, base_dir: str | Path | None = None, launch: Launch | None = None) -> None:
+        super().__init__(launch or detect(base_dir=base_dir))
+        if not self.launch.platform:
+            raise ValueError(
+                "This is no SageMaker training job: there is no input/config/resourceconfig.json below "
+                f"{base_dir or os.environ.get('SAGEMAKER_BASE_DIR') or '/opt/ml'}, and no SM_HOSTS. Leave this "
+                "environment out, or set SAGEMAKER_BASE_DIR."
+            )
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether this process belongs to a SageMaker training job."""
+        return bool(detect().platform)
+
+
+class ReadsPod(ReadsLaunch):
+    """A pod of Kubeflow's PyTorchJob with one process, which Lightning has to be told about."""
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether a PyTorchJob started this process, and no other launcher in it."""
+        return detect().launcher == "kubeflow"
+
+
+def choose(classes: Any) -> Any | None:
+    """The cluster environment for this process, where Lightning's own choice is worse; else None.
+
+    Args:
+        classes: the module with the environments of one of Lightning's packages.
+    """
+    launch = detect()
+    if launch.platform:
+        return classes.SageMakerEnvironment(launch=launch)
+    if launch.launcher == "mpirun":
+        return classes.MPIRunEnvironment(launch)
+    if launch.launcher == "kubeflow":
+        return classes.PodEnvironment(launch)
+    if launch.launcher == "lightning" and in_allocation_only(os.environ):
+        return classes.LightningEnvironment()
+    return None
+
+
+def before_start(strategy: Any, verbose: bool) -> None:
+    """What belongs before the first collective: say what was read, and prepare the network.
+
+    Raises:
+        ValueError: what the launcher has set cannot work; the message has the cure.
+    """
+    environment = strategy.cluster_environment
+    launch = getattr(environment, "launch", None) or detect()
+    if environment.creates_processes_externally and launch.starts_ranks:
+        for what, cure in launch.problems:
+            raise ValueError(f"{what} {cure}")
+    if verbose and (launch.starts_ranks or launch.platform):
+        rank_zero_info(launch.describe())
+    present = {name for _, name in socket.if_nameindex()}
+    for name, value in network_variables(launch).items():
+        if value in present or not name.endswith("_IFNAME"):
+            os.environ.setdefault(name, value)
+
+
+def _misplaced_rank_zero(launch: Launch) -> str | None:
+    """What to do if this is rank 0, and the others look for it at another machine. Only rank 0 can know."""
+    source = launch.sources.get("main_address", "")
+    if launch.launcher != "mpirun" or launch.rank != 0 or launch.platform or launch.num_nodes == 1:
+        return None
+    if source == "MASTER_ADDR" or launch.main_address is None or _is_here(launch.main_address):
+        return None
+    host = socket.gethostname()
+    return (
+        f"Rank 0 is on host {host}, but the other ranks can only guess that it is at {launch.main_address} ({source}). "
+        f"{address_cure(os.environ, host)}"
+    )
+
+
+def _is_here(address: str) -> bool:
+    """Whether ``address`` is this machine's, or a name of it."""
+    if address.split(".")[0] == socket.gethostname().split(".")[0]:
+        return True
+    own = {own for found in addresses().values() for own in found}
+    with suppress(OSError):  # a name that is not known here
+        return any(str(info[4][0]) in own for info in socket.getaddrinfo(address, None))
+    return False

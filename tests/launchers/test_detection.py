@@ -1,0 +1,306 @@
+"""Who started a process is read from its variables and SageMaker's files, in the documented order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_smddp.launchers.detection import detect
+from lightning_smddp.launchers.efa import network_variables
+from lightning_smddp.launchers.slurm import first_host
+from tests.launchers.cases import NAMES, detected, environ
+
+ONE = (1, 1, 2, 2, 0, 1)  # rank, local rank, world size, local world size, node rank, nodes
+LAST = (3, 1, 4, 2, 1, 2)
+THIRD = (2, 0, 4, 2, 1, 2)
+NODE_1 = (None, None, None, None, 1, 2)
+NOTHING = (None,) * 6
+
+# case -> launcher, ranks, address and port where the ranks meet
+EXPECTED: dict[str, tuple[str, tuple[int | None, ...], tuple[str | None, int | None]]] = {
+    "torchrun": ("torchrun", ONE, ("localhost", 39501)),
+    "torchrun_in_slurm": ("torchrun", LAST, ("gpu03", 29500)),
+    "jsrun": ("jsrun", (3, 1, 4, None, None, None), (None, None)),
+    "open_mpi_4": ("mpirun", ONE, ("127.0.0.1", 20794)),
+    "open_mpi_4_two_nodes": ("mpirun", LAST, ("10.78.0.1", 17936)),
+    "open_mpi_5": ("mpirun", ONE, ("127.0.0.1", 17040)),
+    "open_mpi_1_rank": ("mpirun", (0, 0, 1, 1, 0, 1), ("127.0.0.1", 20794)),
+    "open_mpi_in_slurm": ("mpirun", LAST, ("10.78.0.1", 17936)),
+    "mpich": ("mpirun", ONE, ("127.0.0.1", 29500)),
+    "mpich_two_nodes": ("mpirun", THIRD, (None, 29500)),
+    "mpich_in_slurm": ("mpirun", THIRD, ("gpu03", 24157)),
+    "intel_mpi": ("mpirun", ONE, ("127.0.0.1", 19394)),
+    "slurm": ("srun", LAST, ("gpu03", 16234)),
+    "slurm_pmi2": ("srun", LAST, ("gpu03", 16234)),
+    "slurm_pmix": ("srun", LAST, ("gpu03", 16234)),
+    "slurm_batch_without_srun": ("srun", (0, 0, 4, 2, 0, 2), ("gpu03", 16234)),
+    "slurm_interactive": ("lightning", NOTHING, (None, None)),
+    "slurm_allocation": ("lightning", NOTHING, (None, None)),
+    "kubeflow": ("kubeflow", (2, 0, 3, 1, 2, 3), ("mnist-master-0", 23456)),
+    "lightning_child": ("lightning", (None, 1, None, None, 0, None), ("127.0.0.1", 43211)),
+    "plain": ("lightning", NOTHING, (None, None)),
+    "sagemaker_none": ("lightning", NODE_1, ("algo-1", 7777)),
+    "sagemaker_none_ten_hosts": ("lightning", (None, None, None, None, 1, 10), ("algo-1", 7777)),
+    "sagemaker_parameter_server": ("lightning", (None, None, None, None, 0, 2), ("algo-2", 7777)),
+    "sagemaker_mpi": ("mpirun", LAST, ("algo-2", 7777)),
+    "sagemaker_mpi_bare": ("mpirun", THIRD, ("algo-2", 7777)),
+    "sagemaker_mpi_rank_0": ("mpirun", (0, 0, 4, 2, 0, 2), ("algo-2", 7777)),
+    "sagemaker_smp_v1": ("mpirun", THIRD, ("algo-2", 7777)),
+    "sagemaker_smddp": ("mpirun", LAST, ("algo-2", 7777)),
+    "sagemaker_smddprun": ("mpirun", LAST, ("algo-2", 7777)),
+    "sagemaker_pytorchddp": ("mpirun", LAST, ("algo-2", 7777)),
+    "sagemaker_torch_distributed": ("torchrun", (1, 1, 4, 2, 0, 2), ("algo-2", 7777)),
+    "sagemaker_smp_v2": ("torchrun", (1, 1, 4, 2, 0, 2), ("algo-2", 7777)),
+    "sagemaker_local_mode": ("lightning", NODE_1, ("algo-1-abcde", 7777)),
+    "sagemaker_heterogeneous": ("mpirun", THIRD, ("algo-4", 7777)),
+    "sagemaker_heterogeneous_outside": ("lightning", NOTHING, ("algo-4", 7777)),
+    "sdk3_none": ("lightning", NODE_1, ("algo-1", 7777)),
+    "sdk3_torchrun": ("torchrun", LAST, ("algo-1", 7777)),
+    "sdk3_mpi": ("mpirun", LAST, ("algo-1", 7777)),
+    "sdk3_mpi_np_bug": ("mpirun", ONE, ("algo-1", 7777)),
+}
+PROBLEMS = {
+    "mpich_two_nodes": "nothing says where rank 0 is.*-genv MASTER_ADDR",
+    "slurm_batch_without_srun": "SLURM_NTASKS=4 .* not started by srun.*Write srun before python",
+    "sagemaker_heterogeneous_outside": "Host algo-1 is in none of the instance groups that train \\(algo-4, algo-3\\)",
+    "sdk3_mpi_np_bug": r"2 ranks, all of them on 1 of this job's 2 hosts.*SDK 3.*\['-np', '4'\]",
+}
+
+
+def test_every_fixture_has_an_expectation() -> None:
+    assert sorted(EXPECTED) == NAMES
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_what_is_read(case: str) -> None:
+    launch = detected(case)
+    launcher, ranks, meeting = EXPECTED[case]
+    assert launch.launcher == launcher
+    found = (launch.rank, launch.local_rank, launch.world_size, launch.local_world_size)
+    assert (*found, launch.node_rank, launch.num_nodes) == ranks
+    assert (launch.main_address, launch.main_port) == meeting
+    if case in PROBLEMS:
+        with pytest.raises(ValueError, match=PROBLEMS[case]):
+            launch.check(2, 2)
+    else:
+        assert launch.problems == ()
+    assert bool(launch.platform) == (case.startswith("sagemaker") or case.startswith("sdk3"))
+    fields = ("rank", "local_rank", "world_size", "local_world_size", "node_rank", "num_nodes", "main_address")
+    assert all(launch.sources[name] for name in fields if getattr(launch, name) is not None)
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_only_what_is_given_is_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of this very process mean nothing where others are given."""
+    before = detected(case)
+    for name, value in environ("sagemaker_smddprun").items():
+        if name not in ("PATH", "HOME", "PWD"):
+            monkeypatch.setenv(name, value)
+    assert detected(case) == before
+
+
+def test_the_description_is_one_line_with_sources() -> None:
+    text = detected("sagemaker_mpi").describe()
+    assert "\n" not in text
+    assert text.startswith(
+        "Started by mpirun (Open MPI) on SageMaker (distribution mpi, host algo-1): rank 3 of 4 (OMPI"
+    )
+    assert "rank 0 at algo-2 port 7777 (first host of " in text
+    assert detected("plain").describe() == "Started by nobody, so Lightning starts the ranks of a node."
+
+
+# ---- what was given is kept ----
+
+
+@pytest.mark.parametrize("case", ["open_mpi_4_two_nodes", "open_mpi_5", "mpich_two_nodes", "sagemaker_mpi", "sdk3_mpi"])
+def test_a_given_address_is_kept(case: str) -> None:
+    launch = detected(case, MASTER_ADDR="algo-1", MASTER_PORT="1234")
+    assert (launch.main_address, launch.main_port) == ("algo-1", 1234)
+    assert launch.sources["main_address"] == "MASTER_ADDR"
+    assert launch.problems == ()
+
+
+def test_all_ranks_of_an_mpirun_find_one_place() -> None:
+    """Two nodes of Open MPI 4 and 5: the same on each rank, another one in each job."""
+    uri = "123.0;tcp://172.17.0.1,127.0.0.1,10.0.0.5,192.168.1.5:3411;tcp6://[fd00::2]:50747"
+    assert detected("open_mpi_4_two_nodes", OMPI_MCA_orte_hnp_uri=uri).main_address == "10.0.0.5"
+    job = {"OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-gpu-03-13689@1"}
+    first = detected("open_mpi_5", **job, OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_LOCAL_RANK="0")
+    last = detected("open_mpi_5", **job, OMPI_COMM_WORLD_RANK="3", OMPI_COMM_WORLD_LOCAL_RANK="1")
+    assert first.main_address == last.main_address == "gpu-03"
+    assert first.main_port == last.main_port
+    assert detected("open_mpi_5", **{**job, "PMIX_NAMESPACE": "prterun-gpu-03-13690@1"}).main_port != first.main_port
+    assert 15000 <= (first.main_port or 0) < 25000
+
+
+def test_an_mpi_that_places_ranks_by_node() -> None:
+    by_node = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    launch = detected("open_mpi_4", **by_node, OMPI_COMM_WORLD_LOCAL_RANK="1")  # ranks 1, 3, 5, 7 are on this node
+    assert (launch.node_rank, launch.num_nodes) == (1, 2)
+    assert detected("open_mpi_4", **by_node, OMPI_COMM_WORLD_LOCAL_RANK="3").node_rank == 0  # ranks 0 to 3 are
+
+
+def test_nodes_with_other_numbers_of_ranks() -> None:
+    launch = detected("open_mpi_4", OMPI_COMM_WORLD_SIZE="5")
+    with pytest.raises(ValueError, match="5 ranks, 2 of them on this node.*ppr:2:node"):
+        launch.check(2, 2)
+    with pytest.raises(ValueError, match="did not say how many ranks run on this node"):
+        detected("open_mpi_4", OMPI_COMM_WORLD_LOCAL_SIZE=None).check(2, 1)
+
+
+def test_ranks_that_a_script_copied_have_to_be_mpiruns() -> None:
+    assert detected("sagemaker_smddprun").problems == ()
+    with pytest.raises(ValueError, match="mpirun says rank 3 .*but RANK=0.*Unset RANK"):
+        detected("sagemaker_smddprun", RANK="0").check(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[03-05,09],cpu1", "gpu03"), ("gpu7", "gpu7"), ("a,b", "a"), ("a b", "a"), ("r1n[2]", "r1n2"),
+        ("rack[1-2]n[07-09]", "rack1n07"), ("n[1,5]", "n1"),
+    ],
+)  # fmt: skip
+def test_slurm_lists_of_nodes(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_a_pod_with_other_plans() -> None:
+    assert detected("kubeflow", WORLD_SIZE="1").launcher == "lightning"
+    assert detected("kubeflow", NODE_RANK="2").launcher == "lightning"
+    assert detected("kubeflow", LOCAL_RANK="0").launcher == "lightning"
+    assert detected("kubeflow", TORCHELASTIC_RUN_ID="1", LOCAL_RANK="0").launcher == "torchrun"
+
+
+# ---- SageMaker's hosts ----
+
+
+def test_node_0_is_the_master_in_every_order() -> None:
+    """No launcher: sorted hosts, as the container sets MASTER_ADDR; a launcher: the groups' order, on every host."""
+    assert detected("sagemaker_none").hosts == ("algo-1", "algo-2")
+    assert detected("sagemaker_mpi").hosts == ("algo-2", "algo-1")
+    moved = detected("sagemaker_none", MASTER_ADDR="algo-2")
+    assert (moved.hosts, moved.node_rank) == (("algo-2", "algo-1"), 0)
+    with pytest.raises(ValueError, match="MASTER_ADDR=10.0.0.9 is none of this job's hosts"):
+        detected("sagemaker_none", MASTER_ADDR="10.0.0.9").check(2, 2)
+    hosts = detected("sagemaker_none_ten_hosts").hosts
+    assert hosts[:3] == ("algo-1", "algo-10", "algo-2")  # lexicographic
+
+
+@pytest.mark.parametrize("case", ["sagemaker_none", "sagemaker_mpi", "sagemaker_heterogeneous", "sdk3_mpi"])
+def test_all_hosts_agree(case: str, tmp_path: Path) -> None:
+    launch = detected(case)
+    config = tmp_path / "input" / "config"
+    config.mkdir(parents=True)
+    for source in (Path(__file__).parent / "fixtures" / case / "opt_ml" / "input" / "config").iterdir():
+        (config / source.name).write_text(source.read_text())
+    for index, host in enumerate(launch.hosts):
+        resources = json.loads((config / "resourceconfig.json").read_text())
+        (config / "resourceconfig.json").write_text(json.dumps({**resources, "current_host": host}))
+        other = detect(environ(case), tmp_path)
+        assert (other.hosts, other.main_address, other.problems) == (launch.hosts, launch.main_address, ())
+        if launch.launcher == "lightning":
+            assert other.node_rank == index
+
+
+def test_rank_0_is_where_the_others_look() -> None:
+    assert detected("sagemaker_mpi_rank_0").problems == ()
+    with pytest.raises(ValueError, match="Rank 0 is on host algo-2, but the others look for it at algo-1.*-x MASTER"):
+        detected("sagemaker_mpi_rank_0", MASTER_ADDR="algo-1").check(2, 2)
+
+
+def test_files_are_not_needed_where_variables_are() -> None:
+    variables = environ("sagemaker_none")
+    by_config = detect(variables, "/nowhere")
+    assert (by_config.node_rank, by_config.sources["hosts"]) == (1, "SM_RESOURCE_CONFIG")
+    del variables["SM_RESOURCE_CONFIG"]
+    assert detect(variables, "/nowhere").hosts == ("algo-1", "algo-2")
+    assert detect({}, "/nowhere").platform == ""
+
+
+def test_custom_options_that_move_mpiruns_ranks() -> None:
+    launch = detected("sagemaker_mpi", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1")
+    with pytest.raises(ValueError, match="2 ranks, all of them on 1 of this job's 2 hosts. Leave -np and --host"):
+        launch.check(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "resourceconfig.json is not valid JSON"),
+        ("[]", "resourceconfig.json holds list, not dict"),
+        ('{"hosts": ["algo-1"]}', "resourceconfig.json lacks 'current_host'"),
+    ],
+)
+def test_a_broken_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    config = tmp_path / "input" / "config"
+    config.mkdir(parents=True)
+    (config / "resourceconfig.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        detect({}, tmp_path)
+
+
+def test_a_number_that_is_none_is_named() -> None:
+    with pytest.raises(ValueError, match="WORLD_SIZE='two' is not a number"):
+        detected("torchrun", WORLD_SIZE="two")
+
+
+# ---- the world size, and the network ----
+
+
+@pytest.mark.parametrize("case", [name for name in NAMES if EXPECTED[name][1][2] == 4 and name not in PROBLEMS])
+def test_the_world_size_has_to_be_what_was_asked_for(case: str) -> None:
+    launch = detected(case)
+    launch.check(num_devices=2, num_nodes=2)
+    with pytest.raises(ValueError, match=f"{launch.launcher} started 4 ranks.*devices=2 ask for 2. Set num_nodes="):
+        launch.check(num_devices=2, num_nodes=1)
+    if launch.local_world_size is not None:
+        with pytest.raises(ValueError, match="2 of them on this node .*Set num_nodes=2 and devices=2"):
+            launch.check(num_devices=4, num_nodes=1)
+
+
+def test_one_rank_of_mpirun_is_not_two() -> None:
+    launch = detected("open_mpi_1_rank")
+    launch.check(1, 1)
+    with pytest.raises(ValueError, match=r"started 1 ranks.*devices=2 ask for 2.*\(mpirun -np 2\)"):
+        launch.check(2, 1)
+
+
+def test_sagemakers_hosts_have_to_be_nodes() -> None:
+    detected("sagemaker_none").check(8, 2)
+    with pytest.raises(ValueError, match="2 nodes .algo-1, algo-2., but num_nodes=1. Set num_nodes=2"):
+        detected("sagemaker_none").check(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("instance_type", "expected"),
+    [
+        ("ml.p4d.24xlarge", {"FI_PROVIDER", "NCCL_PROTO", "RDMAV_FORK_SAFE", "FI_EFA_USE_DEVICE_RDMA"}),
+        ("ml.p5.48xlarge", {"FI_PROVIDER", "NCCL_PROTO", "RDMAV_FORK_SAFE", "FI_EFA_USE_DEVICE_RDMA"}),
+        ("ml.g5.48xlarge", {"FI_PROVIDER", "NCCL_PROTO", "RDMAV_FORK_SAFE"}),
+        ("ml.g5.xlarge", set()),
+        ("local", set()),
+    ],
+)
+def test_network_variables(instance_type: str, expected: set[str], tmp_path: Path) -> None:
+    resources: dict[str, Any] = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "eth0"}
+    (tmp_path / "input" / "config").mkdir(parents=True)
+    file = tmp_path / "input" / "config" / "resourceconfig.json"
+    file.write_text(json.dumps({**resources, "current_instance_type": instance_type}))
+    found = network_variables(detect({}, tmp_path))
+    assert found.keys() - {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"} == expected
+    assert found["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert network_variables(detect(environ("slurm"), "/nowhere")) == {}
+
+
+def test_detection_imports_neither_torch_nor_lightning() -> None:
+    program = (
+        "import sys; from lightning_smddp.launchers.detection import detect; detect(); "
+        "assert not {'torch', 'lightning', 'pytorch_lightning', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

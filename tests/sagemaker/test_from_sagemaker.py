@@ -1,0 +1,342 @@
+"""Every configuration of SageMaker's SDKs and model parallel libraries becomes a strategy, or a list of cures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from itertools import permutations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_smddp import PipelineStrategy, SMDDPStrategy, from_sagemaker
+from lightning_smddp.pipeline.placement import Grid
+from lightning_smddp.sagemaker import smp_v1, smp_v2, translate
+
+ON = {"enabled": True}
+V1_DEFAULTS: dict[str, Any] = {
+    "pipeline_parallel_degree": 4, "microbatches": 8, "pipeline": "interleaved", "optimize": "memory",
+    "placement_strategy": "cluster", "auto_partition": True, "default_partition": 0, "memory_weight": 0.8, "ddp": False,
+    "ddp_port": 29500, "ddp_dist_backend": "auto", "active_microbatches": 6, "deterministic_server": False,
+    "offload_activations": False, "activation_loading_horizon": 4, "tensor_parallel_degree": 1,
+    "prescaled_batch": False, "shard_optimizer_state": False, "sharded_data_parallel_degree": 1,
+    "sdp_reduce_bucket_size": 5e8, "sdp_param_persistence_threshold": 1e6, "sdp_max_live_parameters": 1e9,
+    "sdp_hierarchical_allgather": True, "sdp_gradient_clipping": 1.0, "fp16": False, "fp16_params": False,
+    "bf16": False, "skip_tracing": False, "load_partition": False, "partition_file": "", "contiguous": True,
+    "horovod": False,
+}  # fmt: skip
+V2_DEFAULTS: dict[str, Any] = {
+    "hybrid_shard_degree": 0, "tensor_parallel_degree": 1, "expert_parallel_degree": 1, "context_parallel_degree": 1,
+    "sm_activation_offloading": True, "activation_loading_horizon": 2, "fsdp_cache_flush_warnings": False,
+    "allow_empty_shards": False, "random_seed": 12345,
+}  # fmt: skip
+
+
+def v1(**parameters: Any) -> dict[str, Any]:
+    return {
+        "smdistributed": {"modelparallel": {**ON, "parameters": parameters}},
+        "mpi": {**ON, "processes_per_host": 8, "custom_mpi_options": "--mca btl_vader 0"},
+    }
+
+
+def v2(**parameters: Any) -> dict[str, Any]:
+    return {"torch_distributed": ON, "smdistributed": {"modelparallel": {**ON, "parameters": parameters}}}
+
+
+# ---- SDK 2's dictionary ----
+
+
+@pytest.mark.parametrize(
+    ("distribution", "options"),
+    [
+        ({}, {}),
+        ({"smdistributed": {"dataparallel": {**ON, "custom_mpi_options": "-verbose"}}}, {}),
+        ({"torch_distributed": ON}, {}),
+        ({"pytorchddp": {**ON, "custom_mpi_options": ""}}, {}),
+        ({"mpi": {**ON, "processes_per_host": 8, "custom_mpi_options": ""}, "instance_groups": ["workers"]}, {}),
+        ({"parameter_server": ON}, {"algorithm": "balanced"}),
+        ({"multi_worker_mirrored_strategy": ON}, {}),
+        ({"smdistributed": {"modelparallel": {"enabled": False, "parameters": {"nonsense": 1}}}}, {}),
+        ({"pytorchxla": {"enabled": False}, "torch_distributed": ON}, {}),
+        (v2(), {}),
+        (v2(**V2_DEFAULTS), {}),
+    ],
+    ids=str,
+)
+def test_data_parallelism(distribution: dict[str, Any], options: dict[str, Any]) -> None:
+    found = translate(distribution)
+    assert (found.strategy, dict(found.options)) == ("smddp", options)
+    strategy = from_sagemaker(distribution, verbose=False)
+    assert type(strategy) is SMDDPStrategy
+    assert strategy._session.options.algorithm == options.get("algorithm", "auto")
+    assert not strategy._session.options.verbose
+
+
+def test_smp_v1_is_a_pipeline() -> None:
+    found = translate(v1(**V1_DEFAULTS))
+    assert found.strategy == "smddp_pipeline"
+    assert found.options == {
+        "pipeline_parallel_size": 4,
+        "num_microbatches": 8,
+        "placement": "cluster",
+        "schedule": "1f1b",
+        "active_microbatches": 6,
+    }
+    strategy = from_sagemaker(v1(**V1_DEFAULTS), activation_checkpointing=True, num_microbatches=16)
+    assert type(strategy) is PipelineStrategy
+    assert strategy.options.activation_checkpointing
+    assert (strategy.options.num_microbatches, strategy.options.active_microbatches) == (16, 6)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "strategy", "options"),
+    [
+        ({"partitions": 1}, "smddp", {}),
+        ({"partitions": 2}, "smddp_pipeline", {"num_microbatches": 1, "schedule": "1f1b"}),  # the library's default
+        ({"partitions": 2, "pipeline_parallel_degree": 2}, "smddp_pipeline", {"pipeline_parallel_size": 2}),
+        ({"partitions": 1, "microbatches": 4}, "smddp_pipeline", {"pipeline_parallel_size": 1, "num_microbatches": 4}),
+        ({"partitions": 2, "microbatches": 4, "pipeline": "simple"}, "smddp_pipeline", {"schedule": "gpipe"}),
+        ({"partitions": 4, "microbatches": 2}, "smddp_pipeline", {"schedule": "gpipe"}),  # too few for 1f1b
+        ({"partitions": 2, "ddp_dist_backend": "nccl"}, "smddp_pipeline", {"process_group_backend": "nccl"}),
+        ({"partitions": 1, "ddp_dist_backend": "nccl"}, "smddp", {"process_group_backend": "nccl"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_smp_v1_options(parameters: dict[str, Any], strategy: str, options: dict[str, Any]) -> None:
+    found = translate(v1(**parameters))
+    assert found.strategy == strategy
+    assert options.items() <= found.options.items()
+    if strategy == "smddp_pipeline":
+        found.create().options.grid(8)  # the schedule can do so many micro-batches
+
+
+def groups_of(letters: str, size: int, degrees: dict[str, int]) -> list[list[int]]:
+    """Pipelines under SageMaker's rule: the rightmost letter varies fastest with the rank."""
+    places = []
+    for rank in range(size):
+        rest, place = rank, {}
+        for letter in reversed(letters):
+            rest, place[letter] = divmod(rest, degrees[letter])
+        places.append((place["D"], place["P"]))
+    replicas = degrees["D"]
+    return [[rank for rank in range(size) if places[rank][0] == replica] for replica in range(replicas)]
+
+
+@pytest.mark.parametrize("letters", ["cluster", "spread", *map("".join, permutations("DPT"))])
+def test_placements_are_sagemakers(letters: str) -> None:
+    """With the facts' vectors of 8 ranks, but no tensor parallelism: DPT has neighbours in a pipeline."""
+    order = {"cluster": "DPT", "spread": "TPD"}.get(letters, letters)
+    placement = translate(v1(partitions=4, placement_strategy=letters)).options["placement"]
+    expected = groups_of(order, 8, {"D": 2, "P": 4, "T": 1})
+    assert [sorted(pipeline) for pipeline in Grid.of(8, 4, placement).pipelines] == expected
+
+
+# ---- keys without an equivalent ----
+
+
+@pytest.mark.parametrize("name", smp_v1.KEYS)
+def test_every_key_of_v1(name: str) -> None:
+    check_key(v1, smp_v1.KEYS[name], name, {"pipeline_parallel_degree": 2, name: V1_DEFAULTS[name]})
+
+
+@pytest.mark.parametrize("name", smp_v2.KEYS)
+def test_every_key_of_v2(name: str) -> None:
+    check_key(v2, smp_v2.KEYS[name], name, {name: V2_DEFAULTS[name]})
+
+
+def check_key(make: Any, key: Any, name: str, parameters: dict[str, Any]) -> None:
+    """The default is accepted; other values are refused with a cure, unless the key has no effect here."""
+    default = parameters[name]
+    assert translate(make(**parameters)).options == translate(make(**{**parameters, name: default})).options
+    changed = {**parameters, name: not default if isinstance(default, bool) else "file" if default == "" else 3}
+    if key.neutral is None:
+        assert any(note.startswith(f"{name}:") for note in translate(make(**changed)).notes)
+        return
+    with pytest.raises(ValueError, match=rf"cannot be done as it is:\n  - {name}=.*: \w.*\.$"):
+        translate(make(**changed))
+    for option in key.cured_by:
+        value = {"split": ["b"], "activation_checkpointing": True, "pipeline_parallel_size": 6}[option]
+        assert option in vars(from_sagemaker(make(**changed), **{option: value}).options)
+
+
+def test_the_tables_are_whole() -> None:
+    assert {*smp_v1.ALL_KEYS} - {"partitions"} == set(V1_DEFAULTS)
+    assert set(smp_v2.KEYS) == set(V2_DEFAULTS)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    distribution = v1(
+        microbatch=4, fp16=True, tensor_parallel_degree=2, pipeline="_only_forward", hybrid_shard_degree=2,
+        placement_strategy="DP", microbatches=0,
+    ) | {"instance_group": ["a"], "mpi": {**ON, "process_per_host": 8}}  # fmt: skip
+    with pytest.raises(ValueError, match="This SageMaker distribution cannot be done") as caught:
+        translate(distribution)
+    lines = str(caught.value).split("\n  - ")[1:]
+    starts = [line.partition(" ")[0].rstrip(":") for line in lines]
+    assert starts == [
+        "mpi.process_per_host", "instance_group", "microbatch", "hybrid_shard_degree", "fp16=True",
+        "tensor_parallel_degree=2", "pipeline_parallel_degree", "microbatches=0", "pipeline='_only_forward'",
+        "placement_strategy='DP'",
+    ]  # fmt: skip
+    text = str(caught.value)
+    assert "Did you mean 'instance_groups'?" in text
+    assert "Did you mean 'mpi.processes_per_host'" in text
+    assert "Did you mean 'microbatches'" in text
+    assert "hybrid_shard_degree: is a key of SMP v2" in text
+    assert "Trainer(precision='16-mixed')" in text
+
+
+@pytest.mark.parametrize(
+    ("distribution", "message"),
+    [
+        ({"smdistributed": {"dataparallel": ON, "modelparallel": ON}, "mpi": ON}, "cannot both be on"),
+        ({"pytorchxla": ON}, "pytorchxla: is for XLA devices"),
+        ({"smdistributed": {"dataparalel": ON}}, "Did you mean 'smdistributed.dataparallel'"),
+        ({"torch_distributed": True}, r"torch_distributed=True: has to be a dictionary"),
+        ({"smdistributed": {"dataparallel": True}}, r"dataparallel=True: has to be a dictionary"),
+        ({"partitions": 2}, "partitions: is a key of SMP v1"),
+        (v1(partitions=2, pipeline_parallel_degree=4), "partitions: is the old name"),
+        (v1(partitions=2, ddp_dist_backend="smddp"), "ddp_dist_backend='smddp'"),
+        (v2(partitions=2), "partitions: is a key of SMP v1"),
+        ({"smdistributed": {"modelparallel": {**ON, "parameters": "/no/file.json"}}}, "is no JSON file"),
+        ({"smdistributed": {"modelparallel": {**ON, "parameters": 3}}}, "parameters=3: has to be a dictionary"),
+        ("nonsense", "is not JSON"),
+        (3, "is a int"),
+    ],
+    ids=str,
+)
+def test_refusals(distribution: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        translate(distribution)
+
+
+def test_options_of_pipelines_need_a_pipeline() -> None:
+    with pytest.raises(ValueError, match="schedule, split: an option of smddp_pipeline"):
+        from_sagemaker({"torch_distributed": ON}, schedule="gpipe", split=["a"])
+    strategy = from_sagemaker(v2(tensor_parallel_degree=4), pipeline_parallel_size=4, schedule="gpipe")
+    assert type(strategy) is PipelineStrategy
+    assert strategy.options.pipeline_parallel_size == 4
+    v1_without = from_sagemaker(v1(microbatches=8), pipeline_parallel_size=2)
+    assert v1_without.options.num_microbatches == 8
+    assert from_sagemaker({}, static_graph=True)._user_ddp_kwargs == {"static_graph": True}
+
+
+def test_parameters_may_be_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "smp.json"
+    file.write_text(json.dumps({"partitions": 2, "microbatches": 4}))
+    distribution = {"smdistributed": {"modelparallel": {**ON, "parameters": str(file)}}, "mpi": ON}
+    assert translate(distribution).options["pipeline_parallel_size"] == 2
+
+
+def test_the_version_follows_the_launcher_or_the_keys() -> None:
+    alone = {"smdistributed": {"modelparallel": {**ON, "parameters": {"hybrid_shard_degree": 1}}}}
+    assert translate(alone).strategy == "smddp"
+    alone["smdistributed"]["modelparallel"]["parameters"] = {"partitions": 2}
+    assert translate(alone).strategy == "smddp_pipeline"
+
+
+# ---- SDK 3 ----
+
+
+@pytest.mark.parametrize(
+    "dump",
+    [
+        {"process_count_per_node": None, "smp": None},
+        {"process_count_per_node": 8, "smp": {"hybrid_shard_degree": 1, "random_seed": None}},
+        {"process_count_per_node": 8, "mpi_additional_options": ["-verbose"]},
+    ],
+    ids=str,
+)
+def test_sdk_3(dump: dict[str, Any]) -> None:
+    for form in (dump, json.dumps(dump), SimpleNamespace(model_dump=lambda: dump)):
+        found = translate(form)
+        assert (found.strategy, dict(found.options)) == ("smddp", {})
+
+
+def test_sdk_3_refuses_what_shards() -> None:
+    smp = {"hybrid_shard_degree": 4, "tensor_parallel_degree": 2}
+    with pytest.raises(ValueError, match=r"hybrid_shard_degree=4: (?s:.*)- tensor_parallel_degree=2: "):
+        translate({"process_count_per_node": 8, "smp": smp})
+    assert translate({"smp": smp}, given={"pipeline_parallel_size": 4}).strategy == "smddp_pipeline"
+    with pytest.raises(ValueError, match="Did you mean 'process_count_per_node'"):
+        translate({"process_count": 8, "smp": {}})
+
+
+# ---- inside a job ----
+
+
+@pytest.mark.parametrize(
+    ("environment", "strategy", "options"),
+    [
+        ({"SM_FRAMEWORK_PARAMS": {}}, "smddp", {}),
+        ({"SM_TRAINING_ENV": {"job_name": "a"}, "SM_DISTRIBUTED_CONFIG": {}}, "smddp", {}),
+        ({"SM_FRAMEWORK_PARAMS": {"sagemaker_distributed_dataparallel_enabled": True}}, "smddp", {}),
+        ({"SM_FRAMEWORK_PARAMS": {"sagemaker_parameter_server_enabled": True}}, "smddp", {"algorithm": "balanced"}),
+        (
+            {
+                "SM_FRAMEWORK_PARAMS": {"sagemaker_mpi_enabled": True, "sagemaker_mpi_num_of_processes_per_host": 8},
+                "SM_HP_MP_PARAMETERS": {"partitions": 2, "microbatches": 4, "ddp": True},
+            },
+            "smddp_pipeline",
+            {"pipeline_parallel_size": 2, "num_microbatches": 4},
+        ),
+        (
+            {
+                "SM_FRAMEWORK_PARAMS": {"sagemaker_torch_distributed_enabled": True},
+                "SM_HP_MP_PARAMETERS": {"hybrid_shard_degree": 1},
+            },
+            "smddp",
+            {},
+        ),
+        ({"SM_DISTRIBUTED_CONFIG": {"process_count_per_node": 8, "smp": {"hybrid_shard_degree": 1}}}, "smddp", {}),
+    ],
+    ids=str,
+)
+def test_a_job_says_how_it_was_started(
+    environment: dict[str, Any], strategy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, json.dumps(value))
+    found = translate()
+    assert found.strategy == strategy
+    assert options.items() <= found.options.items()
+
+
+def test_sdk_3s_hyperparameter_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_DISTRIBUTED_CONFIG", '{"process_count_per_node": 8, "smp": null}')
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"tensor_parallel_degree": 2}')
+    with pytest.raises(ValueError, match="tensor_parallel_degree=2"):
+        translate()
+
+
+def test_outside_of_a_job_there_is_nothing_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"no SageMaker job .* Give the dictionary"):
+        from_sagemaker()
+    monkeypatch.setenv("SM_FRAMEWORK_PARAMS", "{")
+    with pytest.raises(ValueError, match="SM_FRAMEWORK_PARAMS='{' is not JSON"):
+        from_sagemaker()
+    monkeypatch.setenv("SM_FRAMEWORK_PARAMS", "[]")
+    with pytest.raises(ValueError, match="has to be a JSON object"):
+        from_sagemaker()
+
+
+def test_notes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lightning_smddp.sagemaker"):
+        from_sagemaker(v1(partitions=2, memory_weight=0.5))
+    assert "memory_weight: stages are cut for time" in caplog.text
+    assert "the Trainer's devices has to be 8" in caplog.text
+
+
+def test_translating_loads_neither_torch_nor_lightning() -> None:
+    program = (
+        "import sys; from lightning_smddp.sagemaker import translate; translate({'mpi': {'enabled': True}});"
+        "print(sorted({'torch', 'lightning', 'pytorch_lightning'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=Path.cwd()
+    )
+    assert (result.stdout.strip(), result.stderr) == ("[]", "")

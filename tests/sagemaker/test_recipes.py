@@ -1,0 +1,205 @@
+"""What ``examples/sagemaker`` sends to SageMaker, and what SageMaker then runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_smddp.sagemaker import translate
+from tests.sagemaker.sdk_requests import HERE as TESTS
+
+ROOT = TESTS.parent.parent
+RECIPES = ROOT / "examples" / "sagemaker"
+FIXTURES = {sdk: json.loads((TESTS / "fixtures" / f"{sdk}.json").read_text()) for sdk in ("sdk2", "sdk3")}
+RESOURCES = {
+    "current_host": "localhost",
+    "hosts": ["localhost"],
+    "network_interface_name": "lo",
+    "current_group_name": "homogeneousCluster",
+    "current_instance_type": "ml.c5.large",
+    "instance_groups": [
+        {"instance_group_name": "homogeneousCluster", "instance_type": "ml.c5.large", "hosts": ["localhost"]}
+    ],
+}
+CASES = [(sdk, mode) for sdk, modes in FIXTURES.items() for mode in modes]
+# Where the SDKs (one at a time) and the toolkit are installed, if not here: they do not go with the tested set.
+PYTHON_OF = {"sdk2": "SAGEMAKER_SDK2_PYTHON", "sdk3": "SAGEMAKER_SDK3_PYTHON"}
+
+
+def python_with(sdk: str) -> str:
+    """A Python that has this line of the SDK; skips the test if none is known."""
+    given = os.environ.get(PYTHON_OF[sdk])
+    if given:
+        return given
+    try:
+        installed = metadata.version("sagemaker")
+    except metadata.PackageNotFoundError:
+        installed = ""
+    if installed.startswith(sdk[-1] + "."):
+        return sys.executable
+    pytest.skip(f"{PYTHON_OF[sdk]} names no Python with SDK {sdk[-1]}, and this one has {installed or 'none'}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sdk", FIXTURES)
+def test_the_sdk_builds_the_recorded_requests(sdk: str) -> None:
+    result = subprocess.run(
+        [python_with(sdk), str(TESTS / "sdk_requests.py"), sdk],
+        capture_output=True, text=True, timeout=110, check=False, env={**os.environ, "HOME": "/nonexistent"},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = next(line for line in result.stdout.splitlines() if line.startswith("requests:"))
+    assert json.loads(found.removeprefix("requests:")) == FIXTURES[sdk]
+
+
+# ---- what a job makes of the request ----
+
+
+def hyperparameters(sdk: str, mode: str) -> dict[str, Any]:
+    """As the job's file has them, decoded."""
+    return {name: json.loads(value) for name, value in FIXTURES[sdk][mode]["HyperParameters"].items()}
+
+
+def job_environment(sdk: str, mode: str) -> dict[str, str]:
+    """The variables that the toolkit (SDK 2) or the driver (SDK 3) makes of the request, for one host."""
+    request, values = FIXTURES[sdk][mode], hyperparameters(sdk, mode)
+    framework = {name: value for name, value in values.items() if name.startswith("sagemaker_")}
+    own = {name: value for name, value in values.items() if name not in framework}
+    variables: dict[str, Any] = {f"SM_HP_{name.upper()}": value for name, value in own.items()}
+    variables |= {"SM_HPS": own, "SM_HOSTS": ["localhost"], "SM_CURRENT_HOST": "localhost"}
+    if sdk == "sdk2":
+        variables["SM_FRAMEWORK_PARAMS"] = framework
+    else:
+        variables["SM_DISTRIBUTED_CONFIG"] = request["distributed.json"]
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in variables.items()}
+
+
+@pytest.mark.parametrize(("sdk", "mode"), CASES)
+def test_the_job_reads_what_was_asked_for(sdk: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in job_environment(sdk, mode).items():
+        monkeypatch.setenv(name, value)
+    found = translate()
+    if mode == "smp":
+        expected = {"pipeline_parallel_size": 2, "num_microbatches": 8, "placement": "cluster", "schedule": "1f1b"}
+        assert (found.strategy, found.options) == ("smddp_pipeline", expected)
+    else:
+        assert (found.strategy, found.options) == ("smddp", {})
+
+
+@pytest.mark.parametrize(("sdk", "mode"), CASES)
+def test_the_script_knows_its_hyperparameters(sdk: str, mode: str) -> None:
+    options = set(re.findall(r'add_argument\("--(\w+)"', (RECIPES / "train.py").read_text()))
+    sent = {name for name in hyperparameters(sdk, mode) if not name.startswith("sagemaker_")}
+    assert sent <= options | {"mp_parameters"}
+    assert ("stages" in sent) == (mode == "pipeline")
+
+
+@pytest.mark.parametrize(("sdk", "mode"), CASES)
+def test_requests_are_consistent(sdk: str, mode: str) -> None:
+    request = FIXTURES[sdk][mode]
+    assert request["EnableManagedSpotTraining"]
+    assert request["StoppingCondition"]["MaxWaitTimeInSeconds"] >= request["StoppingCondition"]["MaxRuntimeInSeconds"]
+    assert request["CheckpointConfig"].get("LocalPath", "/opt/ml/checkpoints") == "/opt/ml/checkpoints"  # the default
+    assert "train" in [channel["ChannelName"] for channel in request["InputDataConfig"]]
+    name = "sagemaker_program"
+    assert sdk == "sdk3" or hyperparameters(sdk, mode)[name] == "train.py"
+
+
+def test_requirements_are_the_packages() -> None:
+    listed = (ROOT / "pyproject.toml").read_text().split("\ndependencies = [")[1].split("\n]")[0]
+    lines = (RECIPES / "requirements.txt").read_text().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == re.findall(r'^    "(.+)",$', listed, re.MULTILINE)
+
+
+def test_recipes_are_short_and_say_how_to_run_them() -> None:
+    for file in RECIPES.glob("*.py"):
+        lines = file.read_text().splitlines()
+        assert len(lines) <= 80, file
+        assert file.name == "source.py" or f"examples/sagemaker/{file.name}" in lines[0]
+
+
+# ---- the script, as a job would run it ----
+
+
+def prepare(folder: Path) -> None:
+    """Lay out ``/opt/ml`` in ``folder``, as SageMaker does before a container starts."""
+    for name in ("code", "input/config", "input/data/train", "model", "output/data", "bin", "staged"):
+        (folder / name).mkdir(parents=True)
+    sys.path.insert(0, str(RECIPES))
+    from source import stage  # type: ignore[import-not-found]
+
+    sys.path.remove(str(RECIPES))
+    stage(folder / "staged")
+    (folder / "staged" / "requirements.txt").unlink()  # all of it is here, and there may be no network
+    shutil.copy(ROOT / "README.md", folder / "input/data/train")
+    (folder / "input/config/resourceconfig.json").write_text(json.dumps(RESOURCES))
+    channel = {"train": {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated"}}
+    (folder / "input/config/inputdataconfig.json").write_text(json.dumps(channel))
+    lister = folder / "bin" / "nvidia-smi"  # the toolkit starts as many ranks as it lists
+    lister.write_text("#!/bin/sh\necho GPU 0\necho GPU 1\n")
+    lister.chmod(0o755)
+
+
+def start(folder: Path, mode: str, steps: int) -> str:
+    """Start what the request of ``mode`` starts, by the toolkit where there is one; returns what was printed."""
+    shutil.rmtree(folder / "code")  # each start of a container has it anew
+    values = {**FIXTURES["sdk2"][mode]["HyperParameters"], "steps": str(steps), "width": "32"}
+    values["sagemaker_submit_directory"] = json.dumps(str(folder / "staged"))
+    (folder / "input/config/hyperparameters.json").write_text(json.dumps(values))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SM_", "SAGEMAKER_"))}
+    environment |= {"SAGEMAKER_BASE_DIR": str(folder), "PET_STANDALONE": "1", "COLUMNS": "100"}
+    environment["PATH"] = f"{folder / 'bin'}:{Path(sys.executable).parent}:{environment['PATH']}"
+    toolkit = os.environ.get("SAGEMAKER_TRAINING_PYTHON")
+    if toolkit is None and find_spec("sagemaker_pytorch_container") is not None:
+        toolkit = sys.executable
+    if toolkit is not None:
+        command = [str(Path(toolkit).with_name("train"))]
+        environment |= {"SAGEMAKER_TRAINING_MODULE": "sagemaker_pytorch_container.training:main"}
+        environment |= {"SM_STUDIO_LOCAL_MODE": "true", "AWS_DEFAULT_REGION": "us-east-1"}
+    else:
+        shutil.copytree(folder / "staged", folder / "code")
+        own = {name: value for name, value in sorted(values.items()) if not name.startswith("sagemaker_")}
+        arguments = [word for name, value in own.items() for word in (f"--{name}", value)]
+        command = ["torchrun", "--nnodes", "1", "--nproc_per_node", "2", "train.py", *arguments]
+        environment |= job_environment("sdk2", mode) | {"MASTER_ADDR": "localhost", "MASTER_PORT": "7777"}
+        environment |= {"SM_CHANNEL_TRAIN": str(folder / "input/data/train"), "SM_MODEL_DIR": str(folder / "model")}
+        environment |= {"SM_OUTPUT_DATA_DIR": str(folder / "output/data"), "NCCL_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(
+        command,
+        cwd=folder if toolkit is not None else folder / "code",
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(220)
+def test_the_job_trains_and_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    """As a pipeline, then in data parallelism from its checkpoint."""
+    prepare(tmp_path)
+    first = start(tmp_path, "pipeline", 20)
+    assert "stage 1 on rank 1" in first
+    second = start(tmp_path, "dp", 40)
+    assert "gradient communication over 20 steps" in second  # 40 less 20
+    losses = [float(re.findall(r"^train loss (\d+\.\d+)", text, re.MULTILINE)[0]) for text in (first, second)]
+    assert losses[1] < losses[0] < 5.0
+    weights = torch.load(tmp_path / "model" / "model.ckpt", weights_only=True)
+    assert weights["global_step"] == 40
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
