@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -25,17 +25,15 @@ MAX_LINES = {**dict.fromkeys(SMALL, 60), **dict.fromkeys(PIPELINES, 80)}
 def run(command: list[str], directory: Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
     """Run a command whose paths are relative to the repository, in a directory of its own."""
     absolute = [str(ROOT / word) if word.startswith("examples/") else word for word in command]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(directory / "cache"), "COLUMNS": "100"}
-    return subprocess.run(
-        absolute, cwd=directory, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    environment = {"XDG_CACHE_HOME": str(directory / "cache"), "COLUMNS": "100"}
+    return run_program(absolute, directory, environment, timeout)
 
 
 def first_line_command(name: str) -> list[str]:
     line = (EXAMPLES / name).read_text().splitlines()[0]
     words = line.removeprefix("# ").split()
     assert words[:2] == ["python", f"examples/{name}"], line
-    return [sys.executable, *words[1:]]
+    return words[1:]
 
 
 def number_after(label: str, output: str) -> float:
@@ -142,7 +140,7 @@ def test_cli_example_takes_the_pipeline_from_yaml(strategy: list[str], tmp_path:
 @pytest.mark.timeout(300)
 def test_demo_runs_and_its_arms_agree(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = run([sys.executable, "examples/demo.py", "--quick"], tmp_path, timeout=280)
+    result = run(["examples/demo.py", "--quick"], tmp_path, timeout=280)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert "Warning" not in result.stdout
