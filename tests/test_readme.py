@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.schedules import SCHEDULES, orders
 from lightning_smddp.planner.actions import Action, parse_action
 from lightning_smddp.planner.schedules import simulated_bound
+from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -57,16 +55,7 @@ def test_the_first_program_is_short() -> None:
 def output_of(program: str, directory: Path) -> str:
     """What a program prints that is run as a script."""
     (directory / "train.py").write_text(program)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(directory / "cache")}
-    result = subprocess.run(
-        [sys.executable, "train.py"],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    result = run_program(["train.py"], directory, {"XDG_CACHE_HOME": str(directory / "cache")})
     assert result.returncode == 0, result.stderr
     return result.stdout
 

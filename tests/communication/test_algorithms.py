@@ -127,7 +127,7 @@ def test_a_million_odd_elements(nodes: str) -> None:
     run_ranks(compare_large, len(nodes), 1000003, node_ids=list(nodes))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nodes", ["aa", "ab"])
 def test_200_mib(nodes: str) -> None:
     run_ranks(compare_large, 2, 50 * 2**20 + 1, node_ids=list(nodes))

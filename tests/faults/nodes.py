@@ -33,13 +33,12 @@ class Nodes:
 
     def start(self, commands: Sequence[Sequence[str]]) -> None:
         """Run ``commands[i]``, as :func:`warm.fork` does, on node i."""
-        (self._where / "proc").mkdir()
         for index, (node, command) in enumerate(zip(self._nodes, commands, strict=True)):
             environment = node.environment() | {"NODE_RANK": str(index), "MASTER_ADDR": self._nodes[0].address}
             environment["MASTER_PORT"] = str(PORT)
             main = os.fork()
             if main == 0:
-                self._be_outside(index, command, environment)
+                self.be(index, command, environment)
             self.mains.append(main)
 
     def act(self, kind: str, index: int) -> None:
@@ -52,8 +51,10 @@ class Nodes:
         elif kind == "node":
             os.kill(int((self._where / f"node-{index}").read_text()), signal.SIGKILL)
 
-    def _be_outside(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def be(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Become the process outside of node ``index``, which runs ``command``; ends with its code."""
         code = 70
+        (self._where / "proc").mkdir(exist_ok=True)
         try:
             self._nodes[index].enter(f"node{index}")
             first = os.fork()

@@ -31,7 +31,7 @@ def two_nodes(kind: str, rank: int, ranks: int, **case: Any) -> Case:
     [
         (SIGKILL, two_nodes("kill", 3, 4, launcher="torchrun")),
         (f"{SIGKILL}, most likely by the kernel for lack of memory", two_nodes("oom_kill", 3, 4)),
-        (MESSAGE, two_nodes("raise", 1, 2)),
+        pytest.param(MESSAGE, two_nodes("raise", 1, 2), marks=pytest.mark.exhaustive),
     ],
     ids=["kill", "oom", "raise"],
 )
@@ -50,6 +50,7 @@ def test_a_rank_alone_on_its_node(tmp_path: Path) -> None:
     assert_named(result, 1, ENDED, IN_STEP, last_heard=True)
 
 
+@pytest.mark.exhaustive
 def test_rank_0_dies(tmp_path: Path) -> None:
     """On its own node the others see how."""
     result = run(two_nodes("kill", 0, 4), tmp_path)
@@ -58,7 +59,7 @@ def test_rank_0_dies(tmp_path: Path) -> None:
     assert_named(result, 0, ENDED, IN_STEP, survivors=[2, 3], last_heard=True)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_node_dies(node: int, tmp_path: Path) -> None:
     result = run(two_nodes("node", 2 * node, 4), tmp_path)
     assert_ended(result)
@@ -81,6 +82,7 @@ def test_the_network_is_cut(tmp_path: Path) -> None:
     assert_named(result, 0, f"its host is down, or {CUT}", IN_STEP, survivors=[2, 3], last_heard=True)
 
 
+@pytest.mark.exhaustive
 def test_the_network_of_a_pipeline_is_cut(tmp_path: Path) -> None:
     result = run(two_nodes("cut", 1, 2, strategy=PP, timeout=3.0), tmp_path)
     assert_ended(result, bound_s=3.0 + 5.0)
@@ -94,7 +96,7 @@ def test_the_network_is_away_for_a_moment(tmp_path: Path) -> None:
     assert not result.left, result.describe()
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
 def test_a_stopped_rank_is_killed_by_another_of_its_node(rank: int, tmp_path: Path) -> None:
     result = run(two_nodes("stop", rank, 4, timeout=3.0), tmp_path)
     assert_ended(result, bound_s=3.0 + 5.0)
@@ -105,6 +107,7 @@ def test_a_stopped_rank_is_killed_by_another_of_its_node(rank: int, tmp_path: Pa
         assert_named(result, 3, "it is stopped, as other ranks of its host are heard", IN_STEP, last_heard=True)
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_rank_alone_on_its_node_ends_when_it_goes_on(tmp_path: Path) -> None:
     result = run(two_nodes("nap", 1, 2, timeout=3.0), tmp_path)
     assert_ended(result, bound_s=NAP_S + 5.0)

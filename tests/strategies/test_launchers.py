@@ -14,10 +14,9 @@ import torch
 import yaml
 
 from lightning_smddp import Compression
+from tests.programs import ROOT, run_program
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, Outcome, assert_equal, fit, fit_with_each
-
-ROOT = Path(__file__).parents[2]
 
 # No import of lightning_smddp: the strategy is known by its name.
 SCRIPT = """
@@ -34,18 +33,25 @@ if __name__ == "__main__":
     trainer = Trainer(strategy={strategy!r}, devices=2, max_epochs=2, **QUIET)
     trainer.fit(model)
     torch.save(model.net.state_dict(), os.path.join(sys.argv[1], f"rank{{trainer.global_rank}}.pt"))
-    print("rank", trainer.global_rank, "of", trainer.world_size, "done")
+    print(f"rank {{trainer.global_rank}} of {{trainer.world_size}} done\\n", end="")
 """
 
 
-def run_script(directory: Path, strategy: str, *launcher: str) -> str:
+def run_script(directory: Path, strategy: str, *launcher: str, warm: bool = True) -> str:
+    """What the script prints; ``warm``: in forked processes instead of new interpreters."""
     script = directory / "train.py"
     script.write_text(SCRIPT.format(strategy=strategy))
-    command = [sys.executable, *launcher, str(script), str(directory)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=110, check=False)
+    command = [*launcher, str(script), str(directory)]
+    result = run_program(command, directory) if warm else run_interpreter(command, directory)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
+
+
+def run_interpreter(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *command], env=env, cwd=directory, capture_output=True, text=True, timeout=110, check=False
+    )
 
 
 def expected_weights() -> dict[str, torch.Tensor]:
@@ -60,8 +66,9 @@ def assert_learned(directory: Path, files: list[str]) -> None:
         torch.testing.assert_close(torch.load(directory / name), expected_weights(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_script_starts_itself_again(tmp_path: Path) -> None:
-    output = run_script(tmp_path, "smddp")
+    output = run_script(tmp_path, "smddp", warm=False)
     assert output.count("smddp: data parallelism") == 1  # on one rank
     assert output.count("gradient communication over 12 steps") == 1
     assert_learned(tmp_path, ["rank0.pt", "rank1.pt"])

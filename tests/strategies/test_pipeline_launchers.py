@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ import pytest
 import torch
 import yaml
 
+from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learning, make_trainer
 from tests.strategies.pipeline_learners import Bench, Evaluated, assert_same, outcome
-
-ROOT = Path(__file__).parents[2]
 
 # No import of lightning_smddp: the strategy is known by its name.
 SCRIPT = """
@@ -35,16 +33,14 @@ if __name__ == "__main__":
     trainer.fit(model)
     metrics = {{name: float(value) for name, value in trainer.callback_metrics.items()}}
     torch.save((dict(model.state_dict()), metrics), os.path.join(sys.argv[1], f"rank{{trainer.global_rank}}.pt"))
-    print("rank", trainer.global_rank, "of", trainer.world_size, "done")
+    print(f"rank {{trainer.global_rank}} of {{trainer.world_size}} done\\n", end="")
 """
 
 
 def run_script(directory: Path, strategy: str, *launcher: str) -> str:
     script = directory / "train.py"
     script.write_text(SCRIPT.format(strategy=strategy))
-    command = [sys.executable, *launcher, str(script), str(directory)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=110, check=False)
+    result = run_program([*launcher, str(script), str(directory)], directory)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("smddp_pipeline: pipeline parallelism") == 1  # on one rank
     return result.stdout
@@ -66,7 +62,9 @@ def test_a_script_starts_itself_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["smddp_pipeline_spawn", "smddp_pipeline_fork"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("smddp_pipeline_spawn", marks=pytest.mark.exhaustive), "smddp_pipeline_fork"]
+)
 def test_spawn_and_fork(strategy: str, tmp_path: Path) -> None:
     """The whole module's weights come back to the one process that goes on."""
     run_script(tmp_path, strategy)

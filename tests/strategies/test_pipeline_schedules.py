@@ -30,17 +30,21 @@ def layout(schedule: str, **options: Any) -> Case:
 TWO = Matrix(
     [
         layout("gpipe"),
-        layout("simple", num_microbatches=3),
         layout("1f1b"),
-        layout("1f1b", num_microbatches=1),
-        layout("interleaved_1f1b"),
         layout("interleaved", stages_per_rank=3),
         layout("looped_bfs", num_microbatches=5),
-        layout("interleaved_zero_bubble"),
-        layout("interleaved_zero_bubble", stages_per_rank=1),
         layout("zbv_zero_bubble"),
         layout("dualpipev"),
         layout("1f1b", active_microbatches=2),
+    ]
+)
+MORE = Matrix(
+    [
+        layout("simple", num_microbatches=3),
+        layout("1f1b", num_microbatches=1),
+        layout("interleaved_1f1b"),
+        layout("interleaved_zero_bubble"),
+        layout("interleaved_zero_bubble", stages_per_rank=1),
         layout("1f1b", active_microbatches=3, num_microbatches=8),
         layout("1f1b", split=["net.13"]),
         layout("interleaved_1f1b", split=["net.2", "net.4", "net.13"]),
@@ -58,6 +62,13 @@ def test_two_ranks(case: Case) -> None:
     TWO.compare(case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE.cases, ids=name_of)
+def test_more_on_two_ranks(case: Case) -> None:
+    MORE.compare(case)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", THREE.cases, ids=name_of)
 def test_three_ranks(case: Case) -> None:
     THREE.compare(case)
