@@ -25,4 +25,4 @@ class StartError(ValueError):
 
 
 class NonFiniteGradientError(ValueError):
-    """A gradient became NaN or infinite. No weight was changed by it."""
+    """A gradient became NaN or infinite; the step was not taken."""

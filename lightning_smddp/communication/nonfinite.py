@@ -122,11 +122,11 @@ def diagnosis(found: Mapping[str, str], where: str, group: dist.ProcessGroup, de
     Args:
         found: on this rank: parameter -> what is wrong.
         where: the step.
-        group: all ranks.
+        group: the ranks that know that something was found.
         device: for the messages.
     """
-    everyones = gather_json([socket.gethostname(), dict(found)], group, device)
-    parts = [f"on rank {rank} (host {host}) {_listed(its)}" for rank, (host, its) in enumerate(everyones) if its]
+    everyones = gather_json([dist.get_rank(), socket.gethostname(), dict(found)], group, device)
+    parts = [f"on rank {rank} (host {host}) {_listed(its)}" for rank, host, its in everyones if its]
     if not parts:
         parts = ["in the average over the ranks, though each rank's own are finite: their sum is too large"]
     return f"Gradients are not finite in {where}: {'; '.join(parts)}."
@@ -135,7 +135,7 @@ def diagnosis(found: Mapping[str, str], where: str, group: dist.ProcessGroup, de
 def refuse(text: str) -> NonFiniteGradientError:
     """The error, with what can be done."""
     return NonFiniteGradientError(
-        f"{text} No weight was changed. Look at that rank's batch and at the learning rate, `detect_anomaly=True` "
+        f"{text} The step was not taken. Look at that rank's batch and at the learning rate, `detect_anomaly=True` "
         "shows the operation; `on_nonfinite='skip'` leaves such steps out on all ranks."
     )
 

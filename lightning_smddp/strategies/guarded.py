@@ -76,7 +76,8 @@ class Guarded(_Base):
 
         def watched() -> Any:
             result = closure()
-            self._guard.check(optimizer, self._find_nonfinite(), self._where(), self.root_device)
+            found = self._find_nonfinite()
+            self._guard.check(optimizer, found, self._where(), self.root_device, self._finders)
             return result
 
         watching = self._watches_gradients and dist.is_initialized()
@@ -98,6 +99,11 @@ class Guarded(_Base):
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         """What is wrong with this rank's gradients; None if no rank has found anything. Maybe collective."""
         raise NotImplementedError
+
+    @property
+    def _finders(self) -> dist.ProcessGroup | None:
+        """The ranks that find the same at once; None is all."""
+        return None
 
     def _where(self) -> str:
         trainer = cast(Any, self.lightning_module).trainer

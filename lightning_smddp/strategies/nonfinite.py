@@ -23,26 +23,35 @@ class NonFiniteGuard:
         self.mode = mode
         self.skipped = 0
 
-    def check(self, optimizer: Any, found: Mapping[str, str] | None, where: str, device: torch.device) -> None:
+    def check(
+        self,
+        optimizer: Any,
+        found: Mapping[str, str] | None,
+        where: str,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Before ``optimizer`` steps. Collective if gradients are bad.
 
         Args:
             optimizer: about to step.
-            found: what is wrong on this rank, by parameter; None if no rank has found anything.
+            found: what is wrong on this rank, by parameter; None if no rank of ``group`` has found anything.
             where: the step, in words.
             device: for messages.
+            group: the ranks that come here together; None is all.
 
         Raises:
-            NonFiniteGradientError: on every rank, with ``mode="error"``.
+            NonFiniteGradientError: on every rank of ``group``, with ``mode="error"``.
         """
         if found is None:
             return
-        assert dist.group.WORLD is not None
+        group = group or dist.group.WORLD
+        assert group is not None
         if self.mode == "error":
-            raise refuse(diagnosis(found, where, dist.group.WORLD, device))
+            raise refuse(diagnosis(found, where, group, device))
         self.skipped += 1
         if self.skipped == 1:
-            text = diagnosis(found, where, dist.group.WORLD, device)
+            text = diagnosis(found, where, group, device)
             if dist.get_rank() == 0:
                 warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=2)
         for group in optimizer.param_groups:
