@@ -9,14 +9,9 @@ Task = Callable[[], None]
 
 
 class BackgroundWriter:
-    """Runs one task at a time in a thread, and what may only be done after it if it succeeded.
+    """Runs one task at a time in a thread, and what may only be done after it if it succeeded."""
 
-    Args:
-        on_failure: called from that thread with the exception of a task, at once.
-    """
-
-    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
-        self._on_failure = on_failure
+    def __init__(self) -> None:
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -75,8 +70,6 @@ class BackgroundWriter:
             with self._lock:
                 self._failure, self._busy = error, False
                 self._afterwards.clear()
-            if self._on_failure is not None:
-                self._on_failure(error)
 
     def _next(self) -> Task | None:
         with self._lock:

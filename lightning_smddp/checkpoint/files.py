@@ -8,33 +8,19 @@ is no moment at which one is new and the other old. See rename(2): "newpath ... 
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import fcntl
 import os
-import re
-import secrets
-import time
 from contextlib import suppress
 
 from lightning_smddp.checkpoint.contents import Dump
 from lightning_smddp.checkpoint.seal import write_sealed
+from lightning_smddp.checkpoint.temporary import create, remove, remove_strays, temporary_name
 
-_TEMPORARY = re.compile(r"\.tmp-.*-[0-9a-f]{16}", re.DOTALL)
-_NAME_LENGTH = 50  # of the checkpoint's name in that of a temporary file, which may have 255 bytes
-STRAY_AFTER_S = 24 * 3600.0  # where nobody can tell whether its writer lives
-_ATTEMPTS = 100
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
 # Of errors that fsspec raises without a number.
 _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
-
-
-def temporary_name(name: str) -> str:
-    """A name that nobody else has, for a file that will be renamed to ``name``."""
-    return f".tmp-{name[:_NAME_LENGTH]}-{secrets.token_hex(8)}"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether ``name`` is of :func:`temporary_name`."""
-    return _TEMPORARY.fullmatch(name) is not None
 
 
 def write_file(dump: Dump, path: str, needed: int, verify: bool = True) -> None:
@@ -71,7 +57,7 @@ def explained(error: OSError, path: str, needed: int) -> OSError:
 
 
 def _write(dump: Dump, directory: str, name: str, verify: bool) -> None:
-    descriptor, temporary = _create(directory, name)
+    descriptor, temporary = create(directory, name, _make)
     try:
         with open(descriptor, "wb", buffering=2**20) as file:  # closing it also ends the lock
             seal, _ = write_sealed(dump, file)
@@ -81,59 +67,72 @@ def _write(dump: Dump, directory: str, name: str, verify: bool) -> None:
                 with open(temporary, "rb", buffering=0) as written:
                     if not seal.matches(written):
                         raise OSError(errno.EIO, "what was read back differs from what was written")
-            os.replace(temporary, os.path.join(directory, name))
+            put_in_place(temporary, os.path.join(directory, name))
     except BaseException:
         with suppress(OSError):  # what went wrong first is what matters
             os.unlink(temporary)
         raise
-    sync_directory(directory)
 
 
-def _create(directory: str, name: str) -> tuple[int, str]:
-    """A new file, locked for as long as it is open: by that others know that its writer lives."""
-    for _ in range(_ATTEMPTS):
-        temporary = os.path.join(directory, temporary_name(name))
-        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        if lock_file(descriptor) is not False and os.fstat(descriptor).st_nlink > 0:
-            return descriptor, temporary
-        os.close(descriptor)  # somebody took it for a stray file, between its creation and its lock
-    raise OSError(errno.EBUSY, "temporary files are removed as soon as they are made", directory)
+def _make(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
-def lock_file(descriptor: int) -> bool | None:
-    """Lock a file; False if somebody has it locked, None if its file system knows no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+def put_in_place(temporary: str, final: str) -> None:
+    """Give a complete file or directory its name; what had that name is removed afterwards.
+
+    A file replaces a file at once. Where one of the two is a directory, Linux can exchange their names at once
+    (renameat2(2)); file systems that cannot do so get two renames. Between these a previous directory has a name that
+    is found, see :func:`~lightning_smddp.checkpoint.directories.existing`.
+    """
+    parent = os.path.dirname(os.path.abspath(final))
+    previous = previous_name(final)
+    if not os.path.lexists(final) or not (_is_directory(temporary) or _is_directory(final)):
+        os.replace(temporary, final)
+    elif exchange(temporary, final):
+        sync_directory(parent)
+        remove(temporary)
+    else:
+        remove_complete(previous)
+        os.rename(final, previous)
+        os.rename(temporary, final)
+    sync_directory(parent)
+    if _is_directory(final) or _is_directory(previous):
+        remove_complete(previous)
+
+
+def _is_directory(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def exchange(one: str, other: str) -> bool:
+    """Exchange two names at once; False if this system or file system cannot."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if function is None:
         return False
-    except OSError:
-        return None
-    return True
-
-
-def remove_strays(directory: str) -> list[str]:
-    """Remove temporary files of ours whose writers are gone, and return their names. Follows no symbolic link."""
-    removed = []
-    with os.scandir(directory) as entries:
-        strays = [e.name for e in entries if is_temporary(e.name) and e.is_file(follow_symlinks=False)]
-    for name in strays:
-        with suppress(OSError):  # gone meanwhile, or not ours: no reason not to save
-            if _remove_stray(os.path.join(directory, name)):
-                removed.append(name)
-    return removed
-
-
-def _remove_stray(path: str) -> bool:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        locked = lock_file(descriptor)
-        old = time.time() - os.fstat(descriptor).st_mtime > STRAY_AFTER_S
-        if locked or (locked is None and old):
-            os.unlink(path)
-            return True
+    if function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _CANNOT_EXCHANGE:
         return False
-    finally:
-        os.close(descriptor)
+    raise OSError(number, os.strerror(number), other)
+
+
+def previous_name(final: str) -> str:
+    """Where the previous one is while names cannot be exchanged at once."""
+    stem, suffix = os.path.splitext(final.rstrip(os.sep))
+    return f"{stem}.previous{suffix}"
+
+
+def remove_complete(path: str) -> None:
+    """Remove a file, directory or link (not what it points to), complete until it is gone; nothing if there is none."""
+    parent, name = os.path.split(os.path.abspath(path))
+    doomed = os.path.join(parent, temporary_name(name))
+    try:
+        os.rename(path, doomed)
+    except FileNotFoundError:
+        return
+    remove(doomed)
 
 
 def require_space(directory: str, needed: int) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.files import sync_directory
-from lightning_smddp.checkpoint.tensor_files import HashedFile, digest_of
+from lightning_smddp.checkpoint.hashing import digest_of, hashed_file
 
 NAME = "manifest.json"
 _FORMAT, _VERSION = "lightning-smddp sharded checkpoint", 1
@@ -32,12 +31,8 @@ class Manifest:
         """Write it to a directory whose other files are complete."""
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in self.files.items()}
         text = json.dumps({"format": _FORMAT, "version": _VERSION, "saved_ns": self.saved_ns, "files": files}, indent=1)
-        temporary = os.path.join(directory, f"{NAME}.tmp")
-        with HashedFile(temporary) as file:
+        with hashed_file(os.path.join(directory, NAME)) as file:
             file.write(text.encode())
-        sync_directory(directory)
-        os.rename(temporary, os.path.join(directory, NAME))
-        sync_directory(directory)
 
     @classmethod
     def read(cls, directory: str) -> Manifest:
@@ -78,5 +73,6 @@ class Manifest:
         """Raise ``CheckpointError`` if one of these files changed; reads all of them."""
         for name in names:
             path = os.path.join(directory, name)
-            if digest_of(path) != self.files[name][1]:
-                raise CheckpointError(path, "its contents changed since it was saved (wrong SHA-256)", _ANOTHER)
+            with open(path, "rb", buffering=0) as file:
+                if digest_of(file) != self.files[name][1]:
+                    raise CheckpointError(path, "its contents changed since it was saved (wrong SHA-256)", _ANOTHER)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from typing import Any, Protocol
 
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.places import locate, modified_ns
+from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.reading import verify_checkpoint
 from lightning_smddp.checkpoint.seal import SEAL_BYTES, BrokenSealError, Seal
 
@@ -25,8 +28,8 @@ class DirectoryFormat(Protocol):
     def saved_ns(self, path: str) -> int | None:
         """When the one at ``path`` was saved (nanoseconds since 1970); None if that is no such checkpoint."""
 
-    def verify(self, path: str) -> None:
-        """Raise ``CheckpointError`` if it is not whole."""
+    def verify(self, path: str, ranks: Ranks) -> None:
+        """Raise ``CheckpointError`` on every rank if it is not whole. Collective."""
 
 
 @dataclass(frozen=True, order=True)
@@ -40,30 +43,64 @@ def newest_checkpoint(
     places: Iterable[str | PathLike[str]],
     directories: DirectoryFormat | None = None,
     report: Callable[[str], None] = _log.warning,
+    ranks: Ranks | None = None,
 ) -> str | None:
-    """The valid checkpoint that was saved last, or None.
+    """The valid checkpoint that was saved last, or None. Collective over ``ranks``, with the same result on each.
 
     Which one is newer is read from the files of ours themselves, as their times of change do not survive copying
     (SageMaker restores a run's directory from S3); of others the time of change counts.
 
+    The first rank looks what there is. Then all verify it together, as one that waits for another for as long as it
+    takes to read a large checkpoint would give it up: each reads local files, and a share of a directory.
+
     Args:
-        places: directories and URLs whose ``*.ckpt`` are looked at, and such files themselves. Those that do not
-            exist are passed over.
+        places: directories and URLs whose ``*.ckpt`` are looked at, and such files themselves; the first rank's count.
+            Those that do not exist are passed over.
         directories: knows checkpoints that are directories; None leaves them out.
-        report: is called with a line for each newer one that is not valid.
+        report: is called on the first rank with a line for each newer one that is not valid.
+        ranks: None for this process alone.
+
+    Raises:
+        CheckpointError: on every rank: one that the first rank can read cannot be read by another.
     """
-    for candidate in sorted(set(_candidates(places, directories)), reverse=True):
+    ranks = ranks or Ranks()
+    newest_first = partial(_newest_first, places, directories)
+    for path, is_directory in ranks.first(newest_first):
+        _require_readable(path, ranks)
         try:
-            if candidate.is_directory:
+            if is_directory:
                 assert directories is not None
-                directories.verify(candidate.path)
+                directories.verify(path, ranks)
+            elif "://" in path:
+                ranks.first(partial(verify_checkpoint, path))
             else:
-                verify_checkpoint(candidate.path)
+                ranks.gather(partial(verify_checkpoint, path))
         except (CheckpointError, OSError) as error:
-            report(f"Skipped a newer checkpoint that cannot be used: {error}")
+            if ranks.rank == 0:
+                report(f"Skipped a newer checkpoint that cannot be used: {error}")
         else:
-            return candidate.path
+            return str(path)
     return None
+
+
+def _newest_first(places: Iterable[str | PathLike[str]], directories: DirectoryFormat | None) -> list[Any]:
+    """Paths, and whether they are directories."""
+    candidates = sorted(set(_candidates(places, directories)), reverse=True)
+    return [[candidate.path, candidate.is_directory] for candidate in candidates]
+
+
+def _require_readable(path: str, ranks: Ranks) -> None:
+    """Raise on every rank if the first can read ``path`` and another cannot. Collective."""
+    if "://" in path:
+        return
+    first, *others = ranks.gather(lambda: None if os.access(path, os.R_OK) else socket.gethostname())
+    blind = [f"rank {rank} on {host}" for rank, host in enumerate(others, 1) if host is not None]
+    if first is None and blind:
+        raise CheckpointError(
+            path,
+            f"rank 0 has chosen it, but {', '.join(blind)} cannot read it",
+            "Write checkpoints to a directory that all nodes share, or to a URL.",
+        )
 
 
 def _candidates(places: Iterable[str | PathLike[str]], directories: DirectoryFormat | None) -> Iterator[_Candidate]:

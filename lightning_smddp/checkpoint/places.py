@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
-import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +14,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_smddp.checkpoint.contents import Dump
-from lightning_smddp.checkpoint.files import STRAY_AFTER_S, explained, is_temporary, temporary_name, write_file
+from lightning_smddp.checkpoint.files import explained, write_file
 from lightning_smddp.checkpoint.seal import write_sealed
+from lightning_smddp.checkpoint.temporary import STRAY_AFTER_S, is_temporary, remove, temporary_name
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
 
@@ -98,8 +98,6 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     if fs is not None:
         if fs.exists(name):
             fs.rm(name, recursive=True)
-    elif os.path.isdir(name) and not os.path.islink(name):
-        shutil.rmtree(name)
     else:
         with suppress(FileNotFoundError):  # the wish is fulfilled
-            os.unlink(name)
+            remove(name)

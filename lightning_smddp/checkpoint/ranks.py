@@ -67,7 +67,9 @@ class Ranks:
 
 
 def _to_json(error: Exception | None) -> list[Any] | None:
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError):
+        if error.errno is None:
+            return ["OSError", str(error)]
         return ["OSError", error.errno, error.strerror, None if error.filename is None else str(error.filename)]
     if isinstance(error, CheckpointError):
         return ["CheckpointError", error.path, error.reason, error.fix]

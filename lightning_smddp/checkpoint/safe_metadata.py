@@ -10,8 +10,10 @@ import os
 import pickle
 from typing import Any
 
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from lightning_smddp._compat import dcp_place
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.tensor_files import METADATA, Entry
 from lightning_smddp.communication.trees import name_of_dtype
@@ -33,16 +35,38 @@ _DTYPES = {
     )
 }  # fmt: skip
 
+_PLAIN_CLASSES = (
+    Metadata, MetadataIndex, TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.TensorProperties,
+    dcp.ChunkStorageMetadata, dcp.StorageMeta, type(dcp_place("", 0, 0)),
+)  # fmt: skip
+
 
 class _Refused(pickle.UnpicklingError):
     pass
 
 
-class _Unpickler(pickle.Unpickler):
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
+    """Makes allowed things only, and gives attributes to instances of plain classes only.
+
+    The private Python twin of ``pickle.Unpickler``, as that one lets nobody watch BUILD: a pickle could change the
+    attributes of the very classes and functions that it may name, in torch, for the rest of the process.
+    """
+
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in _ALLOWED | _DTYPES or "." in name:
             raise _Refused(f"contains `{module}.{name}`, which is not plain data; nothing of it was run")
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        kind = type(self.stack[-2])
+        if kind not in _PLAIN_CLASSES:
+            raise _Refused(f"changes a {kind.__name__}, which is not plain data; it was not changed")
+        super().load_build()
+
+    dispatch = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 def read_metadata(directory: str) -> list[Entry]:

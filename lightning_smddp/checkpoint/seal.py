@@ -11,7 +11,6 @@ Format: PKWARE's APPNOTE.TXT, 4.3.16, "End of central directory record".
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import struct
@@ -19,13 +18,14 @@ import time
 from dataclasses import dataclass
 from typing import IO, Any
 
+from lightning_smddp.checkpoint.hashing import HashingWriter, digest_of
+
 _MARK = b"lightning-smddp 1 saved="
 _COMMENT_BYTES = len(_MARK) + 20 + len(b" sha256=") + 64
 _LENGTH = struct.pack("<H", _COMMENT_BYTES)
 _END_RECORD = b"PK\x05\x06"
 SEAL_BYTES = 22 + _COMMENT_BYTES  # with the zip's end record
 _SEAL = re.compile(_END_RECORD + rb".{16}" + re.escape(_LENGTH + _MARK) + rb"(\d{20}) sha256=([0-9a-f]{64})", re.DOTALL)
-_PIECE = 4 * 2**20
 
 
 class BrokenSealError(ValueError):
@@ -62,34 +62,14 @@ class Seal:
 
     def matches(self, file: IO[bytes]) -> bool:
         """Whether the hash is that of the file's contents; reads all of it."""
-        return self.digest == _digest(file, file.seek(0, os.SEEK_END) - 64)
+        return self.digest == digest_of(file, file.seek(0, os.SEEK_END) - 64)
 
 
-def _digest(file: IO[bytes], length: int) -> str:
-    file.seek(0)
-    digest = hashlib.sha256()
-    while length > 0:
-        piece = file.read(min(_PIECE, length))
-        if not piece:
-            break
-        digest.update(piece)
-        length -= len(piece)
-    return digest.hexdigest()
-
-
-class SealingWriter:
-    """What ``torch.save`` writes to: passes everything on to ``file``, hashes it, and ends it with the seal.
-
-    Attributes:
-        size: Bytes passed on.
-        error: The first error of ``file``. torch replaces it by one of its own that does not say what happened.
-    """
+class SealingWriter(HashingWriter):
+    """Passes on a zip file, and ends it with the seal."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.size = 0
-        self.error: Exception | None = None
-        self._file = file
-        self._hash = hashlib.sha256()
+        super().__init__(file)
         self._held = b""  # the last 2 bytes so far: at the end they are the length of the comment
 
     def write(self, data: Any) -> int:
@@ -97,39 +77,23 @@ class SealingWriter:
         view = memoryview(data).cast("B")
         if len(view) < 2:
             joined = self._held + bytes(view)
-            self._pass_on(memoryview(joined)[:-2])
+            super().write(joined[:-2])
             self._held = joined[-2:]
         else:
-            self._pass_on(memoryview(self._held))
-            self._pass_on(view[:-2])
+            super().write(self._held)
+            super().write(view[:-2])
             self._held = bytes(view[-2:])
         return len(view)
-
-    def flush(self) -> None:
-        """Do nothing: the file is flushed once, when it is sealed."""
 
     def seal(self) -> Seal:
         """Write the end, and return what it says."""
         assert self._held == b"\0\0", "torch.save has written something else than a zip file without a comment"
         saved_ns = time.time_ns()
-        self._pass_on(memoryview(b"%s%s%020d sha256=" % (_LENGTH, _MARK, saved_ns)))
-        digest = self._hash.hexdigest()
-        self._pass_on(memoryview(digest.encode()))
+        super().write(b"%s%s%020d sha256=" % (_LENGTH, _MARK, saved_ns))
+        digest = self.digest
+        super().write(digest.encode())
         self._file.flush()
         return Seal(digest, saved_ns)
-
-    def _pass_on(self, view: memoryview) -> None:
-        if self.error is not None:
-            raise self.error
-        try:
-            for start in range(0, len(view), _PIECE):
-                piece = view[start : start + _PIECE]
-                self._hash.update(piece)
-                self._file.write(piece)
-        except Exception as error:
-            self.error = error
-            raise
-        self.size += len(view)
 
 
 def write_sealed(dump: Any, file: IO[bytes]) -> tuple[Seal, int]:
@@ -143,10 +107,6 @@ def write_sealed(dump: Any, file: IO[bytes]) -> tuple[Seal, int]:
         OSError: what ``file`` raised.
     """
     writer = SealingWriter(file)
-    try:
+    with writer.own_error():
         dump(writer)
-    except Exception:
-        if writer.error is not None:
-            raise writer.error from None
-        raise
     return writer.seal(), writer.size

@@ -23,9 +23,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_smddp.checkpoint.contents import bytes_needed, dump_of
-from lightning_smddp.checkpoint.directories import existing, new_directory, put_in_place
+from lightning_smddp.checkpoint.directories import existing, new_directory
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.files import explained, require_space, write_file
+from lightning_smddp.checkpoint.files import explained, put_in_place, require_space, sync_directory
+from lightning_smddp.checkpoint.hashing import HashingWriter, hashed_file
 from lightning_smddp.checkpoint.manifest import NAME, Manifest
 from lightning_smddp.checkpoint.parts import Names, Outline, Parts, Path, put_together, take_apart
 from lightning_smddp.checkpoint.places import locate
@@ -35,7 +36,6 @@ from lightning_smddp.checkpoint.safe_metadata import read_metadata
 from lightning_smddp.checkpoint.tensor_files import (
     METADATA,
     Entry,
-    digest_of,
     map_tensors,
     write_metadata,
     write_tensors,
@@ -51,7 +51,6 @@ def save_sharded(
     names: Names = (),
     order: Sequence[str] = (),
     ranks: Ranks | None = None,
-    verify: bool = True,
     files: int = 1,
 ) -> None:
     """Save a checkpoint that no rank holds as a whole. Collective over ``ranks``.
@@ -66,7 +65,6 @@ def save_sharded(
         names: of the optimizers' parameters.
         order: names in the whole module's ``state_dict``.
         ranks: None for this process alone.
-        verify: read each file back after writing it.
         files: how many of about equal size this rank writes.
 
     Raises:
@@ -88,9 +86,9 @@ def save_sharded(
     try:
         with ExitStack() as stack:
             directory = ranks.first(lambda: _begin(stack, final, needed + bytes_needed(_small(parts.rest))))
-            written = ranks.gather(lambda: _write(directory, ranks.rank, _divide(mine, files), verify))
+            written = ranks.gather(lambda: _write(directory, ranks.rank, _divide(mine, files)))
             outlines = [Outline.from_json(told) for _, told in offers]
-            ranks.first(lambda: _finish(directory, final, parts.rest, outlines, order, written, verify))
+            ranks.first(lambda: _finish(directory, final, parts.rest, outlines, order, written))
     except OSError as error:
         raise explained(error, str(path), needed) from error
 
@@ -104,13 +102,14 @@ def load_sharded(
     """Load what :func:`save_sharded` saved, on any number of ranks. Collective over ``ranks``.
 
     Its tensors are the files themselves, mapped into memory: what a rank does not use is never read, and what it
-    keeps it should copy (:func:`~lightning_smddp.checkpoint.parts.copied`).
+    keeps it should copy (:func:`~lightning_smddp.pipeline.structure.copied`).
 
     Args:
         path: a local path.
         ranks: each verifies a share of the files; None for this process alone.
         weights_only: for what is not a tensor, as of :func:`read_checkpoint`.
-        verify: compare the files' hashes, which reads all of them once, on all ranks together.
+        verify: compare the files' hashes, which reads all of them once, on all ranks together. Not needed for one that
+            :meth:`ShardedDirectories.verify` has just passed.
 
     Raises:
         CheckpointError: on every rank: it is damaged, or has objects that are not plain data.
@@ -118,24 +117,30 @@ def load_sharded(
     """
     ranks = ranks or Ranks()
     directory = existing(local_path(path))
-
-    def check() -> None:
-        manifest = Manifest.read(directory)
-        manifest.check_sizes(directory)
-        if verify:
-            by_size = sorted(manifest.files, key=lambda name: -manifest.files[name][0])
-            manifest.check_hashes(directory, by_size[ranks.rank :: ranks.size])
-
-    ranks.gather(check)
+    ranks.gather(lambda: _verify(directory, ranks if verify else None))
     loaded: list[dict[str, Any]] = []
     ranks.gather(lambda: loaded.append(_read(directory, weights_only)))
     return loaded[0]
+
+
+def _verify(directory: str, ranks: Ranks | None) -> None:
+    """Compare the sizes of all files, and the hashes of this rank's share of them."""
+    manifest = Manifest.read(directory)
+    manifest.check_sizes(directory)
+    if ranks is not None:
+        by_size = sorted(manifest.files, key=lambda name: -manifest.files[name][0])
+        manifest.check_hashes(directory, by_size[ranks.rank :: ranks.size])
 
 
 def is_sharded(path: str | os.PathLike[str]) -> bool:
     """Whether there is a directory at a local path, such as :func:`save_sharded` makes."""
     fs, name = locate(path)
     return fs is None and os.path.isdir(existing(name))
+
+
+def has_manifest(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory at a local path is one that :func:`save_sharded` has made."""
+    return os.path.exists(os.path.join(existing(local_path(path)), NAME))
 
 
 class ShardedDirectories:
@@ -148,12 +153,14 @@ class ShardedDirectories:
         except (CheckpointError, OSError):
             return None
 
-    def verify(self, path: str) -> None:
-        """Raise ``CheckpointError`` if it is not whole."""
-        manifest = Manifest.read(path)
-        manifest.check_sizes(path)
-        manifest.check_hashes(path, manifest.files)
-        read_metadata(path)
+    def verify(self, path: str, ranks: Ranks) -> None:
+        """Raise ``CheckpointError`` on every rank if it is not whole. Collective: each verifies some files."""
+
+        def check() -> None:
+            _verify(path, ranks)
+            read_metadata(path)
+
+        ranks.gather(check)
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
@@ -199,12 +206,12 @@ def _divide(tensors: Mapping[Path, Tensor], files: int) -> list[dict[Path, Tenso
     return [piece for piece in pieces if piece]
 
 
-def _write(directory: str, rank: int, pieces: Sequence[Mapping[Path, Tensor]], verify: bool) -> list[Any]:
+def _write(directory: str, rank: int, pieces: Sequence[Mapping[Path, Tensor]]) -> list[Any]:
     """JSON for each file: its name, its bytes, its hash, its entries."""
     written: list[Any] = []
     for index, tensors in enumerate(pieces):
         name = f"__{rank}_{index}.distcp"  # as torch.distributed.checkpoint calls them
-        file, entries = write_tensors(directory, name, tensors, verify)
+        file, entries = write_tensors(directory, name, tensors)
         written.append([name, file.size, file.digest, [entry.to_json() for entry in entries]])
     return written
 
@@ -216,7 +223,6 @@ def _finish(
     outlines: Sequence[Outline],
     order: Sequence[str],
     written: Sequence[Any],
-    verify: bool,
 ) -> None:
     """The first rank's work when all tensors are written."""
     whole = Outline()
@@ -226,14 +232,18 @@ def _finish(
     told = [file for theirs in written for file in theirs]
     entries = [Entry.from_json(entry) for *_, theirs in told for entry in theirs]
     files = {name: (size, digest) for name, size, digest, _ in told}
-    metadata = write_metadata(directory, entries, verify)
-    files[METADATA] = (metadata.size, metadata.digest)
     contents = {"version": _VERSION, "outline": whole.to_json(), "checkpoint": dict(rest)}
-    path = os.path.join(directory, _REST)
-    write_file(dump_of(contents), path, bytes_needed(contents), verify)
-    files[_REST] = (os.path.getsize(path), digest_of(path))
+    small = {METADATA: write_metadata(directory, entries), _REST: _write_rest(directory, contents)}
+    files.update({name: (file.size, file.digest) for name, file in small.items()})
     Manifest(time.time_ns(), files).write(directory)
+    sync_directory(directory)
     put_in_place(directory, final)
+
+
+def _write_rest(directory: str, contents: Mapping[str, Any]) -> HashingWriter:
+    with hashed_file(os.path.join(directory, _REST)) as file:
+        dump_of(contents)(file)
+    return file
 
 
 def _read(directory: str, weights_only: bool | None) -> dict[str, Any]:

@@ -6,8 +6,6 @@ so that its values do too and can be used in place: a file is mapped into memory
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import io
 import mmap
 import os
@@ -30,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_smddp._compat import dcp_place
 from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.hashing import HashingWriter, hashed_file
 from lightning_smddp.communication.trees import Path, dtype_of, name_of_dtype
 
 METADATA = ".metadata"
 _ALIGNMENT = 64
-_PIECE = 2 * 2**20
 _ANOTHER = "Use an earlier checkpoint, or another copy of this one."
 
 
@@ -68,72 +66,10 @@ class Entry:
         return cls(tuple(path), dtype, tuple(shape), *place)
 
 
-class HashedFile:
-    """A new file that knows the SHA-256 of what was written to it. Complete when its context is left.
-
-    Attributes:
-        size: Bytes written.
-        digest: In hexadecimal, at the end.
-
-    Raises:
-        OSError: as the system reports it; torch replaces errors of ``write`` by one of its own. Also with ``verify``,
-            when what is read back from the disk differs.
-    """
-
-    def __init__(self, path: str, verify: bool = True) -> None:
-        self.size, self.digest = 0, ""
-        self._path, self._verify = path, verify
-        self._hash, self._error = hashlib.sha256(), cast("Exception | None", None)
-        self._file = open(path, "xb", buffering=2**20)  # noqa: SIM115 (closed at exit)
-
-    def write(self, data: Any) -> int:
-        """Append ``data`` (bytes-like)."""
-        view = memoryview(data).cast("B")
-        try:
-            for start in range(0, len(view), _PIECE):
-                self._hash.update(view[start : start + _PIECE])
-                self._file.write(view[start : start + _PIECE])
-        except Exception as error:
-            self._error = self._error or error
-            raise
-        self.size += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Do nothing; called by ``torch.save``."""
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        with self._file:
-            if self._error is not None and error is not None:
-                raise self._error from None
-            if error is not None:
-                return
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the cache
-        self.digest = self._hash.hexdigest()
-        if self._verify and digest_of(self._path) != self.digest:
-            raise OSError(errno.EIO, "what was read back differs from what was written", self._path)
-
-
-def digest_of(path: str) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def write_tensors(
-    directory: str, name: str, tensors: Mapping[Path, Tensor], verify: bool
-) -> tuple[HashedFile, list[Entry]]:
+def write_tensors(directory: str, name: str, tensors: Mapping[Path, Tensor]) -> tuple[HashingWriter, list[Entry]]:
     """Write tensors to one file, one after the other: no more than one is copied at a time."""
     entries = []
-    with HashedFile(os.path.join(directory, name), verify) as file:
+    with hashed_file(os.path.join(directory, name)) as file:
         for path, tensor in tensors.items():
             file.write(bytes(-file.size % _ALIGNMENT))
             begin = file.size
@@ -144,12 +80,15 @@ def write_tensors(
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and with no more memory than it needs, which ``torch.save`` would write too."""
-    bare = tensor.detach().cpu().contiguous()
+    """On the CPU, contiguous, and with no more memory than it needs, which ``torch.save`` would write too.
+
+    Nor with a flag that its values are to be conjugated or negated, which the values in the file would lack.
+    """
+    bare = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return bare if bare.untyped_storage().nbytes() == bare.nbytes else bare.clone()
 
 
-def write_metadata(directory: str, entries: Iterable[Entry], verify: bool) -> HashedFile:
+def write_metadata(directory: str, entries: Iterable[Entry]) -> HashingWriter:
     """What ``torch.distributed.checkpoint`` needs in order to read these tensors: :class:`Metadata`, pickled."""
     metadata = Metadata({}, planner_data={}, storage_data={})
     for entry in entries:
@@ -162,7 +101,7 @@ def write_metadata(directory: str, entries: Iterable[Entry], verify: bool) -> Ha
         metadata.planner_data[name] = entry.path
         place = dcp_place(entry.file, entry.begin, entry.length)
         metadata.storage_data[MetadataIndex(name, zeros, 0)] = place
-    with HashedFile(os.path.join(directory, METADATA), verify) as file:
+    with hashed_file(os.path.join(directory, METADATA)) as file:
         pickle.dump(metadata, cast(IO[bytes], file))
     return file
 

@@ -1,14 +1,13 @@
 """``resume="auto"``: a script that is started again goes on from the newest valid checkpoint that it has left.
 
 torchrun (``--max-restarts``), Slurm (requeue) and SageMaker (spot instances) all just run the script again, with
-``trainer.fit(model)`` in it. Rank 0 looks for checkpoints where the Trainer writes them, and the others follow.
+``trainer.fit(model)`` in it. Rank 0 looks for checkpoints where the Trainer writes them, and all ranks verify the
+newest and start from it.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.ranks import Ranks
-from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.checkpoint.sharded import ShardedDirectories
+from lightning_smddp.sagemaker.folders import pointed_at
 from lightning_smddp.strategies._compat import around_resume_start, requeue_checkpoint
 
 STOP_CHECKPOINT = "smddp-stop.ckpt"
-Newest = Callable[[list[str]], str | None]
 
 
 def stop_checkpoint(trainer: Any) -> str:
@@ -36,35 +34,38 @@ def places(trainer: Any) -> list[str]:
     """Directories and files in which a fit may have left checkpoints, each once.
 
     Those of the checkpoint callbacks (not of those that save weights alone), of earlier versions of the same logger,
-    the checkpoint of a stop, and the one that Lightning writes when Slurm requeues the job.
+    the checkpoint of a stop, the one that ``newest`` names in a SageMaker job's folder, and the one that Lightning
+    writes when Slurm requeues the job.
     """
     found = [sibling for directory in _directories(trainer) for sibling in _versions(directory)]
     found += [os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT)]
+    folders = getattr(trainer.strategy, "sagemaker", None)
+    pointed = None if folders is None else pointed_at(folders.checkpoints)
+    found += [] if pointed is None else [pointed]
     requeued = requeue_checkpoint(trainer)
     return list(dict.fromkeys(found if requeued is None else [*found, requeued]))
 
 
-def continuing(trainer: Any, device: torch.device, newest: Newest = newest_checkpoint) -> AbstractContextManager[None]:
+def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[None]:
     """In this context a fit without ``ckpt_path`` starts from the newest valid checkpoint. Collective when it does.
 
-    A checkpoint of a finished run lets ``fit`` return at once.
+    A checkpoint of a finished run lets ``fit`` return at once. The strategy is told which one was verified, in
+    ``verified_checkpoint``, so that it need not do so again.
 
     Args:
         trainer: Lightning's.
         device: of this rank, where collectives take their tensors from.
-        newest: of some places the newest valid checkpoint, or None.
 
     Raises:
-        CheckpointError: on every rank, when it starts: a rank cannot read the file that rank 0 has chosen.
+        CheckpointError: on every rank, when it starts: a rank cannot read what rank 0 has chosen.
     """
 
     def choose(given: Any) -> Any:
         if trainer.state.fn != "fit" or (given is not None and given != requeue_checkpoint(trainer)):
             return given
         looked = places(trainer)
-        path = Ranks(dist.group.WORLD, device).first(lambda: newest(looked))
-        if path is not None:
-            _require_readable(path, device)
+        path = newest_checkpoint(looked, ShardedDirectories(), ranks=Ranks(dist.group.WORLD, device))
+        trainer.strategy.verified_checkpoint = path
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(_line(path, looked), flush=True)
         return path
@@ -83,21 +84,6 @@ def _versions(directory: str) -> list[str]:
     if "://" in directory or not path.parent.name.startswith("version_"):
         return [directory]
     return [directory, *sorted(map(str, path.parent.parent.glob(f"version_*/{path.name}")))]
-
-
-def _require_readable(path: str, device: torch.device) -> None:
-    """Raise on every rank if one cannot read ``path``. Collective."""
-    world = dist.group.WORLD
-    if world is None or "://" in path:
-        return
-    hosts = gather_json(None if os.access(path, os.R_OK) else socket.gethostname(), world, device)
-    blind = [f"rank {rank} on {host}" for rank, host in enumerate(hosts) if host is not None]
-    if blind:
-        raise CheckpointError(
-            path,
-            f"rank 0 has chosen it, but {', '.join(blind)} cannot read it",
-            "Write checkpoints to a directory that all nodes share, or to a URL.",
-        )
 
 
 def _line(path: str | None, looked: list[str]) -> str:

@@ -30,19 +30,15 @@ class SafeFiles(_Base):
 
     Args:
         asynchronous: write in a thread. Saving then takes as long as copying everything to CPU memory, which holds
-            that copy until it is written. A checkpoint that another replaces (``save_top_k``) is removed when the
-            other is complete. Failures are raised by the next call, and known at once: see ``failure``.
+            that copy until it is written. There is one copy at a time: a save that follows another waits until that
+            one is written, as the second one of ``ModelCheckpoint(save_last=True)`` does at each save. A checkpoint
+            that another replaces (``save_top_k``) is removed when the other is complete. Failures are raised by the
+            next call, and known at once: see ``failure``.
         verify: read each file back after writing it.
-        on_failure: called with the exception of a failed asynchronous save, from its thread, at once.
     """
 
-    def __init__(
-        self,
-        asynchronous: bool = False,
-        verify: bool = True,
-        on_failure: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        self._asynchronous, self._verify, self._on_failure = asynchronous, verify, on_failure
+    def __init__(self, asynchronous: bool = False, verify: bool = True) -> None:
+        self.asynchronous, self._verify = asynchronous, verify
         self._writer: BackgroundWriter | None = None  # made when needed: it cannot be sent to a spawned process
 
     @property
@@ -56,7 +52,7 @@ class SafeFiles(_Base):
             self._writer.raise_failure()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path, storage_options: Any = None) -> None:
-        """Save to a path or URL; with ``asynchronous`` return when the contents are copied.
+        """Save to a path or URL; with ``asynchronous`` return when the one before is written and this one copied.
 
         Raises:
             OSError: of the kind that the system reported, with ``path`` and the bytes needed in the message; or of an
@@ -68,9 +64,9 @@ class SafeFiles(_Base):
                 f"storage_options={storage_options!r} cannot be used: loading a checkpoint takes none. "
                 "Set them in the environment or in fsspec's configuration, such as AWS_ENDPOINT_URL."
             )
-        if self._asynchronous and "state_dict" in checkpoint:  # not the file by which `ddp_spawn` returns weights
+        if self.asynchronous and "state_dict" in checkpoint:  # not the file by which `ddp_spawn` returns weights
             if self._writer is None:
-                self._writer = BackgroundWriter(self._on_failure)
+                self._writer = BackgroundWriter()
             self._writer.close()  # before there are two copies in memory
             snapshot = Snapshot(checkpoint)
             self._writer.submit(partial(write_checkpoint, snapshot.dump, path, snapshot.size, self._verify))
@@ -92,10 +88,14 @@ class SafeFiles(_Base):
 
     def remove_checkpoint(self, path: Path) -> None:
         """Remove, once what is being written is complete; not if it fails."""
+        self.afterwards(partial(remove_checkpoint, path))
+
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once what is being written is complete; not if it fails."""
         if self._writer is None:
-            remove_checkpoint(path)
+            action()
         else:
-            self._writer.afterwards(partial(remove_checkpoint, path))
+            self._writer.afterwards(action)
 
     def teardown(self) -> None:
         """Wait for what is being written, and raise its failure."""

@@ -13,17 +13,15 @@ import json
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.checkpoint.newest import newest_checkpoint
-from lightning_smddp.checkpoint.sharded import ShardedDirectories
 from lightning_smddp.strategies._compat import (
     RestartPoint,
     around_training_data,
+    around_validation,
     begun_batches,
     continues_epoch,
     cycles,
@@ -32,10 +30,12 @@ from lightning_smddp.strategies._compat import (
     is_restarted,
     iterate_over,
     set_back,
+    set_before_validation,
     set_cycles,
     shift_batches,
     steps_fetch,
     trained_batches,
+    validated_batches,
 )
 from lightning_smddp.strategies.auto_resume import continuing
 from lightning_smddp.strategies.layouts import Place, Position, Resumption, facts_of, resume_at
@@ -67,6 +67,7 @@ class ExactResume:
         self._saved: Mapping[str, Any] | None = None
         self._resumption: Resumption | None = None
         self._last_step: Position | None = None
+        self._validation: tuple[Position, dict[str, Any]] | None = None  # where it began, while it runs
         self._point: RestartPoint | None = None
         self._changes = ExitStack()
 
@@ -74,16 +75,16 @@ class ExactResume:
         """The process group is up, and no checkpoint is loaded yet. ``resume`` is the strategy's option."""
         self.close()
         if resume == "auto":
-            newest = partial(newest_checkpoint, directories=ShardedDirectories())
-            self._changes.enter_context(continuing(trainer, device, newest))
+            self._changes.enter_context(continuing(trainer, device))
 
     def start(self, trainer: Any, place: Place, device: torch.device) -> None:
         """A fit is about to run."""
         self.close()
         self._trainer, self._place, self._device = trainer, place, device
-        self._saved = self._resumption = self._last_step = None
+        self._saved = self._resumption = self._last_step = self._validation = None
         self._states, self._point = RandomStates(device), RestartPoint(trainer)
         self._changes.enter_context(around_training_data(trainer, self._prepare, self._reset, self._begin_epoch))
+        self._changes.enter_context(around_validation(trainer, self._begin_validation, self._end_validation))
 
     def close(self) -> None:
         """The fit has ended, in whatever way."""
@@ -95,17 +96,22 @@ class ExactResume:
     def add_to(self, checkpoint: dict[str, Any], more: Mapping[str, Any] | None = None) -> None:
         """Add what resuming needs, and ``more`` (anything that JSON carries). Collective.
 
-        Nothing is added to checkpoints of weights alone, nor after an exception, when other ranks may be gone. In the
-        middle of a step, or of an accumulation, whose gradients no checkpoint has, the checkpoint is set back to the
-        end of the last optimizer step: a resumed run trains the batches since then again.
+        The first rank's gets it. Nothing is added to checkpoints of weights alone, nor after an exception, when other
+        ranks may be gone. In the middle of a step, or of an accumulation, whose gradients no checkpoint has, the
+        checkpoint is set back to the end of the last optimizer step: a resumed run trains the batches since then
+        again. In the middle of a validation it is set back to the begin of that.
         """
         trainer = self._trainer
         if trainer is None or trainer.interrupted or "optimizer_states" not in checkpoint:
             return
-        point = self._position()
+        point, validated = self._validation or (self._position(), None)
         if point is self._last_step:
             set_back(checkpoint, point.trained)
+        if validated is not None:
+            set_before_validation(checkpoint, validated, in_step=point is self._last_step)
         ranks = gather_states(point.to_plain(self._place), self._device)
+        if not ranks:  # another rank writes it
+            return
         checkpoint[CHECKPOINT_KEY] = {
             "version": _VERSION,
             "layout": self._place.layout,
@@ -125,6 +131,12 @@ class ExactResume:
         if (begun != trained or steps_open) and self._last_step is not None:
             return self._last_step
         return self._now(trained)
+
+    def _begin_validation(self) -> None:
+        self._validation = self._position(), validated_batches(self._trainer)
+
+    def _end_validation(self) -> None:
+        self._validation = None
 
     def _now(self, trained: int, now: dict[str, Any] | None = None) -> Position:
         loaders = self._loaders
@@ -180,7 +192,13 @@ class ExactResume:
             iterate_over(combined, self._loaders)
         if self._saved is None or not is_restarted(self._trainer) or self._resumption is not None:
             return
-        self._resumption = resume_at(self._saved, self._place, self._originals, trained_batches(self._trainer))
+        self._resumption = resume_at(
+            self._saved,
+            self._place,
+            self._originals,
+            trained_batches(self._trainer),
+            self._trainer.accumulate_grad_batches,
+        )
         shift_batches(self._trainer, self._resumption.shift)
         for loader in self._loaders:
             loader.holds = True  # until it is time

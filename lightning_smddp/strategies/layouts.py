@@ -119,7 +119,9 @@ def _order_of(loader: Any) -> dict[str, Any] | None:
     return None
 
 
-def resume_at(saved: Mapping[str, Any], place: Place, loaders: Sequence[Any], trained: int) -> Resumption:
+def resume_at(
+    saved: Mapping[str, Any], place: Place, loaders: Sequence[Any], trained: int, accumulate: int = 1
+) -> Resumption:
     """What this rank does with what a checkpoint ``saved``.
 
     Args:
@@ -127,7 +129,17 @@ def resume_at(saved: Mapping[str, Any], place: Place, loaders: Sequence[Any], tr
         place: of this rank.
         loaders: of this run.
         trained: this epoch's batches before the checkpoint.
+        accumulate: batches between optimizer steps, counted from the epoch's first.
     """
+    result = _resume_at(saved, place, loaders, trained)
+    begun = (trained + result.shift) % accumulate
+    if begun:  # Lightning steps after each multiple of `accumulate`, and divides by it
+        text = f"the first optimizer step has the gradients of {accumulate - begun} of {accumulate} batches"
+        result.in_epoch.append(text)
+    return result
+
+
+def _resume_at(saved: Mapping[str, Any], place: Place, loaders: Sequence[Any], trained: int) -> Resumption:
     facts = [facts_of(loader) for loader in loaders]
     keys = {(rank["replica"], rank["place"]): rank for rank in saved["ranks"]}
     same = place.layout == saved["layout"]

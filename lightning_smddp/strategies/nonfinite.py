@@ -54,8 +54,8 @@ class NonFiniteGuard:
             text = diagnosis(found, where, group, device)
             if dist.get_rank() == 0:
                 warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=2)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+        for parameters in optimizer.param_groups:
+            for parameter in parameters["params"]:
                 parameter.grad = None  # optimizers pass by parameters without a gradient
 
     def report(self) -> str | None:

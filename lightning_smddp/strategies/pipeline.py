@@ -5,7 +5,6 @@ The main flow: :meth:`PipelineParallel.training_step` -> ``StagedModule.run`` ->
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -22,7 +21,7 @@ from lightning_smddp._compat import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.full_state import broadcast_initial, load_full_state_dict
+from lightning_smddp.pipeline.full_state import broadcast_initial
 from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.verification import Finding
@@ -39,10 +38,11 @@ from lightning_smddp.strategies.pipeline_checks import (
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
+from lightning_smddp.strategies.pipeline_saving import PipelineSaving
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
+from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options, Session, check_devices
-from lightning_smddp.strategies.sharded import ShardedSaving
 from lightning_smddp.strategies.staged_module import StagedModule
 from lightning_smddp.strategies.supervised import Supervised
 
@@ -57,7 +57,7 @@ _STEP_CONTEXTS = {
 }
 
 
-class PipelineParallel(Supervised, Guarded, ShardedSaving):
+class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     """Pipeline parallelism of any LightningModule, split automatically, with data parallelism over the other ranks.
 
     The first batch shows how the step uses the module's submodules. The step is then cut into stages; each rank
@@ -112,7 +112,7 @@ class PipelineParallel(Supervised, Guarded, ShardedSaving):
         verbose: bool = True,
         init_timeout: timedelta | float | None = None,
         stop_grace: timedelta | float = 90.0,
-        resume: Literal["auto"] | None = None,
+        resume: Literal["auto", "never"] | None = None,
         on_nonfinite: OnNonfinite = "error",
         async_save: bool = False,
         sharded: bool = False,
@@ -175,6 +175,8 @@ class PipelineParallel(Supervised, Guarded, ShardedSaving):
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
         require_supported(self.lightning_module, callbacks_of(trainer), fits)
+        if fits:
+            self.require_no_links(trainer)
         if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.replicas)
         self.precision_plugin.convert_module(self.model)
@@ -287,7 +289,18 @@ class PipelineParallel(Supervised, Guarded, ShardedSaving):
             self._accumulates = False
 
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        return by_asking(self._require_staged().nonfinite(), self.root_device)
+        found = self._require_staged().nonfinite()
+        return by_asking(found, self.root_device) if self._finders is None else found
+
+    @property
+    def _finders(self) -> dist.ProcessGroup | None:
+        """Those of one stage: the others hear by the supervision, as asking them in each step costs more than looking.
+
+        They may have taken the step by then; nothing is saved after it.
+        """
+        assert self._groups is not None
+        alone = self._reliability.on_nonfinite == "error" and self._supervisor is not None
+        return self._groups.replicas if alone else None
 
     # ---- ranks ----
 
@@ -308,58 +321,6 @@ class PipelineParallel(Supervised, Guarded, ShardedSaving):
         dist.all_reduce(votes)
         return int(votes) == dist.get_world_size() if all else bool(votes)
 
-    # ---- checkpoints ----
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Lightning restores before setup, into the whole module."""
-        return False
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state, on global rank 0; with ``sharded`` of each rank what it holds. Collective."""
-        gather = not self._reliability.sharded
-        return {} if self._interrupted() else self._last_staged().state_dict(gather)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a checkpoint of the whole module; what has no memory yet gets its values when it does."""
-        self.require_fitting_model(checkpoint, strict)
-        if self._staged is not None:
-            self._staged.load_state_dict(checkpoint["state_dict"], strict)
-            return
-        module = self.lightning_module
-        assert module is not None
-        load_full_state_dict(module, checkpoint["state_dict"], strict)
-        self._restored = checkpoint["state_dict"] if any(p.is_meta for p in module.parameters()) else None
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
-        gather = not self._reliability.sharded
-        return {} if self._interrupted() else self._last_staged().optimizer_state(optimizer, gather)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states of the whole module, and what it takes to go on exactly."""
-        if self._require_staged().divided is None:
-            self.require_fitting_optimizers(checkpoint)
-        self._exact_resume.take(checkpoint)
-        self._require_staged().known_division = self._exact_resume.saved("division")
-        self._require_staged().load_optimizer_states(checkpoint["optimizer_states"])
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save, with what it takes to go on exactly."""
-        if self._interrupted():
-            self._say_not_saved(filepath)
-            return
-        self._exact_resume.add_to(checkpoint, {"division": self._last_staged().division_decision()})
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _say_not_saved(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            warnings.warn(
-                f"{filepath} is not saved: an exception ended the run, and each stage's weights are on another rank, "
-                "which may be gone. Go on from the last checkpoint before it.",
-                stacklevel=3,
-            )
-
     # ---- what users see ----
 
     @property
@@ -372,16 +333,6 @@ class PipelineParallel(Supervised, Guarded, ShardedSaving):
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
         return self._last_report if self._staged is None else self._staged.report()
 
-    def _last_staged(self) -> StagedModule:
-        """That of the run; afterwards that of the last run, as checkpoints can be saved then too."""
-        staged = self._staged or self._ended
-        assert staged is not None, "setup() comes first"
-        return staged
-
-    def _require_staged(self) -> StagedModule:
-        assert self._staged is not None, "setup() comes first"
-        return self._staged
-
     @property
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
@@ -392,4 +343,4 @@ class PipelineParallel(Supervised, Guarded, ShardedSaving):
         return self.options.communication.collective_timeout or self._timeout or DEFAULT_TIMEOUT
 
     def _get_process_group_backend(self) -> str:
-        return self._session.default_backend(self.root_device) or super()._get_process_group_backend()
+        return self._session.options.process_group_backend or super()._get_process_group_backend()

@@ -15,7 +15,9 @@ from lightning_smddp.communication.trees import Path, dtype_of, name_of_dtype, p
 
 
 def gather_states(state: Any, device: torch.device) -> list[Any]:
-    """Every rank's ``state``, in the order of global ranks, on every rank. Collective over the world, if there is one.
+    """Every rank's ``state``, in the order of global ranks, on the first rank; an empty list on the others.
+
+    Collective over the world, if there is one.
 
     Args:
         state: what :func:`~lightning_smddp.communication.trees.take_out` takes; tensors of the CPU.
@@ -23,7 +25,10 @@ def gather_states(state: Any, device: torch.device) -> list[Any]:
     """
     packed = pack(state)
     world = dist.group.WORLD if dist.is_initialized() else None
-    return [unpack(data) for data in ([packed] if world is None else gather_bytes(packed.to(device), world))]
+    if world is None:
+        return [unpack(packed)]
+    everyones = gather_bytes(packed.to(device), world)
+    return [unpack(data) for data in everyones] if world.rank() == 0 else []
 
 
 def pack(state: Any) -> Tensor:

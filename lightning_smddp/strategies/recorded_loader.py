@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lightning_smddp.strategies._compat import skip_indices, skips_indices, work_is_left
 from lightning_smddp.strategies.random_states import RandomStates, from_plain, to_plain
 from lightning_smddp.strategies.worker_states import WorkerStates, keeps_workers
@@ -48,9 +50,9 @@ class Course:
         return {
             "count": self.count,
             "begin": self.begin,
-            "workers": _to_hex(self.workers),
+            "workers": _to_tensors(self.workers),
             "workers_live": self.workers_live,
-            "workers_now": _to_hex(self.workers_now),
+            "workers_now": _to_tensors(self.workers_now),
             "work_left": self.work_left,
             "exhausted": self.exhausted,
             "uncertain": self.uncertain,
@@ -61,16 +63,16 @@ class Course:
     def from_plain(cls, plain: Mapping[str, Any]) -> Course:
         """The inverse of :meth:`to_plain`."""
         states = {name: plain[name] and from_plain(plain[name]) for name in ("created", "first", "latest")}
-        workers = {name: _from_hex(plain[name]) for name in ("workers", "workers_now")}
+        workers = {name: _from_tensors(plain[name]) for name in ("workers", "workers_now")}
         return cls(**{**plain, **states, **workers})
 
 
-def _to_hex(states: Mapping[int, bytes]) -> list[list[Any]]:
-    return [[worker, state.hex()] for worker, state in sorted(states.items())]
+def _to_tensors(states: Mapping[int, bytes]) -> list[list[Any]]:
+    return [[worker, torch.frombuffer(bytearray(state), dtype=torch.uint8)] for worker, state in sorted(states.items())]
 
 
-def _from_hex(plain: list[list[Any]]) -> dict[int, bytes]:
-    return {int(worker): bytes.fromhex(state) for worker, state in plain}
+def _from_tensors(plain: list[list[Any]]) -> dict[int, bytes]:
+    return {int(worker): state.numpy().tobytes() for worker, state in plain}
 
 
 _OWN = {

@@ -31,10 +31,11 @@ class ReliabilityOptions:
         sharded: bool,
     ) -> ReliabilityOptions:
         """Check what the user wrote. Raises ``ValueError`` with the valid values."""
-        if resume not in (None, "auto"):
+        if resume not in (None, "auto", "never"):
             raise ValueError(
                 f"resume={resume!r} is unknown. Valid: 'auto' (continue from the newest valid checkpoint, if there is "
-                "one), or None. To continue from one file, call `trainer.fit(model, ckpt_path=...)`."
+                "one), 'never', or None: 'auto' in a SageMaker job, else 'never'. To continue from one file, call "
+                "`trainer.fit(model, ckpt_path=...)`."
             )
         if on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown. Valid: 'error', 'skip', 'ignore'.")

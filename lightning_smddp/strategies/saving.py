@@ -25,6 +25,7 @@ class Saving(_Base):
     _reliability: ReliabilityOptions
     _safe_files: type[Any]
     _loaded_from: Any = None  # the path of the last checkpoint
+    verified_checkpoint: str | None = None  # a path: what is loaded next from there need not be verified again
 
     @property
     def checkpoint_io(self) -> Any:
@@ -44,6 +45,20 @@ class Saving(_Base):
         return self._safe_files(asynchronous=self._reliability.async_save)
 
     @property
+    def _has_safe_files(self) -> bool:
+        """Whether the CheckpointIO is ours."""
+        return isinstance(self.checkpoint_io, self._safe_files)
+
+    def require_no_links(self, trainer: Any) -> None:
+        """Raise ``ValueError`` if a checkpoint callback would link to files that are not written yet."""
+        linking = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_last", None) == "link"]
+        if linking and self._has_safe_files and self.checkpoint_io.asynchronous:
+            raise ValueError(
+                f"{type(linking[0]).__name__}(save_last='link') cannot be used with async_save=True: links are made "
+                "before the file that they point to is written. Use save_last=True, or async_save=False."
+            )
+
+    @property
     def _ranks(self) -> Ranks:
         """Those that save and load together: all, or this one alone after an exception, when others may be gone."""
         together = dist.is_initialized() and not cast(Any, self)._interrupted()
@@ -52,6 +67,14 @@ class Saving(_Base):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save on the first rank. Its error is raised on every rank."""
         self._ranks.first(partial(super().save_checkpoint, checkpoint, filepath, storage_options))
+
+    def finish_saving(self) -> None:
+        """Wait for what is written in the background. Its error is raised on every rank. Collective."""
+        self._ranks.first(self._settle)
+
+    def _settle(self) -> None:
+        if self._has_safe_files:
+            self.checkpoint_io.teardown()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Raise what ended a save in the background."""

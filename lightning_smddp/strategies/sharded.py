@@ -8,9 +8,9 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_smddp.checkpoint.directories import existing, remove_directory
+from lightning_smddp.checkpoint.directories import remove_directory
 from lightning_smddp.checkpoint.parts import names_of
-from lightning_smddp.checkpoint.sharded import is_sharded, load_sharded, local_path, save_sharded
+from lightning_smddp.checkpoint.sharded import has_manifest, is_sharded, load_sharded, local_path, save_sharded
 from lightning_smddp.pipeline.structure import copied
 from lightning_smddp.strategies.checkpoint_io import require_trainers
 from lightning_smddp.strategies.saving import Saving
@@ -49,9 +49,10 @@ class ShardedSaving(Saving):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a file or a directory, in whatever layout it was saved. Collective for directories."""
-        if not is_sharded(checkpoint_path):
+        verified, self.verified_checkpoint = self.verified_checkpoint, None
+        if not self._is_ours(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        loaded = load_sharded(checkpoint_path, self._ranks, weights_only)
+        loaded = load_sharded(checkpoint_path, self._ranks, weights_only, verify=str(checkpoint_path) != verified)
         require_trainers(loaded, checkpoint_path)
         self._loaded_from = checkpoint_path
         return loaded
@@ -62,10 +63,14 @@ class ShardedSaving(Saving):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file or a directory."""
-        if not is_sharded(filepath):
+        if not self._is_ours(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
-            remove_directory(existing(local_path(filepath)))
+            remove_directory(local_path(filepath))
+
+    def _is_ours(self, path: Any) -> bool:
+        """Whether there is a directory that is not for a CheckpointIO of the user's own."""
+        return is_sharded(path) and (self._has_safe_files or has_manifest(path))
 
     @property
     def _is_first_replica(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat import register_ddp_comm_hook
+from lightning_smddp.communication import aws
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
@@ -25,6 +27,7 @@ from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
+from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
 from lightning_smddp.strategies.session import Options, Session, check_devices
 from lightning_smddp.strategies.sharded import ShardedSaving
 from lightning_smddp.strategies.supervised import Supervised
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 _CHECKPOINT_KEY = "smddp"
 
 
-class TrainerDataParallel(Supervised, Guarded, ShardedSaving):
+class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
     """Data parallelism with optimized all-reduce; a drop-in for ``DDPStrategy``.
 
     Args:
@@ -54,11 +57,12 @@ class TrainerDataParallel(Supervised, Guarded, ShardedSaving):
         tuning_cache: file for what ``"auto"`` measured; True is ``~/.cache/lightning_smddp/plans.json``, False
             measures at each start.
         verbose: print a table at the start of fit and a report at its end.
-        init_timeout: how long ranks wait for each other at the start, in seconds or as a timedelta; None is what
-            bounds collectives.
+        init_timeout: how long ranks wait for each other at the start, in seconds or as a timedelta; None is 10
+            minutes, or ``timeout`` if that is less.
         stop_grace: seconds from SIGTERM to the end of the process, checkpoint included.
         resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
-            by torchrun, Slurm or SageMaker; None starts from scratch then.
+            by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
+            job, else ``"never"``.
         on_nonfinite: when a gradient is NaN or infinite on any rank: ``"error"`` names rank, step and parameter,
             ``"skip"`` leaves this step out on all ranks, ``"ignore"`` does not look.
         async_save: write checkpoints in the background, from a copy.
@@ -81,7 +85,7 @@ class TrainerDataParallel(Supervised, Guarded, ShardedSaving):
         verbose: bool = True,
         init_timeout: timedelta | float | None = None,
         stop_grace: timedelta | float = 90.0,
-        resume: Literal["auto"] | None = None,
+        resume: Literal["auto", "never"] | None = None,
         on_nonfinite: OnNonfinite = "error",
         async_save: bool = False,
         sharded: bool = False,
@@ -126,8 +130,11 @@ class TrainerDataParallel(Supervised, Guarded, ShardedSaving):
 
     def setup(self, trainer: Trainer) -> None:
         """Wrap the model and set up optimizers."""
+        fits = trainer.state.fn == "fit"
+        if fits:
+            self.require_no_links(trainer)
         super().setup(trainer)
-        if trainer.state.fn == "fit":
+        if fits:
             self._exact_resume.start(trainer, Place(self.global_rank, 0, self.world_size, 1), self.root_device)
 
     def configure_ddp(self) -> None:
@@ -148,7 +155,15 @@ class TrainerDataParallel(Supervised, Guarded, ShardedSaving):
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        return mean_by_sum(super().reduce, tensor, group, reduce_op)
+        summed = partial(mean_by_sum, super().reduce, group=group, reduce_op=reduce_op)
+        reduced: Tensor = aws.on_device(summed, tensor, self.root_device)
+        return reduced
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of all ranks, stacked."""
+        gather = partial(super().all_gather, group=group, sync_grads=sync_grads)
+        gathered: Tensor = aws.on_device(gather, tensor, self.root_device)
+        return gathered
 
     def on_train_start(self) -> None:
         """Say what runs."""

@@ -111,12 +111,12 @@ class KillAt:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def boundary_kills(directory: Path, everywhere: bool) -> dict[str, Any]:
-    """Overwrite a checkpoint of step 1 by one of step 2, and be killed in every possible place."""
+def boundary_kills(directory: Path, everywhere: bool, every: int) -> dict[str, Any]:
+    """Overwrite a checkpoint of step 1 by one of step 2, and be killed in every place, of which the last is `kills`."""
     path = directory / "last.ckpt"
     old, new, lost, number = 0, 0, 0, 0
     while True:
-        number += 1
+        number += every
         save(checkpoint(1, 100), str(path))
 
         def overwrite(number: int = number) -> None:
@@ -131,7 +131,7 @@ def boundary_kills(directory: Path, everywhere: bool) -> dict[str, Any]:
             lost += 1
         old, new = old + (step == 1), new + (step == 2)
         if not os.WIFSIGNALED(status):  # it came to the end
-            return {"old": old, "new": new, "lost": lost, "kills": number - 1}
+            return {"old": old, "new": new, "lost": lost, "kills": number - every}
 
 
 def in_place_kills(directory: Path) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def main() -> None:
     if mode == "random":
         found = random_kills(Path(directory), int(rest[0]), int(rest[1]))
     else:
-        found = boundary_kills(Path(directory), everywhere=rest == ["everywhere"])
+        found = boundary_kills(Path(directory), rest[0] == "everywhere", int(rest[1]))
         found["control"] = in_place_kills(Path(directory))
     print(json.dumps(found))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lightning_smddp.checkpoint import directories
+from lightning_smddp.checkpoint import files
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.sharded import ShardedDirectories, load_sharded, save_sharded
@@ -84,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(1)
     way, every, directory = sys.argv[1:]
     if way == "renames":
-        directories.exchange = lambda one, other: False
+        files.exchange = lambda one, other: False
     print(json.dumps(kills(Path(directory), int(every))))
 
 

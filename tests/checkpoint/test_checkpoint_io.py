@@ -26,7 +26,7 @@ from lightning_smddp.strategies import checkpoint_io
 from lightning_smddp.strategies.checkpoint_io import require_trainers
 from lightning_smddp.strategies.pytorch_lightning import SafeCheckpointIO as StandaloneSafeCheckpointIO
 from tests.checkpoint.models import assert_equal, example
-from tests.ranks import run_ranks
+from tests.ranks import run_in_threads
 
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # imports torch's compiler, which sets environment variables
 
@@ -190,8 +190,7 @@ def test_removes_the_old_one_after_the_new_one_is_there(gate: Gate, tmp_path: Pa
 
 
 def test_a_failure_is_known_at_once_and_raised_once(gate: Gate, tmp_path: Path) -> None:
-    heard: list[BaseException] = []
-    io = SafeCheckpointIO(asynchronous=True, on_failure=heard.append)
+    io = SafeCheckpointIO(asynchronous=True)
     gate.open.set()
     io.save_checkpoint(example(1), tmp_path / "old.ckpt")
     io.teardown()
@@ -201,8 +200,7 @@ def test_a_failure_is_known_at_once_and_raised_once(gate: Gate, tmp_path: Path) 
     io.remove_checkpoint(tmp_path / "old.ckpt")
     assert io.failure is None
     gate.open.set()
-    wait_until(lambda: heard)
-    assert heard == [gate.error]
+    wait_until(lambda: io.failure)
     assert io.failure is gate.error
     io.remove_checkpoint(tmp_path / "old.ckpt")
     assert os.listdir(tmp_path) == ["old.ckpt"], "what should have been replaced stays"
@@ -244,37 +242,40 @@ def test_keeps_the_best_in_the_background(tmp_path: Path) -> None:
 # ---- with several ranks ----
 
 
-def told(rank: int, kind: str, alone: bool) -> str | None:
+def told(ranks: Ranks, kind: str, alone: bool) -> str | None:
     def save() -> None:
-        if rank == 0 and kind == "OSError":
+        if ranks.rank == 0 and kind == "OSError":
             raise OSError(errno.ENOSPC, "No space left on device: needs 123 bytes", "/run/a.ckpt")
-        if rank == 0 and kind == "CheckpointError":
+        if ranks.rank == 0 and kind == "CheckpointError":
             raise CheckpointError("/run/a.ckpt", "is bad", "Use another one.")
-        if rank == 0 and kind == "other":
+        if ranks.rank == 0 and kind == "no number":
+            raise FileNotFoundError("Checkpoint file not found: /run/a.ckpt")
+        if ranks.rank == 0 and kind == "other":
             raise TypeError("cannot pickle")
 
     try:
-        (Ranks() if alone else Ranks(dist.group.WORLD)).first(save)
+        (Ranks() if alone else ranks).first(save)
     except (OSError, CheckpointError, TypeError, RankFailedError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def tell_all() -> list[str | None]:
-    rank = torch.distributed.get_rank()
-    kinds = [("none", False), ("OSError", False), ("CheckpointError", False), ("other", False), ("OSError", True)]
-    return [told(rank, kind, alone) for kind, alone in kinds]
+def tell_all(group: dist.ProcessGroup) -> list[str | None]:
+    kinds = ["none", "OSError", "CheckpointError", "no number", "other"]
+    found = [told(Ranks(group), kind, False) for kind in kinds]
+    return [*found, told(Ranks(group), "OSError", True)]
 
 
 def test_all_ranks_raise_what_the_first_one_did() -> None:
-    first, second = run_ranks(tell_all, 2)
+    first, second = run_in_threads(tell_all, 2)
     full = "OSError: [Errno 28] No space left on device: needs 123 bytes: '/run/a.ckpt'"
     bad = "CheckpointError: /run/a.ckpt: is bad. Use another one."
-    assert first == [None, full, bad, "TypeError: cannot pickle", full]
+    gone = "Checkpoint file not found: /run/a.ckpt"
+    assert first == [None, full, bad, f"FileNotFoundError: {gone}", "TypeError: cannot pickle", full]
     failed = "RankFailedError: Rank 0 failed: TypeError: cannot pickle"
-    assert second == [None, full, bad, failed, None]
+    assert second == [None, full, bad, f"OSError: {gone}", failed, None]
 
 
 def test_one_process_alone() -> None:
-    assert "No space left" in str(told(0, "OSError", True))
-    assert told(0, "none", True) is None
+    assert "No space left" in str(told(Ranks(), "OSError", True))
+    assert told(Ranks(), "none", True) is None

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_smddp.checkpoint import files
+from lightning_smddp.checkpoint import files, temporary
 from lightning_smddp.checkpoint.contents import Snapshot, bytes_needed, dump_of
-from lightning_smddp.checkpoint.files import remove_strays, temporary_name, write_file
+from lightning_smddp.checkpoint.files import write_file
 from lightning_smddp.checkpoint.places import remove_checkpoint, write_checkpoint
 from lightning_smddp.checkpoint.reading import read_checkpoint
 from lightning_smddp.checkpoint.seal import Seal
+from lightning_smddp.checkpoint.sharded import is_sharded, save_sharded
+from lightning_smddp.checkpoint.temporary import remove_strays, temporary_name
 from tests.checkpoint.models import assert_equal, example, save
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,6 +98,43 @@ def test_makes_directories_and_replaces_links(tmp_path: Path) -> None:
     assert [read_checkpoint(tmp_path / name)["global_step"] for name in ("new/a.ckpt", "last.ckpt")] == [1, 2]
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchange", "two renames"])
+def test_replaces_a_directory(at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a run goes on without ``sharded=True``."""
+    if not at_once:
+        monkeypatch.setattr(files, "exchange", lambda one, other: False)
+    path = tmp_path / "last.ckpt"
+    save_sharded(example(1), path)
+    save(path, 2)
+    assert path.is_file()
+    assert read_checkpoint(path)["global_step"] == 2
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_directory_is_found_while_a_file_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two renames; the next save removes it."""
+
+    class Killed(BaseException):
+        pass
+
+    def rename(source: str, target: str) -> None:
+        if target == str(path):
+            raise Killed
+        original(source, target)
+
+    original, path = os.rename, tmp_path / "last.ckpt"
+    save_sharded(example(1), path)
+    with monkeypatch.context() as patches:
+        patches.setattr(files, "exchange", lambda one, other: False)
+        patches.setattr(files.os, "rename", rename)
+        with pytest.raises(Killed):
+            save(path, 2)
+    assert not path.exists()
+    assert is_sharded(path)
+    save(path, 2)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
 def test_names_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
     save(tmp_path / ("ä" * 125 + ".ckpt"))
 
@@ -115,14 +154,13 @@ def test_removes(tmp_path: Path) -> None:
 
 
 def test_removes_files_of_writers_that_are_gone(tmp_path: Path) -> None:
-    stray = temporary_name("a.ckpt")
-    (tmp_path / stray).write_bytes(b"half")
-    theirs = [".tmp-mine", "x.tmp-a-0123456789abcdef", temporary_name("directory"), temporary_name("link")]
+    (tmp_path / temporary_name("a.ckpt")).write_bytes(b"half")
+    (tmp_path / temporary_name("b.ckpt") / "part").mkdir(parents=True)
+    theirs = [".tmp-mine", "x.tmp-a-0123456789abcdef", temporary_name("link")]
     for name in theirs[:2]:
         (tmp_path / name).write_bytes(b"")
-    (tmp_path / theirs[2]).mkdir()
     (tmp_path / "precious").write_bytes(b"precious")
-    (tmp_path / theirs[3]).symlink_to("precious")
+    (tmp_path / theirs[2]).symlink_to("precious")
     save(tmp_path / "a.ckpt")
     assert sorted(os.listdir(tmp_path)) == sorted([*theirs, "precious", "a.ckpt"])
     assert (tmp_path / "precious").read_bytes() == b"precious"
@@ -150,7 +188,7 @@ def test_without_locks_only_old_files_are_strays(tmp_path: Path, monkeypatch: py
     def no_locks(*args: Any) -> None:
         raise OSError(errno.ENOTSUP, "no locks here")
 
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(temporary.fcntl, "flock", no_locks)
     young, old = temporary_name("a.ckpt"), temporary_name("a.ckpt")
     for name in (young, old):
         (tmp_path / name).write_bytes(b"half")

@@ -36,7 +36,7 @@ def run(*arguments: Any, temporary: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("saved_in", ["disk", "memory"])
+@pytest.mark.parametrize("saved_in", ["disk", pytest.param("memory", marks=pytest.mark.slow)])
 def test_at_random_times(kills: int, saved_in: str, tmp_path: Path, memory_directory: Path) -> None:
     """With TMPDIR on the other file system."""
     directory, temporary = (tmp_path, memory_directory) if saved_in == "disk" else (memory_directory, tmp_path)
@@ -47,9 +47,11 @@ def test_at_random_times(kills: int, saved_in: str, tmp_path: Path, memory_direc
     assert os.listdir(temporary) == [], "nothing of ours goes to TMPDIR"
 
 
-@pytest.mark.parametrize("where", ["files", pytest.param("everywhere", marks=pytest.mark.exhaustive)])
-def test_before_and_after_every_call(where: str, tmp_path: Path, memory_directory: Path) -> None:
-    found = run("boundaries", memory_directory, where, temporary=tmp_path)
+@pytest.mark.parametrize(
+    ("where", "every"), [("files", 4), pytest.param("everywhere", 1, marks=pytest.mark.exhaustive)]
+)
+def test_before_and_after_every_call(where: str, every: int, tmp_path: Path, memory_directory: Path) -> None:
+    found = run("boundaries", memory_directory, where, every, temporary=tmp_path)
     assert found["lost"] == 0
     assert found["kills"] > 100
     assert found["old"] > 0

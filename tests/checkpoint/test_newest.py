@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.files import temporary_name
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.places import locate
+from lightning_smddp.checkpoint.ranks import Ranks
+from lightning_smddp.checkpoint.temporary import temporary_name
 from tests.checkpoint.models import example, save
 
 
@@ -74,7 +75,7 @@ class Directories:
         file = Path(path, "time")
         return int(file.read_text()) if file.exists() else None
 
-    def verify(self, path: str) -> None:
+    def verify(self, path: str, ranks: Ranks) -> None:
         if len(os.listdir(path)) == 1:
             raise CheckpointError(path, "is empty", "Use another one.")
 

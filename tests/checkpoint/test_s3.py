@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,9 @@ import pytest
 
 from lightning_smddp import CheckpointError, SafeCheckpointIO
 from lightning_smddp.checkpoint import places
-from lightning_smddp.checkpoint.files import temporary_name
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.reading import read_checkpoint
+from lightning_smddp.checkpoint.temporary import temporary_name
 from tests.checkpoint.models import assert_equal, example, save
 
 s3fs = pytest.importorskip("s3fs")
@@ -32,12 +29,22 @@ server.start()
 print("http://%s:%d" % server.get_host_and_port(), flush=True)
 sys.stdin.read()
 """
-LOOP = """
-import sys
+KILLED = """
+import os, signal, sys, time
+import s3fs  # which starts its thread in the children
 from tests.checkpoint.models import save
-for step in range(int(sys.argv[2]), 10**9):
-    save(sys.argv[1], step)
-    print(step, flush=True)
+for kill, line in enumerate(sys.stdin):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for step in range(int(line), 10**9):
+            save(sys.argv[1], step)
+            os.write(writer, b".")
+    os.read(reader, 1)  # it works
+    time.sleep(0.013 * kill)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
 """
 
 
@@ -93,6 +100,7 @@ def test_saves_overwrites_loads_and_removes(bucket: str) -> None:
         io.load_checkpoint(url)
 
 
+@pytest.mark.slow
 def test_in_several_parts(bucket: str) -> None:
     """S3 takes more than 50 MiB in parts."""
     import torch
@@ -153,16 +161,15 @@ def test_removes_only_old_strays(bucket: str, monkeypatch: pytest.MonkeyPatch) -
 def test_kills(bucket: str) -> None:
     url, last = f"{bucket}/run/a.ckpt", 0
     save(url, last)
-    for kill in range(8):
-        process = subprocess.Popen(
-            [sys.executable, "-c", LOOP, url, str(last + 1)], cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE
-        )
+    command, pipes = [sys.executable, "-c", KILLED, url], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        assert process.stdin is not None
         assert process.stdout is not None
-        process.stdout.readline()  # it works
-        time.sleep(0.013 * kill)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        step = read_checkpoint(url)["global_step"]
-        assert step > last
-        assert_equal(read_checkpoint(url), example(step))
-        last = step
+        for _ in range(8):
+            print(last + 1, file=process.stdin, flush=True)
+            assert process.stdout.readline() == "killed\n"
+            step = read_checkpoint(url)["global_step"]
+            assert step > last
+            assert_equal(read_checkpoint(url), example(step))
+            last = step
+        process.stdin.close()

@@ -27,14 +27,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from lightning_smddp.checkpoint import directories, sharded
+from lightning_smddp.checkpoint import files, manifest, sharded
 from lightning_smddp.checkpoint.convert import consolidate, shard
-from lightning_smddp.checkpoint.directories import previous_name, remove_directory
+from lightning_smddp.checkpoint.directories import remove_directory
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.files import temporary_name
+from lightning_smddp.checkpoint.files import previous_name
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.sharded import ShardedDirectories, is_sharded, load_sharded, save_sharded
+from lightning_smddp.checkpoint.temporary import temporary_name
 from lightning_smddp.cli import main
 from lightning_smddp.pipeline.structure import copied
 from tests.checkpoint.models import assert_equal
@@ -64,6 +65,8 @@ def example(step: int = 1) -> dict[str, Any]:
             "part": weight[2:4, 3:5],
             "empty": torch.empty(0, 3),
             "scalar": torch.tensor(5),
+            "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+            "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
             "sparse": torch.eye(3).to_sparse(),
             "bias": nn.Parameter(torch.full((3,), float(step))),
         },
@@ -196,7 +199,7 @@ def test_urls_are_refused() -> None:
 @pytest.mark.parametrize("before", ["directory", "file", "link"])
 def test_replaces(before: str, at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not at_once:
-        monkeypatch.setattr(directories, "exchange", lambda one, other: False)
+        monkeypatch.setattr(files, "exchange", lambda one, other: False)
     path = tmp_path / "last.ckpt"
     if before == "directory":
         save(path)
@@ -247,8 +250,8 @@ def test_removes_what_killed_writers_left(tmp_path: Path) -> None:
             assert go_on.wait(20)
             return super().items()
 
-    def write(directory: str, rank: int, pieces: Any, verify: bool) -> Any:
-        return original(directory, rank, [Slow(piece) for piece in pieces], verify)
+    def write(directory: str, rank: int, pieces: Any) -> Any:
+        return original(directory, rank, [Slow(piece) for piece in pieces])
 
     original, sharded._write = sharded._write, write
     try:
@@ -352,7 +355,8 @@ def forge(directory: Path, name: str, contents: bytes) -> None:
 
 def forged_metadata(directory: Path, change: Callable[[Metadata], Any]) -> bytes:
     metadata = pickle.loads((directory / ".metadata").read_bytes())
-    return pickle.dumps(change(metadata) or metadata)
+    changed = change(metadata) or metadata
+    return changed if isinstance(changed, bytes) else pickle.dumps(changed)
 
 
 def set_place(metadata: Metadata, **values: Any) -> None:
@@ -360,6 +364,9 @@ def set_place(metadata: Metadata, **values: Any) -> None:
         vars(place).update(values)
 
 
+_DCP = b"ctorch.distributed.checkpoint.metadata\n"
+# Sets Metadata.__init__ to MetadataIndex, by names that a directory may have.
+CHANGES_A_CLASS = b"\x80\x02" + _DCP + b"Metadata\nN}X\x08\x00\x00\x00__init__" + _DCP + b"MetadataIndex\ns\x86b."
 FORGERIES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "instead": (lambda metadata, marker: Payload(marker), r"contains `posix.mkdir`.*; nothing of it was run"),
     "inside": (lambda metadata, marker: setattr(metadata, "planner_data", Payload(marker)), "contains `posix.mkdir`"),
@@ -372,7 +379,11 @@ FORGERIES: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "outside": (lambda metadata, marker: set_place(metadata, offset=10**9), "not at its place"),
     "before": (lambda metadata, marker: set_place(metadata, offset=-64), "not at its place"),
     "no object": (lambda metadata, marker: [1, 2], "contains a list"),
+    "a change of torch": (lambda metadata, marker: CHANGES_A_CLASS, "changes a type"),
 }
+
+
+UNCHANGED = Metadata.__init__
 
 
 @pytest.mark.parametrize("forgery", FORGERIES)
@@ -385,6 +396,7 @@ def test_malicious_metadata_is_refused(forgery: str, tmp_path: Path) -> None:
         load_sharded(path)
     assert "weights_only" not in str(caught.value)
     assert not marker.exists()
+    assert Metadata.__init__ is UNCHANGED
 
 
 def test_the_payload_would_have_run(tmp_path: Path) -> None:
@@ -486,11 +498,9 @@ def load_damaged(group: dist.ProcessGroup, path: str) -> Any:
 
 
 def test_ranks_share_the_work_of_verifying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_smddp.checkpoint import manifest
-
     hashed: list[str] = []
     original = manifest.digest_of
-    monkeypatch.setattr(manifest, "digest_of", lambda path: hashed.append(path) or original(path))
+    monkeypatch.setattr(manifest, "digest_of", lambda file: hashed.append(file.name) or original(file))
     save(tmp_path / "a.ckpt", files=3)
     flip(tmp_path / "a.ckpt" / "__0_1.distcp")
     hashed.clear()
@@ -498,6 +508,35 @@ def test_ranks_share_the_work_of_verifying(tmp_path: Path, monkeypatch: pytest.M
     assert "wrong SHA-256" in found[0]
     assert found[0] == found[1]
     assert len(hashed) == len(set(hashed))
+
+
+def find_newest(group: dist.ProcessGroup, path: str) -> Any:
+    lines: list[str] = []
+    return newest_checkpoint([path], ShardedDirectories(), lines.append, Ranks(group)), lines
+
+
+def test_ranks_look_for_the_newest_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file of a directory is read by one of them."""
+    hashed: list[str] = []
+    original = manifest.digest_of
+    for step, name in enumerate("abc"):
+        save(tmp_path / f"{name}.ckpt", step, files=3)
+    flip(tmp_path / "c.ckpt" / "__0_1.distcp")
+    torch.save({}, tmp_path / "d.ckpt")
+    cut(tmp_path / "d.ckpt")
+    monkeypatch.setattr(manifest, "digest_of", lambda file: hashed.append(file.name) or original(file))
+    (first, lines), (second, silence) = run_in_threads(find_newest, 2, str(tmp_path))
+    assert first == second == str(tmp_path / "b.ckpt")
+    assert len(lines) == 2
+    assert silence == []
+    names = sorted(os.path.basename(name) for name in hashed if "b.ckpt" in name)
+    assert names == [".metadata", "__0_0.distcp", "__0_1.distcp", "__0_2.distcp", "trainer.pt"]
+
+
+def test_what_is_verified_is_not_verified_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a.ckpt")
+    monkeypatch.setattr(manifest, "digest_of", None)
+    assert_same(load_sharded(tmp_path / "a.ckpt", verify=False), example())
 
 
 # ---- failures of the file system ----

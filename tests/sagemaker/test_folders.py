@@ -16,10 +16,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
-from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT
+from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT, places
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer
+from tests.strategies.pipeline_learners import Net
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
@@ -90,6 +92,18 @@ def test_pointer(tmp_path: Path) -> None:
         assert pointed_at(folder) is None
 
 
+def test_resuming_looks_where_newest_points(tmp_path: Path) -> None:
+    """Whatever directories this start's callbacks have."""
+    strategy = SMDDPStrategy(verbose=False)
+    trainer = make_trainer(strategy, default_root_dir=tmp_path)
+    strategy.sagemaker = Folders(tmp_path, tmp_path / "model", is_shared=True)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "a.ckpt").touch()
+    assert places(trainer) == [str(tmp_path / STOP_CHECKPOINT)]
+    point_at(tmp_path, tmp_path / "old" / "a.ckpt")
+    assert places(trainer) == [str(tmp_path / STOP_CHECKPOINT), str(tmp_path / "old" / "a.ckpt")]
+
+
 # ---- with one: every case is a start of a script that knows nothing of SageMaker ----
 
 
@@ -120,7 +134,7 @@ class Start:
             trainer = make_trainer(strategy, **{"enable_checkpointing": True, "max_epochs": 1, **options})
             trainer.fit(self.model)
         torch.distributed.barrier()
-        self.steps, self.trained = trainer.global_step, len(self.model.losses)
+        self.steps, self.trained = trainer.global_step, len(getattr(self.model, "losses", ()))
         self.root = os.path.relpath(trainer.default_root_dir, base)
         torch.distributed.barrier()
 
@@ -170,42 +184,57 @@ def given_resume(base: Path) -> list[dict[str, Any]]:
 
 def weights_alone(base: Path) -> list[dict[str, Any]]:
     """Which nobody can go on from."""
-    callbacks = [ModelCheckpoint(filename="full"), ModelCheckpoint(filename="w", save_weights_only=True, monitor="step")]
-    return [Start(base, callbacks=callbacks).seen(), Start(base, max_epochs=2, callbacks=callbacks).seen()]
+
+    def start(epochs: int) -> dict[str, Any]:
+        full = ModelCheckpoint(filename="full")
+        weights = ModelCheckpoint(filename="w", save_weights_only=True, every_n_train_steps=5)
+        return Start(base, max_epochs=epochs, callbacks=[full, weights]).seen()
+
+    return [start(1), start(2)]
 
 
 def best_or_last(base: Path) -> list[dict[str, Any]]:
     best = {"model": Monitored(), "callbacks": [ModelCheckpoint(monitor="score")], "max_epochs": 2}
-    sparse = {"callbacks": [ModelCheckpoint(every_n_train_steps=4, save_on_train_epoch_end=False)]}
+    every = {"every_n_train_steps": 4, "save_on_train_epoch_end": False}
     background = SMDDPStrategy(verbose=False, algorithm="native", async_save=True)
     directories = SMDDPStrategy(verbose=False, algorithm="native", sharded=True)
     return [
         Start(base / "best", **best).seen(),
-        Start(base / "sparse", **sparse).seen(),
-        Start(base / "background", background, **sparse).seen(),
+        Start(base / "sparse", callbacks=[ModelCheckpoint(**every)]).seen(),
+        Start(base / "background", background, callbacks=[ModelCheckpoint(**every)]).seen(),
         Start(base / "sharded", directories).seen(),
         Start(base / "none", enable_checkpointing=False).seen(),
     ]
 
 
 def pipeline(base: Path) -> list[dict[str, Any]]:
-    return [Start(base, PipelineStrategy(verbose=False), max_epochs=epochs).seen() for epochs in (1, 2)]
+    return [Start(base, PipelineStrategy(verbose=False), Net(), max_epochs=epochs).seen() for epochs in (1, 2)]
 
 
-CASES = [defaults, given_directories, given_resume, weights_alone, best_or_last, pipeline]
+EVERYDAY = [defaults, given_directories]
+SLOW = [given_resume, weights_alone, best_or_last, pipeline]
 
 
-def all_cases(base: str) -> list[list[dict[str, Any]]]:
+def all_cases(base: str, slow: bool) -> dict[str, list[dict[str, Any]]]:
     """In one process of a rank, as starting it takes longer than they do."""
-    return [case(Path(base) / case.__name__) for case in CASES]
+    return {case.__name__: case(Path(base) / case.__name__) for case in (SLOW if slow else EVERYDAY)}
+
+
+def starts_of(factory: pytest.TempPathFactory, slow: bool) -> dict[str, list[dict[str, Any]]]:
+    base = factory.mktemp("jobs")
+    first, second = run_trainer_ranks(all_cases, 2, str(base), slow, env=job(base))
+    assert first == second  # the ranks saw the same
+    return dict(first)
 
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    base = tmp_path_factory.mktemp("jobs")
-    first, second = run_trainer_ranks(all_cases, 2, str(base), env=job(base))
-    assert first == second  # the ranks saw the same
-    return dict(zip([case.__name__ for case in CASES], first, strict=True))
+    return starts_of(tmp_path_factory, slow=False)
+
+
+@pytest.fixture(scope="module")
+def slow_starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return starts_of(tmp_path_factory, slow=True)
 
 
 def test_a_second_start_finds_the_first_ones_checkpoints(starts: dict[str, Any]) -> None:
@@ -226,19 +255,22 @@ def test_nothing_moves_that_was_given(starts: dict[str, Any]) -> None:
     assert root["trained"] == STEPS
 
 
-def test_a_given_resume_wins(starts: dict[str, Any]) -> None:
-    assert starts["given_resume"][0]["trained"] == STEPS
+@pytest.mark.slow
+def test_a_given_resume_wins(slow_starts: dict[str, Any]) -> None:
+    assert slow_starts["given_resume"][0]["trained"] == STEPS
 
 
-def test_weights_alone_are_kept_apart(starts: dict[str, Any]) -> None:
-    first, second = starts["weights_alone"]
+@pytest.mark.slow
+def test_weights_alone_are_kept_apart(slow_starts: dict[str, Any]) -> None:
+    first, second = slow_starts["weights_alone"]
     assert {"checkpoints/full.ckpt", "checkpoints/weights/w.ckpt"} < set(first["files"])
     assert first["newest"] == "full.ckpt"
     assert (second["steps"], second["trained"]) == (2 * STEPS, STEPS)
 
 
-def test_final_model(starts: dict[str, Any]) -> None:
-    best, sparse, background, sharded, none = starts["best_or_last"]
+@pytest.mark.slow
+def test_final_model(slow_starts: dict[str, Any]) -> None:
+    best, sparse, background, sharded, none = slow_starts["best_or_last"]
     assert (best["steps"], best["model"]) == (2 * STEPS, STEPS)
     for found in (sparse, background):
         assert (found["newest"], found["model"]) == ("epoch=0-step=4.ckpt", STEPS)  # no checkpoint has the last step
@@ -246,11 +278,13 @@ def test_final_model(starts: dict[str, Any]) -> None:
     assert none["files"] == []
 
 
-def test_pipelines_do_the_same(starts: dict[str, Any]) -> None:
-    first, second = starts["pipeline"]
-    assert first["newest"] == "epoch=0-step=12.ckpt"  # one replica sees all batches
-    assert (second["steps"], second["model"]) == (24, 24)
-    assert second["trained"] < 24 + first["trained"]
+@pytest.mark.slow
+def test_pipelines_do_the_same(slow_starts: dict[str, Any]) -> None:
+    first, second = slow_starts["pipeline"]
+    steps = first["steps"]
+    assert (first["newest"], first["model"]) == (f"epoch=0-step={steps}.ckpt", steps)
+    assert (second["newest"], second["model"]) == (f"epoch=1-step={2 * steps}.ckpt", 2 * steps)
+    assert f"checkpoints/epoch=0-step={steps}.ckpt" in second["files"]  # the one that it went on from stays
 
 
 # ---- failures ----
@@ -283,20 +317,18 @@ def test_failure_before_there_is_a_process_group(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "output" / "failure").read_text() == f"ValueError: {caught.value}"[:1024]
 
 
-# ---- stops ----
+# ---- several hosts ----
 
 
+@pytest.mark.slow
 def test_sharded_checkpoints_need_a_folder_that_all_hosts_see(tmp_path: Path) -> None:
-    [text, _] = run_trainer_ranks(sharded_on_two_hosts, 2, env=job(tmp_path, hosts=2), node_ids=["algo-1", "algo-2"])
-    assert "sharded=True needs a directory that all 2 hosts see" in text
+    texts = run_trainer_ranks(sharded_on_two_hosts, 2, env=job(tmp_path, hosts=2), node_ids=["algo-1", "algo-2"])
+    for text in texts:
+        assert "sharded=True needs a directory that all 2 hosts see" in text
 
 
 def sharded_on_two_hosts() -> str:
     trainer = make_trainer(SMDDPStrategy(verbose=False, sharded=True), enable_checkpointing=True)
-    with pytest.raises(ValueError, match="Give ModelCheckpoint") as caught:
+    with pytest.raises((ValueError, RankFailedError)) as caught:
         trainer.fit(Learner())
     return str(caught.value)
-
-
-def test_names_of_checkpoints_do_not_clash() -> None:
-    assert STOP_CHECKPOINT != "newest"

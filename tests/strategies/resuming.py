@@ -86,6 +86,7 @@ class Scenario:
     limit: int | None = None
     count: int = 26
     batch_size: int = 4
+    validated: int = 8
 
     def loader(self, batch_size: int | None = None) -> Any:
         size = batch_size or self.batch_size
@@ -140,7 +141,7 @@ class Drops:
         return self.scenario.loader()
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Pictures(8), 4)
+        return DataLoader(Pictures(self.scenario.validated), 4)
 
 
 class Dropping(Drops, LightningModule):
@@ -200,7 +201,7 @@ def run(
     trainer = make_trainer(
         make_strategy(kind) if isinstance(kind, (str, dict)) else kind,
         callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=options.pop("enable_checkpointing", bool(callbacks)),
         max_epochs=scenario.epochs if scenario.max_steps < 0 else -1,
         max_steps=scenario.max_steps,
         accumulate_grad_batches=scenario.accumulate,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp import CheckpointError, PipelineStrategy, SMDDPStrategy
+from lightning_smddp.checkpoint import manifest
 from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT, places, stop_checkpoint
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer
@@ -30,8 +32,8 @@ SCENARIO = Scenario(accumulate=2, validate=3, workers=2)
 SPLIT = ["net.3"]  # two runs that measure their modules may find two splits
 
 
-def strategy(pipeline: bool) -> Any:
-    options: dict[str, Any] = {"verbose": False, "algorithm": "native", "resume": "auto"}
+def strategy(pipeline: bool, sharded: bool = False) -> Any:
+    options: dict[str, Any] = {"verbose": False, "algorithm": "native", "resume": "auto", "sharded": sharded}
     return PipelineStrategy(split=SPLIT, **options) if pipeline else SMDDPStrategy(**options)
 
 
@@ -51,45 +53,104 @@ def script(directory: str, pipeline: bool, kill: KillAt | None = None, resume: b
     return run(kind, SCENARIO, callbacks=[*callbacks, kill] if kill else callbacks)
 
 
+def last_start(directory: str, pipeline: bool) -> tuple[int, int, list[str]]:
+    """Batches of the last start and of a run that nobody killed, and what differs."""
+    resumed = script(f"{directory}/killed", pipeline)
+    unbroken = script(f"{directory}/unbroken", pipeline, resume=False)
+    return len(resumed.seen), len(unbroken.seen), differences(resumed, unbroken)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", [False, True], ids=["smddp", "pipeline"])
-def test_killed_and_started_again(pipeline: bool, tmp_path: Path) -> None:
-    """At random steps, twice: weights as if nothing had happened."""
+@pytest.mark.parametrize(("pipeline", "kills"), [(False, 2), (True, 1)], ids=["smddp", "pipeline"])
+def test_killed_and_started_again(pipeline: bool, kills: int, tmp_path: Path) -> None:
+    """At random steps: weights as if nothing had happened."""
     dice = random.Random(4)
-    kills = sorted(dice.sample(range(3, 12), 2))
-    for batch in kills:
+    for batch in sorted(dice.sample(range(3, 12), kills)):
         with pytest.raises(RanksFailedError):
             run_trainer_ranks(script, 2, str(tmp_path / "killed"), pipeline, KillAt(batch, dice.randrange(2)))
-    resumed = run_trainer_ranks(script, 2, str(tmp_path / "killed"), pipeline)
-    unbroken = run_trainer_ranks(script, 2, str(tmp_path / "unbroken"), pipeline, None, False)
-    assert [differences(*pair) for pair in zip(resumed, unbroken, strict=True)] == [[], []]
-    assert 0 < len(resumed[0].seen) < len(unbroken[0].seen)
+    for trained, all_batches, found in run_trainer_ranks(last_start, 2, str(tmp_path), pipeline):
+        assert found == []
+        assert 0 < trained < all_batches
 
 
 # ---- what is chosen ----
 
 
-def fit(directory: str, ckpt_path: str | None = None, epochs: int = 1, **options: Any) -> tuple[int, int, str | None]:
+def fit(
+    directory: str, ckpt_path: str | None = None, epochs: int = 1, sharded: bool = False, **options: Any
+) -> tuple[int, int, str | None]:
     """Steps, batches trained in this start, and the checkpoint that it went on from."""
     options.setdefault("callbacks", [ModelCheckpoint(directory, "{epoch}", save_top_k=-1, save_last=True)])
     model = Learner()
     trainer = make_trainer(
-        strategy(False), enable_checkpointing=True, max_epochs=epochs, default_root_dir=directory, **options
+        strategy(False, sharded=sharded),
+        enable_checkpointing=True,
+        max_epochs=epochs,
+        default_root_dir=directory,
+        **options,
     )
     trainer.fit(model, ckpt_path=ckpt_path)
     return trainer.global_step, len(model.losses), trainer.ckpt_path
 
 
+def named(found: tuple[int, int, str | None]) -> tuple[int, int, str | None]:
+    return *found[:2], found[2] and Path(found[2]).name
+
+
 def from_scratch_then_on(directory: str) -> list[Any]:
     found = [fit(directory), fit(directory, epochs=3), fit(directory, epochs=3)]
-    found.append(fit(directory, f"{directory}/epoch=0.ckpt", epochs=3))
-    return [(steps, trained, path and Path(path).name) for steps, trained, path in found]
+    return [named(one) for one in [*found, fit(directory, f"{directory}/epoch=0.ckpt", epochs=3)]]
 
 
-def test_newest_one(tmp_path: Path) -> None:
+def keep_all(directory: str, **options: Any) -> Any:
+    return named(fit(directory, epochs=2, callbacks=[ModelCheckpoint(directory, "{epoch}", save_top_k=-1)], **options))
+
+
+def with_a_broken_one(directory: str) -> Any:
+    keep_all(directory)
+    if os.environ["RANK"] == "0":  # which will look for checkpoints
+        os.truncate(f"{directory}/epoch=1.ckpt", 1000)
+    return keep_all(directory)
+
+
+def of_directories(directory: str) -> Any:
+    """The last one is damaged; also the files whose hashes this rank has compared."""
+    keep_all(directory, sharded=True)
+    if os.environ["RANK"] == "0":
+        os.truncate(f"{directory}/epoch=1.ckpt/trainer.pt", 1000)
+    hashed: list[str] = []
+    original = manifest.digest_of
+    manifest.digest_of = lambda file: hashed.append(file.name) or original(file)  # type: ignore[func-returns-value]
+    try:
+        return keep_all(directory, sharded=True), hashed
+    finally:
+        manifest.digest_of = original
+
+
+def not_shared(directory: str) -> str:
+    """Rank 1 does not see the files (a test cannot take rights away from root)."""
+    fit(directory)
+    if os.environ["RANK"] == "1":
+        os.access = lambda *args, **kwargs: False
+    with pytest.raises(CheckpointError) as caught:
+        fit(directory, epochs=2)
+    return str(caught.value)
+
+
+def choices(directory: str) -> list[Any]:
+    """In one process of a rank, as starting it takes longer than they do."""
+    cases = [from_scratch_then_on, with_a_broken_one, of_directories, not_shared]
+    return [case(f"{directory}/{case.__name__}") for case in cases]
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_trainer_ranks(choices, 2, str(tmp_path_factory.mktemp("chosen")))
+
+
+def test_newest_one(chosen: list[Any]) -> None:
     """None at first; then the newest; nothing to do for a run that has finished; a given one has precedence."""
-    for found in run_trainer_ranks(from_scratch_then_on, 2, str(tmp_path)):
-        first, second, third, given = found
+    for (first, second, third, given), *_ in chosen:
         assert first == (6, 6, None)
         assert second[:2] == (18, 12)
         assert second[2] in ("epoch=0.ckpt", "last.ckpt")
@@ -97,16 +158,22 @@ def test_newest_one(tmp_path: Path) -> None:
         assert given == (18, 12, "epoch=0.ckpt")
 
 
-def test_passes_over_broken_ones(tmp_path: Path) -> None:
-    run_trainer_ranks(keep_all, 2, str(tmp_path))
-    with open(tmp_path / "epoch=1.ckpt", "r+b") as file:
-        file.truncate(1000)
-    for steps, trained, path in run_trainer_ranks(keep_all, 2, str(tmp_path)):
-        assert (steps, trained, Path(path).name) == (12, 6, "epoch=0.ckpt")
+def test_passes_over_broken_ones(chosen: list[Any]) -> None:
+    for _, found, *_ in chosen:
+        assert found == (12, 6, "epoch=0.ckpt")
 
 
-def keep_all(directory: str) -> Any:
-    return fit(directory, epochs=2, callbacks=[ModelCheckpoint(directory, "{epoch}", save_top_k=-1)])
+def test_ranks_verify_a_directory_together_and_once(chosen: list[Any]) -> None:
+    """Before it is chosen, and not again when it is loaded."""
+    assert [found for _, _, (found, _), _ in chosen] == [(12, 6, "epoch=0.ckpt")] * 2
+    everyones = [name for _, _, (_, hashed), _ in chosen for name in hashed if "epoch=0" in name]
+    assert sorted(os.path.basename(name) for name in everyones) == [".metadata", "__0_0.distcp", "trainer.pt"]
+
+
+def test_directories_that_are_not_shared(chosen: list[Any]) -> None:
+    for *_, text in chosen:
+        assert re.search("rank 0 has chosen it, but rank 1 on .* cannot read it", text)
+        assert "Write checkpoints to a directory that all nodes share" in text
 
 
 def in_versions(directory: str) -> list[Any]:
@@ -125,20 +192,6 @@ def test_earlier_versions(tmp_path: Path) -> None:
     [[first, second]] = run_trainer_ranks(in_versions, 1, str(tmp_path))
     assert (first[2], second[:2]) == (None, (24, 12))
     assert "version_0" in second[2]
-
-
-def test_directories_that_are_not_shared(tmp_path: Path) -> None:
-    run_trainer_ranks(fit, 2, str(tmp_path))
-    with pytest.raises(RanksFailedError, match="rank 0 has chosen it, but rank 1 on .* cannot read it") as failure:
-        run_trainer_ranks(hiding, 2, str(tmp_path))
-    assert "Write checkpoints to a directory that all nodes share" in str(failure.value)
-
-
-def hiding(directory: str) -> Any:
-    """Rank 1 does not see the files (a test cannot take rights away from root)."""
-    if os.environ["RANK"] == "1":
-        os.access = lambda *args, **kwargs: False
-    return fit(directory, epochs=2)
 
 
 def test_places(tmp_path: Path) -> None:

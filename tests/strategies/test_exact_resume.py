@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import os
 import random
+import signal
+import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lightning_smddp import PipelineStrategy, SafeCheckpointIO
+from lightning_smddp.strategies import checkpoint_io
+from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT
 from lightning_smddp.strategies.exact_resume import CHECKPOINT_KEY
+from lightning_smddp.strategies.layouts import Place, Resumption, facts_of, resume_at
 from lightning_smddp.strategies.random_states import RandomStates, from_plain, seed_all, to_plain
 from lightning_smddp.strategies.rank_states import gather_states, pack, unpack
-from tests.ranks import run_in_threads, run_trainer_ranks
-from tests.strategies.learners import samples
+from lightning_smddp.strategies.recorded_loader import Course
+from tests.ranks import run_in_threads, run_ranks, run_trainer_ranks
+from tests.strategies.learners import Learner, make_trainer, samples, silent
 from tests.strategies.resuming import (
     Dropping,
     Drops,
@@ -58,7 +71,7 @@ KINDS: dict[str, Scenario] = {
 @pytest.mark.parametrize("name", ["map", "persistent workers"])
 def test_smddp(name: str, tmp_path: Path) -> None:
     """From some of the checkpoints: in the middle and at the end of epochs, and after validations."""
-    assert run_trainer_ranks(resume_from_each, 2, "smddp", KINDS[name], str(tmp_path), 3) == [{}, {}]
+    assert run_trainer_ranks(resume_from_each, 2, "smddp", KINDS[name], str(tmp_path), 2) == [{}, {}]
 
 
 def test_pipeline(tmp_path: Path) -> None:
@@ -88,9 +101,8 @@ FOUR: list[tuple[Any, Scenario]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FOUR, ids=str)
-def test_four_ranks(case: Any, tmp_path: Path) -> None:
-    assert run_trainer_ranks(all_from_each, 4, [case], str(tmp_path), 6, timeout=110) == [{}] * 4
+def test_four_ranks(tmp_path: Path) -> None:
+    assert run_trainer_ranks(all_from_each, 4, FOUR, str(tmp_path), 3, timeout=110) == [{}] * 4
 
 
 def test_stock_ddp_differs(tmp_path: Path) -> None:
@@ -173,7 +185,8 @@ def saved_in_mid_step(directory: str) -> list[list[str]]:
         ):
             scenario = Scenario(data, accumulate=2)
             path = f"{directory}/{data}{number}.ckpt"
-            unbroken = run("smddp", scenario, callbacks=[SaveAt(hook, batch, path)])
+            callbacks = [SaveAt(hook, batch, path)]
+            unbroken = run("smddp", scenario, callbacks=callbacks, enable_checkpointing=False)
             found.append(differences(run("smddp", scenario, ckpt_path=path), unbroken))
     return found
 
@@ -201,14 +214,19 @@ def test_skips_without_loading(tmp_path: Path) -> None:
     assert run_trainer_ranks(loads, 1, str(tmp_path)) == [([], [2 * 4 - 2])]  # the last of 7 batches has 2 samples
 
 
+def saved_then_plain(directory: str) -> Any:
+    scenario = Scenario(epochs=1)
+    fit_once("smddp", scenario, directory)
+    return fit_once("auto", scenario, None, f"{directory}/step2.ckpt")
+
+
 def test_checkpoint_is_plain_and_loads_anywhere(tmp_path: Path) -> None:
-    run_trainer_ranks(fit_once, 1, "smddp", Scenario(epochs=1), str(tmp_path))
+    [(_, steps, texts)] = run_trainer_ranks(saved_then_plain, 1, str(tmp_path))
+    assert (steps, ["not resumable" in text for text in texts]) == ((7, 1), [True])
     path = tmp_path / "step2.ckpt"
     saved = torch.load(path, weights_only=True)
     assert saved[CHECKPOINT_KEY]["layout"] == {"replicas": 1, "size": 1}
     assert len(saved[CHECKPOINT_KEY]["ranks"]) == 1
-    [(_, steps, texts)] = run_trainer_ranks(fit_once, 1, "auto", Scenario(epochs=1), None, path)
-    assert (steps, ["not resumable" in text for text in texts]) == ((7, 1), [True])
 
 
 @pytest.mark.slow
@@ -237,34 +255,79 @@ def flat(seen: list[Any]) -> list[int]:
     return [index for batch in seen for part in batch for index in part]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (("smddp", 2), ("smddp", 1)),
-        pytest.param(("smddp", 2), ({}, 2), marks=pytest.mark.slow),
-        pytest.param(("smddp", 2), ("smddp", 4), marks=pytest.mark.slow),
-        pytest.param(("smddp", 4), ({"pipeline_parallel_size": 2}, 4), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_other_number_of_replicas(before: Any, after: Any, tmp_path: Path) -> None:
-    """Each sample of the epoch once: before the checkpoint, or after it."""
-    scenario = Scenario(epochs=2, count=48)
-    first = run_trainer_ranks(fit_once, before[1], before[0], scenario, str(tmp_path))
-    per_epoch = 12 // before[1]
+IN_ORDER = Scenario(epochs=2, count=48)
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A run of two replicas, and its checkpoints."""
+    directory = tmp_path_factory.mktemp("of two")
+    return directory, run_trainer_ranks(fit_once, 2, "smddp", IN_ORDER, str(directory))
+
+
+def check_order(directory: Path, first: list[Any], ranks: int, kind: Any) -> None:
+    """Resume in the middle of the second epoch: each of its samples once, before the checkpoint or after it."""
+    per_epoch = 12 // len(first)
     done = per_epoch // 2
-    path = tmp_path / f"step{per_epoch + done}.ckpt"
-    results = run_trainer_ranks(fit_once, after[1], after[0], scenario, None, path)
-    replicas = results if after[0] == "smddp" else results[:: len(results) // (after[1] // 2 or 1)][:1]
-    if isinstance(after[0], dict):
-        replicas = results[:1] if after[0] == {} else [results[0], results[2]]
+    path, scenario = directory / f"step{per_epoch + done}.ckpt", replace(IN_ORDER, accumulate=4)
+    results = run_trainer_ranks(fit_once, ranks, kind, scenario, None, path)
+    assert "of 4 batches" in results[0][2][0]  # of the first step
+    assert "random numbers start anew from the seed" in results[0][2][0]
+    assert [result[2] for result in results[1:]] == [[]] * (ranks - 1)  # said once
+    if kind == {}:  # one replica keeps the user's sampler, which has another order
+        return
+    replicas = results if kind == "smddp" else results[::2]
     seen = [i for result in first for i in flat(result[0][per_epoch : per_epoch + done])]
     rest = [i for result in replicas for i in flat(result[0])]
-    if after[0] != {}:  # one replica keeps the user's sampler, which has another order
-        assert sorted(seen + rest) == list(range(48))
-        assert "samples go on in the same global order" in results[0][2][0]
-    assert "random numbers start anew from the seed" in results[0][2][0]
-    assert [result[2] for result in results[1:]] == [[]] * (after[1] - 1)  # said once
+    assert sorted(seen + rest) == list(range(48))
+    assert "samples go on in the same global order" in results[0][2][0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [(1, "smddp"), pytest.param(2, {}, marks=pytest.mark.slow), pytest.param(4, "smddp", marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_other_number_of_replicas(ranks: int, kind: Any, of_two: Any) -> None:
+    check_order(*of_two, ranks, kind)
+
+
+@pytest.mark.slow
+def test_fewer_replicas_of_pipelines(tmp_path: Path) -> None:
+    first = run_trainer_ranks(fit_once, 4, "smddp", IN_ORDER, str(tmp_path))
+    check_order(tmp_path, first, 4, {"pipeline_parallel_size": 2})
+
+
+def resumed(old: int, new: int, batches: int, accumulate: int, count: int = 48) -> Resumption:
+    """What rank 0 of ``new`` replicas does with what ``old`` ones saved after some batches of 4."""
+
+    def loader(replicas: int) -> Any:
+        data = samples(count)
+        return DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=replicas, rank=0))
+
+    state = to_plain(RandomStates(torch.device("cpu")).capture())
+    course = Course(count=batches).to_plain()
+    facts = [facts_of(loader(old))]
+    rank = {"replica": 0, "place": 0, "now": state, "ahead": 0, "cycles": [], "facts": facts, "loaders": [course]}
+    saved = {"layout": {"replicas": old, "size": 1}, "ranks": [rank]}
+    return resume_at(saved, Place(0, 0, new, 1), [loader(new)], batches, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "batches", "accumulate", "expected"),
+    [
+        (2, 4, 2, 2, "the gradients of 1 of 2 batches"),  # each has trained 1 batch now
+        (2, 4, 4, 4, "the gradients of 2 of 4 batches"),
+        (2, 2, 2, 4, "the gradients of 2 of 4 batches"),  # the same layout, and more accumulation
+        (2, 4, 4, 2, None),
+        (2, 1, 2, 2, None),
+        (2, 2, 2, 2, None),
+        (2, 4, 2, 1, None),
+    ],
+)
+def test_says_which_step_is_a_fraction(old: int, new: int, batches: int, accumulate: int, expected: str | None) -> None:
+    said = [text for text in resumed(old, new, batches, accumulate).in_epoch if "optimizer step" in text]
+    assert said == ([] if expected is None else [f"the first optimizer step has {expected}"])
 
 
 @pytest.mark.slow
@@ -303,6 +366,17 @@ def test_random_states_survive_a_checkpoint(tmp_path: Path) -> None:
     assert data.draw() == expected
 
 
+def test_states_of_workers_survive_a_checkpoint(tmp_path: Path) -> None:
+    """As bytes, those that are equal once."""
+    state = bytes(range(256)) * 40
+    plain = Course(workers={0: state, 1: b"b"}, workers_now={0: state}).to_plain()
+    packed = pack(plain)
+    assert packed.numel() < 1.2 * len(state)
+    torch.save(unpack(packed), tmp_path / "states")
+    course = Course.from_plain(torch.load(tmp_path / "states", weights_only=True))
+    assert (course.workers, course.workers_now) == ({0: state, 1: b"b"}, {0: state})
+
+
 def test_seed_all_depends_on_the_facts_alone() -> None:
     before = RandomStates(torch.device("cpu"))
     state = before.capture()
@@ -328,3 +402,124 @@ def test_states_keep_their_values() -> None:
     for rank, state in enumerate(run_in_threads(gathered, 2)):
         assert (state["rank"], state["state"].tolist(), state["no"]) == (rank, [7] * rank, None)
     assert gather_states({"alone": 1}, torch.device("cpu")) == [{"alone": 1}]
+
+
+def gathered_by_world() -> Any:
+    return gather_states({"rank": torch.distributed.get_rank()}, torch.device("cpu"))
+
+
+def test_the_first_rank_gets_all_states() -> None:
+    """The others need not decode what they do not write."""
+    assert run_ranks(gathered_by_world, 2) == [[{"rank": 0}, {"rank": 1}], []]
+
+
+# ---- stops in the middle of a validation ----
+
+
+class StopInValidation(Callback):
+    """A signal to one rank, at the first batch of the validation behind step ``step``."""
+
+    def __init__(self, step: int, rank: int) -> None:
+        self.step, self.rank = step, rank
+        self.left = 0
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        if trainer.global_step == self.step and not trainer.sanity_checking:
+            self.left = trainer.num_val_batches[0] - batch_idx - 1
+            time.sleep(0.03)
+            if trainer.global_rank == self.rank and batch_idx == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped_and_resumed(kind: Any, scenario: Scenario, step: int) -> tuple[int, list[str]]:
+    """How many batches validation did not come to, and what differs from a run that nobody stopped."""
+    unbroken, callback = run(kind, scenario), StopInValidation(step, rank=1)
+    with pytest.raises(SIGTERMException):
+        run(kind, scenario, callbacks=[callback], enable_checkpointing=False)
+    return callback.left, differences(run(kind, scenario, ckpt_path=STOP_CHECKPOINT), unbroken)
+
+
+@pytest.mark.parametrize(("kind", "step"), [("smddp", 7), ({"split": ["net.3"]}, 6)], ids=["smddp", "pipeline"])
+def test_stops_in_a_validation(kind: Any, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It need not come to its end, and begins anew."""
+    monkeypatch.chdir(tmp_path)
+    for left, found in run_trainer_ranks(
+        stopped_and_resumed, 2, kind, Scenario(epochs=2, validate=3, validated=160), step
+    ):
+        assert found == []
+        assert left > 1
+
+
+# ---- stops while a checkpoint is written in the background ----
+
+
+class Stop(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Listening(io.StringIO):
+    """Notes whether a file is there when it is spoken of."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.there = path, []
+
+    def write(self, text: str) -> int:
+        if "saved to" in text:
+            self.there.append(self.path.exists())
+        return super().write(text)
+
+
+def stopped_while_writing(directory: str) -> list[Any]:
+    """With a file that takes long, and with one that cannot be written: the error, what was said, and when."""
+    original = checkpoint_io.write_checkpoint
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.5)
+        original(*args)
+
+    def failing(*args: Any) -> None:
+        time.sleep(0.2)
+        raise OSError(errno.ENOSPC, "No space left on device", str(args[1]))
+
+    found = []
+    for name, write in (("slow", slowly), ("failing", failing)):
+        checkpoint_io.write_checkpoint = write  # type: ignore[assignment]
+        root = f"{directory}/{name}"
+        out = Listening(Path(root, STOP_CHECKPOINT))
+        strategy = silent(algorithm="native", async_save=True)
+        with contextlib.redirect_stdout(out), pytest.raises((SIGTERMException, OSError)) as caught:
+            make_trainer(strategy, callbacks=[Stop()], default_root_dir=root).fit(Learner())
+        found.append((type(caught.value).__name__, str(caught.value), out.getvalue(), out.there))
+    return found
+
+
+def test_a_stop_waits_for_what_is_written_in_the_background(tmp_path: Path) -> None:
+    for rank, (slow, failing) in enumerate(run_trainer_ranks(stopped_while_writing, 2, str(tmp_path))):
+        assert slow[0] == "SIGTERMException"
+        assert slow[3] == [True] * (rank == 0)
+        assert failing[0] == "OSError"
+        assert "No space left on device" in failing[1]
+        assert "saved to" not in failing[2]
+
+
+def with_links(kind: Any, directory: str, **options: Any) -> str:
+    callbacks = [ModelCheckpoint(directory, save_last="link")]
+    with pytest.raises(ValueError, match="links are made") as caught:
+        make_trainer(kind, callbacks=callbacks, enable_checkpointing=True, **options).fit(Learner())
+    return str(caught.value)
+
+
+def test_links_to_files_that_are_not_written_yet(tmp_path: Path) -> None:
+    [texts] = run_trainer_ranks(both_with_links, 1, str(tmp_path))
+    assert all("ModelCheckpoint(save_last='link')" in text and "save_last=True" in text for text in texts)
+
+
+def both_with_links(directory: str) -> list[str]:
+    return [
+        with_links(silent(async_save=True), directory),
+        with_links(silent(), directory, plugins=[SafeCheckpointIO(asynchronous=True)]),
+        with_links(PipelineStrategy(verbose=False, async_save=True), directory),
+    ]

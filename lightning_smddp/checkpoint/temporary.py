@@ -1,0 +1,97 @@
+"""Temporary files and directories beside what they will replace, and those that killed writers have left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+_TEMPORARY = re.compile(r"\.tmp-.*-[0-9a-f]{16}", re.DOTALL)
+_NAME_LENGTH = 50  # of the checkpoint's name in that of a temporary file, which may have 255 bytes
+STRAY_AFTER_S = 24 * 3600.0  # where nobody can tell whether its writer lives
+_ATTEMPTS = 100
+
+
+def temporary_name(name: str) -> str:
+    """A name that nobody else has, for a file or directory that will be renamed to ``name``."""
+    return f".tmp-{name[:_NAME_LENGTH]}-{secrets.token_hex(8)}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether ``name`` is of :func:`temporary_name`."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def create(parent: str, name: str, make: Callable[[str], int]) -> tuple[int, str]:
+    """A new one in ``parent``, locked for as long as its descriptor is open: by that its writer is known to live.
+
+    Args:
+        parent: a directory.
+        name: see :func:`temporary_name`.
+        make: makes the file or directory at a path, and opens it.
+
+    Returns:
+        Its descriptor and its path.
+    """
+    for _ in range(_ATTEMPTS):
+        path = os.path.join(parent, temporary_name(name))
+        descriptor = make(path)
+        if lock(descriptor) is not False and os.fstat(descriptor).st_nlink > 0:
+            return descriptor, path
+        os.close(descriptor)  # somebody took it for a stray one, between its creation and its lock
+    raise OSError(errno.EBUSY, "temporary files are removed as soon as they are made", parent)
+
+
+def lock(descriptor: int) -> bool | None:
+    """Lock a file or directory; False if somebody has it locked, None if its file system knows no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def remove(path: str) -> None:
+    """Remove a file, a directory, or a link, not what it points to."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+def remove_strays(parent: str) -> list[str]:
+    """Remove temporary files and directories of ours whose writers are gone; returns their names.
+
+    Follows no symbolic link.
+    """
+    with os.scandir(parent) as entries:
+        found = [e for e in entries if is_temporary(e.name)]
+        strays = [e.name for e in found if e.is_file(follow_symlinks=False) or e.is_dir(follow_symlinks=False)]
+    removed = []
+    for name in strays:
+        with suppress(OSError):  # gone meanwhile, or not ours: no reason not to save
+            if _remove_stray(os.path.join(parent, name)):
+                removed.append(name)
+    return removed
+
+
+def _remove_stray(path: str) -> bool:
+    kind = os.O_RDONLY | os.O_DIRECTORY if os.path.isdir(path) else os.O_RDWR  # which NFS needs for a lock
+    descriptor = os.open(path, kind | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        locked = lock(descriptor)
+        old = time.time() - os.fstat(descriptor).st_mtime > STRAY_AFTER_S
+        if locked or (locked is None and old):
+            remove(path)
+            return True
+        return False
+    finally:
+        os.close(descriptor)
