@@ -660,6 +660,7 @@ def convert_and_measure(directory: str, megabytes: int) -> list[int]:
     return growth
 
 
+@pytest.mark.slow
 def test_nothing_is_in_memory_as_a_whole(tmp_path: Path) -> None:
     megabytes = 64
     [growth] = run_ranks(convert_and_measure, 1, str(tmp_path), megabytes, init=False)

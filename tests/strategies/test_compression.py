@@ -70,6 +70,7 @@ def learn_digits(compressions: list[Any]) -> list[tuple[float, Tensor, int]]:
     return results
 
 
+@pytest.mark.slow
 def test_digits_are_learned_as_well_as_without_compression() -> None:
     first, second = run_trainer_ranks(learn_digits, 2, [None, *METHODS], node_ids=NODES)
     exact, exact_weights, exact_bytes = first[0]

@@ -439,7 +439,11 @@ def stopped_and_resumed(kind: Any, scenario: Scenario, step: int) -> tuple[int, 
     return callback.left, differences(run(kind, scenario, ckpt_path=STOP_CHECKPOINT), unbroken)
 
 
-@pytest.mark.parametrize(("kind", "step"), [("smddp", 7), ({"split": ["net.3"]}, 6)], ids=["smddp", "pipeline"])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [("smddp", 7), pytest.param({"split": ["net.3"]}, 6, marks=pytest.mark.slow)],
+    ids=["smddp", "pipeline"],
+)
 def test_stops_in_a_validation(kind: Any, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It need not come to its end, and begins anew."""
     monkeypatch.chdir(tmp_path)

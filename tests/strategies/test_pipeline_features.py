@@ -390,6 +390,7 @@ TOLERANCE = {bf16_mixed: 0.02, bf16_true: 0.05, fp16_with_overflow: 5e-3, fp16_a
 TWO = Matrix([*CASES, fp16_scale_too_large])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     TWO.compare(case, tolerance=TOLERANCE.get(case, 1e-5))

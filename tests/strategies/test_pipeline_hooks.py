@@ -201,6 +201,7 @@ CASES: list[Case] = [
 TWO = Matrix(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     TWO.compare(case)

@@ -93,6 +93,7 @@ def saved(
     return metrics, here, module.born_whole, checkpoint.best_model_path
 
 
+@pytest.mark.slow
 def test_a_model_without_memory_is_the_same_for_any_number_of_stages(tmp_path: Path) -> None:
     two = run_trainer_ranks(saved, 2, str(tmp_path / "2"), {"meta_init": True}, {"num_sanity_val_steps": 0})
     three = run_trainer_ranks(saved, 3, str(tmp_path / "3"), {"meta_init": True})  # divided by the validation step
@@ -114,6 +115,7 @@ def plain_keys() -> Any:
     return module.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.filterwarnings("ignore:The run is not continued exactly")
 def test_a_model_without_memory_resumes_from_a_checkpoint(tmp_path: Path) -> None:
@@ -138,6 +140,7 @@ def checkpointed(activation_checkpointing: bool, schedule: str) -> Any:
     return weights, float(trainer.callback_metrics["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 def test_activation_checkpointing_changes_nothing_but_memory(schedule: str) -> None:
     plain = run_trainer_ranks(checkpointed, 2, False, schedule)

@@ -79,6 +79,7 @@ FOUR = Matrix(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR.cases, ids=name_of)
 def test_two_pipelines(case: Case) -> None:
     FOUR.compare(case)
