@@ -6,11 +6,13 @@ import torch
 import torch.nn.functional as F
 from digits import DigitsData
 from torch import Tensor, nn
+from torchmetrics.classification import MulticlassAccuracy
 
 
 class Classifier(L.LightningModule):
     def __init__(self, width: int = 512) -> None:
         super().__init__()
+        self.accuracy = MulticlassAccuracy(10, average="micro")
         self.net = nn.Sequential(
             nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
             nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
@@ -24,7 +26,8 @@ class Classifier(L.LightningModule):
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         images, labels = batch
-        self.log("val_accuracy", (self.net(images).argmax(1) == labels).float().mean(), prog_bar=True)
+        self.accuracy(self.net(images), labels)
+        self.log("val_accuracy", self.accuracy, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters())

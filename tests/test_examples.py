@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import socket
 import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,14 +23,17 @@ PIPELINES = [
     "pipeline_mlp.py", "pipeline_gpt.py", "pipeline_transformers.py", "pipeline_unet.py", "pipeline_replicas.py",
     "pipeline_cli.py",
 ]  # fmt: skip
+RECIPES = ["hf_finetune.py", "multinode.py"]
 OTHERS = ["demo.py", "demo_pipeline.py", "demo_turns.py", "models.py"]  # longer, or not to be run
-MAX_LINES = {**dict.fromkeys(SMALL, 60), **dict.fromkeys(PIPELINES, 80)}
+MAX_LINES = {**dict.fromkeys(SMALL, 60), **dict.fromkeys([*PIPELINES, *RECIPES], 80)}
 
 
-def run(command: list[str], directory: Path, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], directory: Path, timeout: float = 110, more: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command whose paths are relative to the repository, in a directory of its own."""
     absolute = [str(ROOT / word) if word.startswith("examples/") else word for word in command]
-    environment = {"XDG_CACHE_HOME": str(directory / "cache"), "COLUMNS": "100"}
+    environment = {"XDG_CACHE_HOME": str(directory / "cache"), "COLUMNS": "100", **(more or {})}
     return run_program(absolute, directory, environment, timeout)
 
 
@@ -42,14 +50,16 @@ def number_after(label: str, output: str) -> float:
     return float(found.group(1))
 
 
-@pytest.mark.parametrize("name", [*SMALL, *PIPELINES, "demo.py", "demo_pipeline.py"])
+@pytest.mark.parametrize("name", [*SMALL, *PIPELINES, "hf_finetune.py", "demo.py", "demo_pipeline.py"])
 def test_examples_are_short_and_say_how_to_run_them(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES.get(name, 400)
     first_line_command(name)
 
 
 def test_no_example_was_forgotten() -> None:
-    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted([*SMALL, *PIPELINES, *OTHERS])
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted([*SMALL, *PIPELINES, *RECIPES, *OTHERS])
+    listed = (EXAMPLES / "README.md").read_text()
+    assert [name for name in os.listdir(EXAMPLES) if f"({name})" not in listed] == ["README.md"]
 
 
 @pytest.mark.slow
@@ -134,6 +144,126 @@ def test_cli_example_takes_the_pipeline_from_yaml(strategy: list[str], tmp_path:
     assert result.returncode == 0, result.stderr
     assert f"1f1b, {8 if strategy else 4} micro-batches" in result.stdout
     assert "`Trainer.fit` stopped: `max_epochs=3` reached." in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["smddp", "smddp_pipeline"])
+def test_fine_tuning_example(strategy: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    result = run([*first_line_command("hf_finetune.py")[:-1], strategy], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert ("2 ranks on cpu" if strategy == "smddp" else "stage 1 on rank 1") in result.stdout
+    assert 0.6 <= number_after("validation accuracy", result.stdout) <= 1.0
+
+
+# ---- several nodes, each of which has a directory of its own, and one that all see ----
+
+
+def run_on_each(commands: list[list[str]], environments: list[dict[str, str]], directory: Path) -> list[str]:
+    """Run one command for each node (or task) at the same time; what each has printed and logged."""
+    shared = directory / "multinode_checkpoints"
+    shared.mkdir()
+    places = [directory / f"node{index}" for index in range(len(commands))]
+    for place in places:
+        place.mkdir()
+        (place / shared.name).symlink_to(shared)
+    with ThreadPoolExecutor(len(commands)) as pool:
+        jobs = [
+            pool.submit(run, command, place, 100, {"CUDA_VISIBLE_DEVICES": "", **environment})
+            for command, place, environment in zip(commands, places, environments, strict=True)
+        ]
+        results = [job.result() for job in jobs]
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    assert (shared / "last.ckpt").exists()
+    return [result.stdout + result.stderr for result in results]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_multinode_example_under_two_agents_of_torchrun(tmp_path: Path) -> None:
+    words = (EXAMPLES / "multinode.py").read_text().splitlines()[0].removeprefix("# ").split()
+    line = " ".join(["-m", "torch.distributed.run", "--local-addr=127.0.0.1", *words[1:]])
+    for what, here in (("--nproc-per-node=4", "--nproc-per-node=1"), ("host0", f"127.0.0.1:{free_port()}")):
+        assert line.count(what) == 1
+        line = line.replace(what, here)
+    first, second = run_on_each([line.split()] * 2, [{}, {}], tmp_path)
+    assert 0.9 <= number_after("validation accuracy", first + second) <= 1.0
+    assert (first + second).count("Started by torchrun") == 1  # rank 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (Debian: openmpi-bin)")
+def test_mpirun_example(tmp_path: Path) -> None:
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=30, check=False)
+    if "Open MPI" not in version.stdout:
+        pytest.skip(f"mpirun is not Open MPI's: {version.stdout}")
+    words = (EXAMPLES / "mpirun.sh").read_text().splitlines()[1].removeprefix("# ").split()
+    command = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    variables = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path), "COLUMNS": "100"}
+    variables["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    result = subprocess.run(
+        [*command, "--strategy", "smddp_pipeline"],
+        env={**os.environ, **variables}, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "stage 1 on rank 1" in result.stdout
+    assert 0.9 <= number_after("validation accuracy", result.stdout) <= 1.0
+
+
+SBATCH = EXAMPLES / "slurm.sbatch"
+
+
+@pytest.mark.parametrize("name", ["slurm.sbatch", "mpirun.sh"])
+def test_shell_recipes_are_short_and_say_how_to_run_them(name: str) -> None:
+    lines = (EXAMPLES / name).read_text().splitlines()
+    assert len(lines) <= 80
+    assert lines[0] == "#!/bin/bash"
+    assert f"examples/{name}" in lines[1]
+    subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True, timeout=20)
+
+
+def sbatch_options() -> dict[str, str]:
+    found = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", SBATCH.read_text(), re.MULTILINE)
+    assert len(found) == SBATCH.read_text().count("#SBATCH")
+    return dict(found)
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_slurm_example_is_queued_again_when_it_was_stopped(code: int, tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands."""
+    for name, text in (("srun", f"exit {code}"), ("scontrol", f"echo $* > {tmp_path}/asked")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    result = subprocess.run(["bash", str(SBATCH)], env=environment, check=False, timeout=20)
+    assert result.returncode == code
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert asked == ("requeue 17\n" if code == 143 else "")
+
+
+@pytest.mark.slow
+def test_slurm_example_as_two_tasks(tmp_path: Path) -> None:
+    """With what srun sets for them."""
+    options = sbatch_options()
+    assert (options["nodes"], options["ntasks-per-node"], options["signal"]) == ("2", "4", "TERM@120")
+    [line] = re.findall(r"^srun (?:--\S+ )*python (.*) \"\$@\"$", SBATCH.read_text(), re.MULTILINE)
+    job = {"SLURM_JOB_ID": "81234", "SLURM_JOBID": "81234", "SLURM_JOB_NAME": options["job-name"]}
+    job |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_NODELIST": "localhost", "SLURM_STEP_NODELIST": "localhost"}
+    job |= {"SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURMD_NODENAME": "localhost"}
+    job |= {"SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_TASKS_PER_NODE": "2"}
+    job |= {"SLURM_STEP_ID": "0", "MASTER_PORT": str(free_port())}  # else a port that follows from the job's number
+    tasks = [{**job, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
+    first, _ = run_on_each([line.split()] * 2, tasks, tmp_path)
+    assert "Started by srun" in first
+    assert "2 ranks on cpu" in first
+    assert 0.9 <= number_after("validation accuracy", first) <= 1.0
 
 
 @pytest.mark.slow

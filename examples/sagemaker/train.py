@@ -1,7 +1,8 @@
 # torchrun --nproc-per-node 2 examples/sagemaker/train.py --steps 30
 """What a SageMaker job runs: bytes of text, in data parallelism or in a pipeline, as the job was started.
 
-``--stages 2`` makes pipelines of two ranks. Outside of a job it reads Python's standard library.
+``--stages 2`` makes pipelines of two ranks. Outside of a job it reads Python's standard library. Where checkpoints and
+the model go, and going on after an interruption, is not said here: in a job that is automatic (docs/sagemaker.md).
 """
 
 import argparse
@@ -50,16 +51,14 @@ def main() -> None:
     options, _ = parser.parse_known_args()  # SageMaker may add --mp_parameters
     pipeline = {"pipeline_parallel_size": options.stages, "num_microbatches": options.microbatches}
     launch, in_job = detect(), is_job(os.environ)
-    strategy = from_sagemaker(None if in_job else {}, resume="auto", **(pipeline if options.stages > 1 else {}))
-    folder = Path(os.environ.get("SAGEMAKER_BASE_DIR", "/opt/ml") if in_job else ".", "checkpoints")
+    strategy = from_sagemaker(None if in_job else {}, **(pipeline if options.stages > 1 else {}))
     trainer = L.Trainer(
         strategy=strategy,
         num_nodes=launch.num_nodes or 1,
         devices=launch.local_world_size or "auto",
         max_steps=options.steps,
         log_every_n_steps=10,
-        default_root_dir=folder,  # SageMaker copies it to S3, and back after an interruption
-        callbacks=[ModelCheckpoint(folder, every_n_train_steps=10, save_last=True)],
+        callbacks=[ModelCheckpoint(every_n_train_steps=10)],
         logger=CSVLogger(os.environ.get("SM_OUTPUT_DATA_DIR", ".")),
     )
     L.seed_everything(0, verbose=False)
@@ -68,7 +67,6 @@ def main() -> None:
     rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, CONTEXT + 1, 3)
     trainer.fit(NextByte(options.width), DataLoader(TensorDataset(rows), batch_size=64, shuffle=True))
     trainer.print(f"train loss {trainer.callback_metrics['train_loss']:.3f}")
-    trainer.save_checkpoint(Path(os.environ.get("SM_MODEL_DIR", ".")) / "model.ckpt", weights_only=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ class Folders:
     """Where a job's files belong.
 
     Where each host trains on its own, its files are in folders of its name: SageMaker copies those of all hosts to
-    one place in S3, and to every host when a job is started again.
+    one place in S3, and to every host when a job is started again. A second Trainer of a script has folders of its
+    own, too, as it must not go on from what the first one has left.
 
     Attributes:
         checkpoints: copied to S3 as files change, and back at the next start.
@@ -38,8 +39,8 @@ class Folders:
     is_shared: bool
 
     @classmethod
-    def of(cls, environ: Mapping[str, str], num_nodes: int) -> Folders | None:
-        """Those of this job, for a training of ``num_nodes`` hosts; None outside of SageMaker.
+    def of(cls, environ: Mapping[str, str], num_nodes: int, number: int = 1) -> Folders | None:
+        """Those of this job, for a training of ``num_nodes`` hosts by the script's Trainer ``number``; None outside.
 
         Raises:
             ValueError: a file or a variable of SageMaker's cannot be understood.
@@ -48,7 +49,7 @@ class Folders:
         if job is None:
             return None
         base = base_directory(environ)
-        own = job.current_host if num_nodes < len(job.hosts) else ""
+        own = Path(job.current_host if num_nodes < len(job.hosts) else "", "" if number == 1 else f"trainer{number}")
         return cls(base / "checkpoints" / own, base / "model" / own, is_shared=num_nodes == 1)
 
 

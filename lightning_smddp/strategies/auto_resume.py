@@ -39,8 +39,8 @@ def places(trainer: Any) -> list[str]:
     """
     found = [sibling for directory in _directories(trainer) for sibling in _versions(directory)]
     found += [os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT)]
-    folders = getattr(trainer.strategy, "sagemaker", None)
-    pointed = None if folders is None else pointed_at(folders.checkpoints)
+    folder = getattr(trainer.strategy, "newest_in", None)
+    pointed = None if folder is None else pointed_at(folder)
     found += [] if pointed is None else [pointed]
     requeued = requeue_checkpoint(trainer)
     return list(dict.fromkeys(found if requeued is None else [*found, requeued]))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ else:
     _Base = object
 
 _STARTED = time.time()
+_trainers = count(1)  # of this script, in the order in which it makes them
 
 
 class SageMakerFolders(_Base):
@@ -42,24 +44,32 @@ class SageMakerFolders(_Base):
 
     _reliability: ReliabilityOptions
     sagemaker: Folders | None = None
+    newest_in: Path | None = None  # the folder with the file ``newest``, if checkpoints go there
+    _number = 1
     _in_job: Any = None  # the trainer, until the run ends
     _failed = False
     _saved: dict[str, int] | None = None  # checkpoint -> its step
 
     # ---- start ----
 
+    def _configure_launcher(self) -> None:
+        """A Trainer has been made."""
+        super()._configure_launcher()
+        self._number = next(_trainers)
+
     def setup_environment(self) -> None:
         """Start, and take SageMaker's folders where the script has named none."""
         super().setup_environment()
         module = self.lightning_module
-        self.sagemaker = Folders.of(os.environ, self.num_nodes)
+        self.sagemaker = Folders.of(os.environ, self.num_nodes, self._number)
         if self.sagemaker is None or module is None:
             return
         self._in_job, self._failed, self._saved = module.trainer, False, {}
         if self._supervisor is not None:
             self._supervisor.at_emergency(self._write_failure)
         moved = self._take_folders(self.sagemaker)
-        resumes = self._reliability.resume is None
+        self.newest_in = self.sagemaker.checkpoints if moved else None
+        resumes = self._reliability.resume is None and (moved or self._number == 1)
         if resumes:
             self._reliability = replace(self._reliability, resume="auto")
         if self.is_global_zero and self._in_job.state.fn == "fit":
@@ -69,11 +79,10 @@ class SageMakerFolders(_Base):
 
     def _take_folders(self, folders: Folders) -> bool:
         """Let checkpoints go there, unless the Trainer was given a directory; whether any does."""
-        root = str(folders.checkpoints)
-        if self._in_job.default_root_dir not in (os.getcwd(), root):
+        root, weights = str(folders.checkpoints), str(folders.checkpoints / "weights")
+        if self.newest_in is None and self._in_job.default_root_dir != os.getcwd():
             return False
-        set_default_root(self._in_job, root)
-        callbacks = [c for c in self._in_job.checkpoint_callbacks if getattr(c, "dirpath", "") in (None, root)]
+        callbacks = [c for c in self._in_job.checkpoint_callbacks if getattr(c, "dirpath", "") in (None, root, weights)]
         if callbacks and self._reliability.sharded and not folders.is_shared:
             raise ValueError(
                 f"sharded=True needs a directory that all {self.num_nodes} hosts see, and {root} is each host's own. "
@@ -82,8 +91,11 @@ class SageMakerFolders(_Base):
             )
         for callback in callbacks:
             # Resuming takes the newest file of a directory, which must not be one of weights alone.
-            callback.dirpath = os.path.join(root, "weights") if _only_weights(callback) else root
-        return bool(callbacks) or not self._in_job.checkpoint_callbacks
+            callback.dirpath = weights if _only_weights(callback) else root
+        everything = not self._in_job.checkpoint_callbacks
+        if self._in_job.loggers or everything:  # else LightningCLI would find its config.yaml there at the next start
+            set_default_root(self._in_job, root)
+        return bool(callbacks) or everything
 
     # ---- checkpoints ----
 
@@ -93,8 +105,8 @@ class SageMakerFolders(_Base):
         if self.sagemaker is None or self._saved is None:
             return
         self._saved[str(filepath)] = int(checkpoint.get("global_step", -1))
-        if self.is_global_zero and "optimizer_states" in checkpoint:
-            point = partial(point_at, self.sagemaker.checkpoints, filepath)
+        if self.newest_in is not None and self.is_global_zero and "optimizer_states" in checkpoint:
+            point = partial(point_at, self.newest_in, filepath)
             if self._has_safe_files:
                 self.checkpoint_io.afterwards(point)
             else:

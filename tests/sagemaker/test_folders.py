@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
 from contextlib import chdir
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
+from lightning_smddp.strategies import sagemaker_folders
 from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT, places
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer
@@ -46,6 +49,8 @@ def test_folders(tmp_path: Path) -> None:
     assert one == Folders(tmp_path / "checkpoints", tmp_path / "model", is_shared=True)
     together = Folders.of(job(tmp_path, hosts=2, current=2), 2)
     assert together == Folders(tmp_path / "checkpoints", tmp_path / "model", is_shared=False)
+    second = Folders.of(job(tmp_path), 1, number=2)
+    assert second == Folders(tmp_path / "checkpoints" / "trainer2", tmp_path / "model" / "trainer2", is_shared=True)
     alone = Folders.of(job(tmp_path, hosts=2, current=2), 1)
     assert alone == Folders(tmp_path / "checkpoints" / "algo-2", tmp_path / "model" / "algo-2", is_shared=True)
 
@@ -96,7 +101,7 @@ def test_resuming_looks_where_newest_points(tmp_path: Path) -> None:
     """Whatever directories this start's callbacks have."""
     strategy = SMDDPStrategy(verbose=False)
     trainer = make_trainer(strategy, default_root_dir=tmp_path)
-    strategy.sagemaker = Folders(tmp_path, tmp_path / "model", is_shared=True)
+    strategy.newest_in = tmp_path
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "a.ckpt").touch()
     assert places(trainer) == [str(tmp_path / STOP_CHECKPOINT)]
@@ -124,9 +129,10 @@ class Failing(Learner):
 class Start:
     """One start of the script in its job, and what can be seen afterwards."""
 
-    def __init__(self, base: Path, strategy: Any = None, model: Any = None, **options: Any) -> None:
+    def __init__(self, base: Path, strategy: Any = None, model: Any = None, number: int = 1, **options: Any) -> None:
         os.environ["SAGEMAKER_BASE_DIR"] = str(base)
         self.base, self.model = base, model or Learner()
+        sagemaker_folders._trainers = count(number)
         code = base / "code"
         code.mkdir(parents=True, exist_ok=True)
         strategy = strategy or SMDDPStrategy(verbose=False, algorithm="native")
@@ -164,16 +170,16 @@ def clear(folder: Path) -> None:
 
 def defaults(base: Path) -> list[dict[str, Any]]:
     """Nothing is given but a logger that counts versions; the second start goes on, the third has nothing to do."""
-    logger = {"logger": CSVLogger(str(base / "logs"), "run"), "log_every_n_steps": 1}
+    logger: dict[str, Any] = {"logger": CSVLogger(str(base / "logs"), "run"), "log_every_n_steps": 1}
     found = [Start(base, **logger).seen(), Start(base, max_epochs=2, **logger).seen()]
     clear(base / "model")  # a new container
-    return [*found, Start(base, max_epochs=2, **logger).seen()]
+    return [*found, Start(base, max_epochs=2, **logger).seen(), Start(base, number=2, logger=False).seen()]
 
 
 def given_directories(base: Path) -> list[dict[str, Any]]:
     """Nothing moves."""
-    kept = {"callbacks": [ModelCheckpoint(str(base / "mine"))], "default_root_dir": str(base / "root")}
-    root = {"logger": False, "default_root_dir": str(base / "root")}
+    kept: dict[str, Any] = {"callbacks": [ModelCheckpoint(str(base / "mine"))], "default_root_dir": str(base / "root")}
+    root: dict[str, Any] = {"logger": False, "default_root_dir": str(base / "checkpoints")}
     return [Start(base, **kept).seen(), Start(base, **root).seen()]
 
 
@@ -194,8 +200,8 @@ def weights_alone(base: Path) -> list[dict[str, Any]]:
 
 
 def best_or_last(base: Path) -> list[dict[str, Any]]:
-    best = {"model": Monitored(), "callbacks": [ModelCheckpoint(monitor="score")], "max_epochs": 2}
-    every = {"every_n_train_steps": 4, "save_on_train_epoch_end": False}
+    best: dict[str, Any] = {"model": Monitored(), "callbacks": [ModelCheckpoint(monitor="score")], "max_epochs": 2}
+    every: dict[str, Any] = {"every_n_train_steps": 4, "save_on_train_epoch_end": False}
     background = SMDDPStrategy(verbose=False, algorithm="native", async_save=True)
     directories = SMDDPStrategy(verbose=False, algorithm="native", sharded=True)
     return [
@@ -238,7 +244,7 @@ def slow_starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict
 
 
 def test_a_second_start_finds_the_first_ones_checkpoints(starts: dict[str, Any]) -> None:
-    first, second, third = starts["defaults"]
+    first, second, third, _ = starts["defaults"]
     assert (first["root"], first["steps"], first["trained"]) == ("checkpoints", STEPS, STEPS)
     assert first["files"] == ["checkpoints/epoch=0-step=6.ckpt", "model/model.ckpt"]
     assert (first["newest"], first["model"]) == ("epoch=0-step=6.ckpt", STEPS)
@@ -247,11 +253,18 @@ def test_a_second_start_finds_the_first_ones_checkpoints(starts: dict[str, Any])
     assert (third["trained"], third["model"]) == (0, 2 * STEPS)
 
 
+def test_a_second_trainer_of_the_script_starts_anew(starts: dict[str, Any]) -> None:
+    *_, found = starts["defaults"]
+    assert found["trained"] == STEPS
+    assert {"checkpoints/trainer2/epoch=0-step=6.ckpt", "model/trainer2/model.ckpt"} < set(found["files"])
+    assert found["root"] == "code"  # without a logger, LightningCLI's config.yaml would go there
+
+
 def test_nothing_moves_that_was_given(starts: dict[str, Any]) -> None:
     both, root = starts["given_directories"]
     assert both["files"] == ["mine/epoch=0-step=6.ckpt", "model/model.ckpt"]
     assert (both["root"], both["newest"], both["model"]) == ("root", None, STEPS)
-    assert "root/checkpoints/epoch=0-step=6.ckpt" in root["files"]
+    assert "checkpoints/checkpoints/epoch=0-step=6.ckpt" in root["files"]
     assert root["trained"] == STEPS
 
 
@@ -315,6 +328,38 @@ def test_failure_before_there_is_a_process_group(tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match="has 2 nodes") as caught:
         trainer.fit(Learner())
     assert (tmp_path / "output" / "failure").read_text() == f"ValueError: {caught.value}"[:1024]
+
+
+# ---- stops ----
+
+
+class Reclaimed(Callback):
+    """The spot instance is taken back, once."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 3 and trainer.is_global_zero:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(base: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Start(Path(base), callbacks=[Reclaimed()])
+    assert caught.value.code == 143
+
+
+def started_again(base: str) -> dict[str, Any]:
+    return Start(Path(base)).seen()
+
+
+@pytest.mark.slow
+def test_a_stopped_job_goes_on(tmp_path: Path) -> None:
+    run_trainer_ranks(stopped, 2, str(tmp_path), env=job(tmp_path))
+    assert (tmp_path / "checkpoints" / "newest").read_text().strip() == "smddp-stop.ckpt"
+    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "output").exists()  # a stop is no failure
+    for seen in run_trainer_ranks(started_again, 2, str(tmp_path), env=job(tmp_path)):
+        assert seen["steps"] == seen["model"] == STEPS
+        assert 0 < seen["trained"] < STEPS
 
 
 # ---- several hosts ----

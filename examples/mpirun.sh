@@ -1,0 +1,10 @@
+#!/bin/bash
+# bash examples/mpirun.sh examples/hostfile
+# Open MPI starts as many ranks on each host of the file as it has slots; multinode.py asks how many there are.
+hostfile=${1:?which hostfile, with lines such as "host0 slots=4"?}
+options=(
+  --hostfile "$hostfile"
+  -x PATH                              # on the other hosts, too
+  -mca odls_base_sigkill_timeout 30    # seconds to save a checkpoint in, when mpirun gets SIGTERM
+)
+exec mpirun "${options[@]}" python "$(dirname "$0")/multinode.py" "${@:2}"
