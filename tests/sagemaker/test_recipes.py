@@ -202,4 +202,4 @@ def test_the_job_trains_and_goes_on_after_an_interruption(tmp_path: Path) -> Non
     assert losses[1] < losses[0] < 5.0
     weights = torch.load(tmp_path / "model" / "model.ckpt", weights_only=True)
     assert weights["global_step"] == 40
-    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+    assert (tmp_path / "checkpoints" / "newest").read_text().strip().endswith(".ckpt")
