@@ -96,7 +96,13 @@ class _RegisteringLoader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        change(module)
+        try:
+            change(module)
+        except Exception as error:  # a Lightning that we do not know must not break for it
+            warnings.warn(
+                f"lightning_smddp could not register in {module.__name__}: {type(error).__name__}: {error}",
+                stacklevel=2,
+            )
 
 
 class _RegistryFinder(MetaPathFinder):

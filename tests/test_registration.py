@@ -12,6 +12,7 @@ import pkgutil
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,6 +214,16 @@ def test_other_imports_pass_untouched() -> None:
     finder = next(finder for finder in sys.meta_path if isinstance(finder, _registration._RegistryFinder))
     for name in ("json", "lightning", "lightning.pytorch", "lightning.pytorch.strategies.ddp", "torch", "no_such"):
         assert finder.find_spec(name, None) is None
+
+
+def test_a_lightning_that_we_do_not_know_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has other names, say; the import goes on, with a warning."""
+    name = "lightning.pytorch.trainer.connectors.accelerator_connector"
+    module = type(sys)(name)
+    module._AcceleratorConnector = type("_AcceleratorConnector", (), {})  # type: ignore[attr-defined]
+    loader = _registration._RegisteringLoader(SimpleNamespace(exec_module=lambda module: None))
+    with pytest.warns(UserWarning, match=f"could not register in {name}: AttributeError"):
+        loader.exec_module(module)
 
 
 def test_lightning_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ _MOST_LOCAL_RANKS = 8
 
 
 def examine(as_json_text: bool = False, measures: bool = True) -> int:
-    """Print what was found, on the first rank; returns the exit code.
+    """Print what was found, on the first rank (the others' errors go to stderr); returns the exit code.
 
     In a process that a launcher has started as one rank of several, all ranks do this together. Else, for measuring,
     some ranks of this machine are started: one for each GPU, or two on CPU.
@@ -39,14 +39,19 @@ def examine(as_json_text: bool = False, measures: bool = True) -> int:
         measures: False only looks.
 
     Returns:
-        0, or 1 if something is wrong that training would not survive (``error``); the same on all ranks.
+        0, or 1 if something is wrong that training would not survive (``error``); the same on all ranks if they came
+        together.
     """
     facts = look()
     launch = facts["launch"] or {}
-    if measures and (launch.get("world_size") or 1) > 1 and not launch["problems"]:
+    findings = find(facts)
+    if not measures or _code(findings):
+        _print(facts, None, findings, as_json_text)
+        return _code(findings)
+    if (launch.get("world_size") or 1) > 1:
         return _as_a_rank(facts, as_json_text)
-    measured = _with_local_ranks() if measures and facts["launch_problem"] is None and not launch["problems"] else None
-    findings = find(facts, measured)
+    measured, problem = _with_local_ranks()
+    findings = [*([] if problem is None else [problem]), *find(facts, measured)]
     _print(facts, measured, findings, as_json_text)
     return _code(findings)
 
@@ -58,15 +63,12 @@ def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
         findings = [*find(facts), Finding("error", f"{launch['line']} Not said: {', '.join(missing)}.", _HOW_TO_SAY)]
         _print(facts, None, findings, as_json_text)
         return 1
-    device = _device(launch["local_rank"])
+    device = _device(launch["local_rank"], launch["local_world_size"] or 1)
     try:
         _meet(launch, facts, device)
     except StartError as error:
         findings = [*find(facts), Finding("error", str(error), "Without this the ranks of a job do not come together.")]
-        if launch["rank"] == 0:
-            _print(facts, None, findings, as_json_text)
-        else:
-            print(f"lightning-smddp doctor: {error}", file=sys.stderr)
+        _print(facts, None, findings, as_json_text)
         return 1
     try:
         assert dist.group.WORLD is not None
@@ -81,6 +83,9 @@ def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
     return _code(findings)
 
 
+_HOW_TO_MEET = (
+    "Training would fail likewise. Look at GLOO_SOCKET_IFNAME, /dev/shm, and the limits of processes and memory."
+)
 _HOW_TO_SAY = "Set MASTER_ADDR and MASTER_PORT on all ranks, or start the job as docs/launchers.md shows."
 
 
@@ -100,15 +105,24 @@ def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.dev
     join(meeting, backend, device if device.type == "cuda" else None, limit, limit)
 
 
-def _device(local_rank: int) -> torch.device:
-    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+def _device(local_rank: int, local_ranks: int) -> torch.device:
+    """A GPU, if each rank of this node has one: the ranks of a job measure with one backend."""
+    if torch.cuda.is_available() and local_ranks <= torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
     return torch.device("cpu")
 
 
-def _with_local_ranks() -> dict[str, Any]:
-    """Measure with ranks of this machine alone."""
+def _with_local_ranks() -> tuple[dict[str, Any] | None, Finding | None]:
+    """Measure with ranks of this machine alone; or why they could not."""
+    try:
+        return _measured_here(), None
+    except (mp.ProcessRaisedException, mp.ProcessExitedException, RuntimeError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        return None, Finding("error", f"Ranks of this machine alone do not come together: {reason}", _HOW_TO_MEET)
+
+
+def _measured_here() -> dict[str, Any]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = min(gpus, _MOST_LOCAL_RANKS) if gpus > 1 else 2
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -121,7 +135,7 @@ def _with_local_ranks() -> dict[str, Any]:
 
 def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str) -> None:
     torch.set_num_threads(1)
-    device = _device(rank) if on_gpus else torch.device("cpu")
+    device = _device(rank, world_size) if on_gpus else torch.device("cpu")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=world_size)
     try:
@@ -136,6 +150,11 @@ def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str)
 def _print(
     facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: list[Finding], as_json_text: bool
 ) -> None:
+    if (facts["launch"] or {}).get("rank"):
+        for finding in findings:
+            if finding.level == "error":
+                print(f"lightning-smddp doctor: {finding.what} {finding.cure}", file=sys.stderr)
+        return
     print(as_json(facts, measured, findings) if as_json_text else as_text(facts, measured, findings), flush=True)
 
 

@@ -153,6 +153,12 @@ def _gpus(facts: Mapping[str, Any]) -> _Found:
             f"NVIDIA's driver is there, but torch {torch} (CUDA {accelerators['torch_cuda']}) sees no GPU.",
             ("Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES."),
         )
+    elif accelerators["gpus"] and len(accelerators["gpus"]) < ((facts["launch"] or {}).get("local_world_size") or 1):
+        ranks = facts["launch"]["local_world_size"]
+        yield (
+            f"{ranks} ranks of this node, but {len(accelerators['gpus'])} GPU(s) visible: measured on CPU.",
+            ("Let each rank see all GPUs of the node: it takes that of its local rank."),
+        )
     elif accelerators["gpus"] and not facts["backends"]["nccl"]:
         yield f"torch {torch} sees GPUs, but was built without NCCL.", "Install torch's wheel."
 
@@ -202,8 +208,8 @@ def _pidfds(facts: Mapping[str, Any]) -> _Found:
 def _mpi(facts: Mapping[str, Any]) -> _Found:
     if facts["versions"]["mpi4py"] is not None and facts["mpi_library"] is None:
         yield (
-            "mpi4py is installed, but there is no MPI library: it cannot be imported.",
-            ("Nothing here needs mpi4py: pip uninstall mpi4py, or install the library."),
+            "mpi4py is installed, but no MPI library is found by name: it may not load.",
+            "Nothing here needs mpi4py. If `python -c 'from mpi4py import MPI'` fails, uninstall it or install MPI.",
         )
 
 

@@ -88,7 +88,7 @@ def read_meeting_place(notes: Notes) -> None:
         notes.put("main_address", "127.0.0.1", "one node")
     for address, source in _starting_hosts(notes.environ):
         notes.put("main_address", address, source)
-    jobs = (*_JOBS, *_NODE_JOBS) if notes["num_nodes"] == 1 else _JOBS
+    jobs = (*_NODE_JOBS, *_JOBS) if notes["num_nodes"] == 1 else _JOBS
     for name in jobs:
         if notes.environ.get(name):
             port = _FIRST_PORT + zlib.crc32(notes.environ[name].encode()) % _PORTS

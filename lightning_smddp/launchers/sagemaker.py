@@ -15,14 +15,15 @@ from typing import Any
 from lightning_smddp.launchers.launch import Launcher, Notes
 
 PORT = 7777  # of both SDKs
-# In the order in which the PyTorch container looks at them.
-_FLAGS = {
+# Of the SDK's settings, to the keys of its `distribution=`; in the order in which the PyTorch container looks at them.
+FLAGS = {
     "sagemaker_mpi_enabled": "mpi",
     "sagemaker_pytorch_ddp_enabled": "pytorchddp",
     "sagemaker_torch_distributed_enabled": "torch_distributed",
     "sagemaker_distributed_dataparallel_enabled": "smdistributed dataparallel",
     "sagemaker_pytorch_xla_multi_worker_enabled": "pytorchxla",
     "sagemaker_parameter_server_enabled": "parameter_server",
+    "sagemaker_multi_worker_mirrored_strategy_enabled": "multi_worker_mirrored_strategy",
 }
 
 
@@ -34,7 +35,6 @@ class Job:
         current_host: this host's name.
         hosts: names of the hosts that train, in the order of their node ranks but for the master; see
             :func:`node_order`.
-        all_hosts: of all instance groups.
         distribution: the key of the SDK's ``distribution=`` (SDK 2), the class given as ``distributed=`` (SDK 3), or
             ``"none"``.
         is_sdk3: whether SDK 3 started it.
@@ -45,7 +45,6 @@ class Job:
 
     current_host: str
     hosts: tuple[str, ...]
-    all_hosts: tuple[str, ...]
     distribution: str
     is_sdk3: bool
     interface: str | None
@@ -68,17 +67,16 @@ def read_job(environ: Mapping[str, str], base_dir: str | Path | None = None) -> 
     resources, source = _resources(environ, config_dir)
     if resources is None:
         return None
-    parameters = _parameters(environ, config_dir)
+    parameters = parameters_of(environ, base_dir)
     is_sdk3 = "SM_HOST_COUNT" in environ or "SM_DISTRIBUTED_CONFIG" in environ
-    distribution = next((name for flag, name in _FLAGS.items() if _is_on(parameters.get(flag))), "none")
+    distribution = next((name for flag, name in FLAGS.items() if is_on(parameters.get(flag))), "none")
     if is_sdk3 and environ.get("SM_DISTRIBUTED_CONFIG"):
         distribution = "MPI" if "mpi_additional_options" in environ["SM_DISTRIBUTED_CONFIG"] else "Torchrun"
     launched = distribution != "none" and not is_sdk3
     try:
-        all_hosts = tuple(resources["hosts"])
-        hosts = _launched_hosts(resources, parameters) if launched else tuple(sorted(all_hosts))
+        hosts = _launched_hosts(resources, parameters) if launched else tuple(sorted(resources["hosts"]))
         return Job(
-            current_host=resources["current_host"], hosts=hosts, all_hosts=all_hosts, distribution=distribution,
+            current_host=resources["current_host"], hosts=hosts, distribution=distribution,
             is_sdk3=is_sdk3, interface=resources.get("network_interface_name"),
             instance_type=resources.get("current_instance_type") or "local", source=source,
         )  # fmt: skip
@@ -105,15 +103,18 @@ def _resources(environ: Mapping[str, str], config_dir: Path) -> tuple[dict[str, 
     return None, ""
 
 
-def _parameters(environ: Mapping[str, str], config_dir: Path) -> dict[str, Any]:
+def parameters_of(environ: Mapping[str, str], base_dir: str | Path | None = None) -> dict[str, Any]:
     """The SDK's own ``sagemaker_...`` settings: a variable, or on hosts where mpirun forgot it, hyperparameters."""
     if environ.get("SM_FRAMEWORK_PARAMS"):
         return dict(_json(environ["SM_FRAMEWORK_PARAMS"], "SM_FRAMEWORK_PARAMS"))
-    file = config_dir / "hyperparameters.json"
-    if not file.is_file():
-        return {}
-    found = _json(file.read_text(), str(file))
+    found = hyperparameters(environ, base_dir)
     return {name: value for name, value in found.items() if name.startswith("sagemaker_")}
+
+
+def hyperparameters(environ: Mapping[str, str], base_dir: str | Path | None = None) -> dict[str, Any]:
+    """What the job's file has: texts that hold JSON. Empty if there is none."""
+    file = Path(base_dir or base_directory(environ)) / "input" / "config" / "hyperparameters.json"
+    return dict(_json(file.read_text(), str(file))) if file.is_file() else {}
 
 
 def _json(text: str, source: str, kind: type = dict) -> Any:
@@ -126,7 +127,7 @@ def _json(text: str, source: str, kind: type = dict) -> Any:
     return value
 
 
-def _is_on(value: Any) -> bool:
+def is_on(value: Any) -> bool:
     """Hyperparameters are texts that hold JSON; the variable holds the values themselves."""
     return value is True or (isinstance(value, str) and value.strip().strip('"').lower() == "true")
 

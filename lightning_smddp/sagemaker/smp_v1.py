@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_smddp.sagemaker.keys import Key, Reading
 
-NAME = "SMP v1"
 _SHARDED = (
     "shards parameters over ranks, which smddp and smddp_pipeline do not. Divide the layers instead with "
     "pipeline_parallel_degree, or use Lightning's FSDPStrategy(sharding_strategy='HYBRID_SHARD')."

@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning_smddp.sagemaker.keys import Key, Reading
 
-NAME = "SMP v2"
 _CUTS_LAYERS = "Divide whole layers over so many ranks: pipeline_parallel_size=(that number)."
 _OFFLOADING = "has a meaning for FSDP's checkpointed layers only; here activation_checkpointing=True of smddp_pipeline"
 

@@ -163,10 +163,11 @@ def before_start(strategy: Any, verbose: bool) -> None:
     """
     environment = strategy.cluster_environment
     launch = getattr(environment, "launch", None) or detect()
-    if environment.creates_processes_externally and launch.starts_ranks:
+    given = any(cls.__name__ == "LightningEnvironment" for cls in type(environment).__mro__)  # asks no launcher
+    if environment.creates_processes_externally and launch.starts_ranks and not given:
         for what, cure in launch.problems:
             raise ValueError(f"{what} {cure}")
-    if verbose and (launch.starts_ranks or launch.platform):
+    if verbose and not given and (launch.starts_ranks or launch.platform):
         rank_zero_info(launch.describe())
     present = {name for _, name in socket.if_nameindex()}
     for name, value in network_variables(launch).items():

@@ -45,7 +45,8 @@ class SageMakerFolders(_Base):
     _reliability: ReliabilityOptions
     sagemaker: Folders | None = None
     newest_in: Path | None = None  # the folder with the file ``newest``, if checkpoints go there
-    _number = 1
+    _number, _made_in = 1, ""
+    _resumes_by_default, _resumed_by_default = True, False  # in the first fit, and in the last one
     _in_job: Any = None  # the trainer, until the run ends
     _failed = False
     _saved: dict[str, int] | None = None  # checkpoint -> its step
@@ -55,7 +56,7 @@ class SageMakerFolders(_Base):
     def _configure_launcher(self) -> None:
         """A Trainer has been made."""
         super()._configure_launcher()
-        self._number = next(_trainers)
+        self._number, self._made_in = next(_trainers), os.getcwd()
 
     def setup_environment(self) -> None:
         """Start, and take SageMaker's folders where the script has named none."""
@@ -69,18 +70,25 @@ class SageMakerFolders(_Base):
             self._supervisor.at_emergency(self._write_failure)
         moved = self._take_folders(self.sagemaker)
         self.newest_in = self.sagemaker.checkpoints if moved else None
-        resumes = self._reliability.resume is None and (moved or self._number == 1)
-        if resumes:
-            self._reliability = replace(self._reliability, resume="auto")
-        if self.is_global_zero and self._in_job.state.fn == "fit":
-            where = self.sagemaker.checkpoints if moved else "the script's own directories"
-            how = "; resume='auto', as the script does not say ('never' starts from scratch)" if resumes else ""
-            print(f"SageMaker: checkpoints in {where}, the final model in {self.sagemaker.model}{how}.", flush=True)
+        if self._in_job.state.fn == "fit":
+            self._begin_fit(self.sagemaker, moved)
+
+    def _begin_fit(self, folders: Folders, moved: bool) -> None:
+        """Go on from an earlier start of the job in the Trainer's first fit; a second one has weights already."""
+        by_default = self._resumes_by_default and self._reliability.resume is None and (moved or self._number == 1)
+        self._resumes_by_default = False
+        if by_default or self._resumed_by_default:
+            self._reliability = replace(self._reliability, resume="auto" if by_default else None)
+        self._resumed_by_default = by_default
+        if self.is_global_zero:
+            where = folders.checkpoints if moved else "the script's own directories"
+            how = "; resume='auto', as the script does not say ('never' starts from scratch)" if by_default else ""
+            print(f"SageMaker: checkpoints in {where}, the final model in {folders.model}{how}.", flush=True)
 
     def _take_folders(self, folders: Folders) -> bool:
         """Let checkpoints go there, unless the Trainer was given a directory; whether any does."""
         root, weights = str(folders.checkpoints), str(folders.checkpoints / "weights")
-        if self.newest_in is None and self._in_job.default_root_dir != os.getcwd():
+        if self.newest_in is None and self._in_job.default_root_dir != self._made_in:
             return False
         callbacks = [c for c in self._in_job.checkpoint_callbacks if getattr(c, "dirpath", "") in (None, root, weights)]
         if callbacks and self._reliability.sharded and not folders.is_shared:

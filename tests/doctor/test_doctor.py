@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_smddp.cli import main
+from lightning_smddp.doctor import examination
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Finding, find, merged
 from lightning_smddp.doctor.report import as_json, as_text
@@ -81,10 +82,14 @@ def changed(path: str, value: Any, **more: Any) -> dict[str, Any]:
         ),
         (
             changed(
-                "accelerators", {"gpus": ["H100"], "torch_cuda": "12.8", "nvidia_driver": True},
+                "accelerators", {"gpus": ["H100"] * 2, "torch_cuda": "12.8", "nvidia_driver": True},
                 **{"backends.nccl": False},
             ),
             "warning", "without NCCL", "wheel",
+        ),
+        (
+            changed("accelerators", {"gpus": ["H100"], "torch_cuda": "12.8", "nvidia_driver": True}),
+            "warning", "2 ranks of this node, but 1 GPU(s)", "all GPUs",
         ),
         (changed("shared_memory", {"size": 2**26, "free": 2**26}), "warning", "holds 64 MiB", "--shm-size"),
         (changed("shared_memory", {"size": 2**33, "free": 2**20}), "warning", "is full: 1 of 8192", "Remove"),
@@ -92,7 +97,7 @@ def changed(path: str, value: Any, **more: Any) -> dict[str, Any]:
         (changed("processors.usable", 4), "warning", "2 ranks of 4 threads share 4 processors", "OMP_NUM_THREADS=2"),
         (changed("open_files", 256), "warning", "256 files", "ulimit"),
         (changed("sees_processes_end", False), "warning", "no pidfds", "Linux 5.3"),
-        (changed("versions.mpi4py", "4.1.0"), "warning", "no MPI library", "pip uninstall mpi4py"),
+        (changed("versions.mpi4py", "4.1.0"), "warning", "no MPI library", "from mpi4py import MPI"),
         (
             changed("launch.will_set", {"FI_PROVIDER": "efa"}, **{"launch.instance_type": "ml.p4d.24xlarge"}),
             "warning", "ml.p4d.24xlarge, but no EFA device", "security group",
@@ -170,15 +175,35 @@ def test_the_ranks_of_a_job_are_examined_together() -> None:
     assert any("500 files open" in finding["what"] for finding in found["findings"])
 
 
-def wrong_interface() -> tuple[int, str]:
-    return examined()
-
-
 def test_ranks_that_cannot_meet_say_why() -> None:
+    """On stdout there is one report, with errors alone on the others' stderr."""
     env = {"GLOO_SOCKET_IFNAME": "nonsense0"}
-    (code, text), (other, _) = run_trainer_ranks(wrong_interface, 2, env=env)
-    assert (code, other) == (1, 1)
+    (code, text), (other, nothing) = run_trainer_ranks(examined, 2, env=env)
+    assert (code, other, nothing) == (1, 1, "")
     assert "this machine has no interface 'nonsense0'" in text
+
+
+def test_looking_alone_gives_one_report() -> None:
+    (_, text), (_, nothing) = run_trainer_ranks(examined, 2, "--json", "--no-measure")
+    assert json.loads(text)["measured"] is None
+    assert nothing == ""
+
+
+def test_errors_come_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
+    code, text = examined()
+    assert (code, "measured" in text) == (1, False)
+    assert "this machine has no interface 'nonsense0'" in text
+
+
+def test_ranks_of_its_own_that_fail_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise RuntimeError("Process 1 failed:\n\nconnectFullMesh failed")
+
+    monkeypatch.setattr(examination, "_measured_here", fail)
+    code, text = examined()
+    assert code == 1
+    assert "do not come together: connectFullMesh failed" in text
 
 
 @pytest.mark.slow

@@ -101,6 +101,18 @@ def test_a_given_environment_wins(package: str, monkeypatch: pytest.MonkeyPatch)
         assert trainer(package, strategy).strategy.cluster_environment is given
 
 
+def test_a_given_environment_is_not_judged_by_others_variables(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the processes that Lightning starts, too, in a shell that Slurm has left its variables in."""
+    enter("slurm_batch_without_srun", monkeypatch, LOCAL_RANK="1")
+    with pytest.raises(ValueError, match="srun"):
+        environments.before_start(Strategy(environments_of("lightning.pytorch").SLURMEnvironment()), verbose=True)
+    with caplog.at_level(logging.INFO):
+        environments.before_start(Strategy(environments_of("lightning.pytorch").LightningEnvironment()), verbose=True)
+    assert "Started by" not in caplog.text
+
+
 def test_other_strategies_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     enter("open_mpi_4", monkeypatch)
     chosen = trainer("lightning.pytorch", "ddp", num_nodes=1).strategy.cluster_environment

@@ -139,6 +139,7 @@ class Start:
         with chdir(code):
             trainer = make_trainer(strategy, **{"enable_checkpointing": True, "max_epochs": 1, **options})
             trainer.fit(self.model)
+        self.trainer = trainer
         torch.distributed.barrier()
         self.steps, self.trained = trainer.global_step, len(getattr(self.model, "losses", ()))
         self.root = os.path.relpath(trainer.default_root_dir, base)
@@ -174,6 +175,16 @@ def defaults(base: Path) -> list[dict[str, Any]]:
     found = [Start(base, **logger).seen(), Start(base, max_epochs=2, **logger).seen()]
     clear(base / "model")  # a new container
     return [*found, Start(base, max_epochs=2, **logger).seen(), Start(base, number=2, logger=False).seen()]
+
+
+def several_fits(base: Path) -> list[dict[str, Any]]:
+    """A validation, and a fit after a fit, which has weights to begin with."""
+    Start(base)
+    again, model = Start(base, max_epochs=2), Learner()
+    went_on_from = str(again.trainer.ckpt_path)
+    again.trainer.fit_loop.max_epochs = 3
+    again.trainer.fit(model)
+    return [{"first": went_on_from, "second": again.trainer.ckpt_path, "trained": len(model.losses)}]
 
 
 def given_directories(base: Path) -> list[dict[str, Any]]:
@@ -217,7 +228,7 @@ def pipeline(base: Path) -> list[dict[str, Any]]:
     return [Start(base, PipelineStrategy(verbose=False), Net(), max_epochs=epochs).seen() for epochs in (1, 2)]
 
 
-EVERYDAY = [defaults, given_directories]
+EVERYDAY = [defaults, several_fits, given_directories]
 SLOW = [given_resume, weights_alone, best_or_last, pipeline]
 
 
@@ -258,6 +269,12 @@ def test_a_second_trainer_of_the_script_starts_anew(starts: dict[str, Any]) -> N
     assert found["trained"] == STEPS
     assert {"checkpoints/trainer2/epoch=0-step=6.ckpt", "model/trainer2/model.ckpt"} < set(found["files"])
     assert found["root"] == "code"  # without a logger, LightningCLI's config.yaml would go there
+
+
+def test_only_the_first_fit_goes_on_by_itself(starts: dict[str, Any]) -> None:
+    [found] = starts["several_fits"]
+    assert found["first"].endswith("epoch=0-step=6.ckpt")
+    assert (found["second"], found["trained"]) == (None, STEPS)
 
 
 def test_nothing_moves_that_was_given(starts: dict[str, Any]) -> None:

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy, from_sagemaker
+from lightning_smddp.launchers.detection import detect
 from lightning_smddp.pipeline.placement import Grid
 from lightning_smddp.sagemaker import smp_v1, smp_v2, translate
+from lightning_smddp.sagemaker.jobs import distribution_of
+from tests.launchers.cases import FIXTURES, NAMES, environ
 
 ON = {"enabled": True}
 V1_DEFAULTS: dict[str, Any] = {
@@ -317,10 +320,10 @@ def test_outside_of_a_job_there_is_nothing_to_read(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"no SageMaker job .* Give the dictionary"):
         from_sagemaker()
     monkeypatch.setenv("SM_FRAMEWORK_PARAMS", "{")
-    with pytest.raises(ValueError, match="SM_FRAMEWORK_PARAMS='{' is not JSON"):
+    with pytest.raises(ValueError, match="SM_FRAMEWORK_PARAMS is not valid JSON"):
         from_sagemaker()
     monkeypatch.setenv("SM_FRAMEWORK_PARAMS", "[]")
-    with pytest.raises(ValueError, match="has to be a JSON object"):
+    with pytest.raises(ValueError, match="SM_FRAMEWORK_PARAMS holds list, not dict"):
         from_sagemaker()
 
 
@@ -340,3 +343,17 @@ def test_translating_loads_neither_torch_nor_lightning() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=Path.cwd()
     )
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+JOBS = [name for name in NAMES if name.startswith(("sagemaker_", "sdk3_"))]
+
+
+@pytest.mark.parametrize("case", JOBS)
+def test_each_process_of_a_job_knows_that_it_is_one(case: str) -> None:
+    """Also those that mpirun gave no variables of SageMaker's; what it is told is what detection reads."""
+    variables = {**environ(case), "SAGEMAKER_BASE_DIR": str(FIXTURES / case / "opt_ml")}
+    found, platform = distribution_of(variables), detect(variables).platform
+    assert platform.startswith("SageMaker (distribution ")
+    for name in ("mpi", "torch_distributed", "pytorchddp", "parameter_server"):
+        assert (name in found) == (f"distribution {name}," in platform), (found, platform)
+    assert ("dataparallel" in found.get("smdistributed", {})) == ("smdistributed dataparallel" in platform)
