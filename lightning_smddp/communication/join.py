@@ -29,7 +29,7 @@ from lightning_smddp.communication.errors import StartError
 from lightning_smddp.communication.interfaces import describe_interfaces, holder_of, interface_problem
 
 DEFAULT_INIT_TIMEOUT = timedelta(minutes=10)  # or the strategy's `timeout`, if that is less
-_RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "PMIX_NAMESPACE")
+_RUN_VARIABLES = ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE"]
 _NAME_PATIENCE_S = 60.0  # a cluster's names may come up after its processes
 _TELL_PATIENCE_S = 3.0  # to let the others know of a problem of this rank's own
 _PROBE_S = 2.0  # for a process that serves this job's store already
@@ -109,8 +109,16 @@ def join(
 
 def _run_key() -> str:
     """A prefix of the keys of this start: another run's, or an earlier one's, are never read."""
-    run = "/".join(os.environ.get(name, "") for name in _RUN_VARIABLES)
+    names = list(_RUN_VARIABLES)
+    if _agent_serves():  # its store outlives the ranks; else a node that came later would count from 0 for itself
+        names.append("TORCHELASTIC_RESTART_COUNT")
+    run = "/".join(os.environ.get(name, "") for name in names)
     return f"lightning_smddp/{run}/{next(_starts)}"
+
+
+def _agent_serves() -> bool:
+    """Whether the store is that of torchrun's agent on the first node."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _start_group(
@@ -152,8 +160,7 @@ def _start_group(
 
 def _open_store(meeting: Meeting, card: Card, deadline: float, limit: timedelta) -> tuple[dist.Store, str]:
     """A connection to the job's store, which rank 0 serves unless an agent does; and what is listened on."""
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listener = None if agents or meeting.rank != 0 else _listen(meeting, card, deadline)
+    listener = None if _agent_serves() or meeting.rank != 0 else _listen(meeting, card, deadline)
     if listener is None:
         return _connect(meeting, deadline, limit), ""
     host, port = listener.getsockname()[:2]

@@ -1,4 +1,4 @@
-"""Nodes of a test: network namespaces of this machine, joined by a pair of virtual Ethernet devices."""
+"""Nodes of a test: network namespaces of this machine, joined by virtual Ethernet devices."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x4000000, 0x20000000, 0x40000000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+# The first process of a machine: its children end when it is killed.
+FIRST = 'hostname "$0" && mount --bind "$1" /etc/hosts && eval "$2" && shift 2 && "$@"; exit $?'
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,16 @@ class Node:
     def command(self, *words: str) -> list[str]:
         """``words`` as a command inside this node."""
         return ["ip", "netns", "exec", self.namespace, *words]
+
+    def machine(self, host: str, hosts: Path, *words: str, prepare: str = ":") -> list[str]:
+        """``words`` as a command on a machine of its own here, which goes down when the command's process is killed.
+
+        Host name, process ids, /proc and mounts are its own, and so is ``/etc/hosts``, which is the file ``hosts``.
+        ``prepare``: shell commands that come first, such as more mounts.
+        """
+        new = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        inside = ["nsenter", f"--net=/run/netns/{self.namespace}", *new]
+        return [*inside, "sh", "-c", FIRST, host, str(hosts), prepare, *words]
 
     def environment(self) -> dict[str, str]:
         """Environment for a process of this node: gloo has to be told the interface."""
@@ -66,15 +78,51 @@ def two_nodes(rate: str = "1gbit") -> Iterator[tuple[Node, Node]]:
         _run("ip", "link", "add", nodes[0].interface, "type", "veth", "peer", "name", nodes[1].interface)
         for node in nodes:
             _run("ip", "link", "set", node.interface, "netns", node.namespace)
-            _run(*node.command("ip", "address", "add", f"{node.address}/24", "dev", node.interface))
-            _run(*node.command("ip", "link", "set", node.interface, "up"))
-            _run(*node.command("ip", "link", "set", "lo", "up"))
+            _set_up(node)
             shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "20ms"]
             _run(*node.command("tc", "qdisc", "add", "dev", node.interface, *shape))
         yield nodes
     finally:
-        for node in nodes:
-            subprocess.run(["ip", "netns", "delete", node.namespace], capture_output=True)
+        _delete(*(node.namespace for node in nodes))
+
+
+@contextmanager
+def nodes_at_a_switch(count: int) -> Iterator[tuple[Node, ...]]:
+    """``count`` nodes, each with a link to a bridge in one more namespace; everything is gone afterwards."""
+    tag = secrets.token_hex(3)
+    nodes = tuple(Node(f"n{i}{tag}", "eth0", f"10.77.0.{i + 1}") for i in range(count))
+    switch = ["-n", f"s{tag}"]
+    try:
+        _run("ip", "netns", "add", f"s{tag}")
+        _run("ip", *switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", *switch, "link", "set", "bridge", "up")
+        for index, node in enumerate(nodes):
+            _run("ip", "netns", "add", node.namespace)
+            peer = ["peer", "name", f"p{index}", "netns", f"s{tag}"]
+            _run("ip", "-n", node.namespace, "link", "add", node.interface, "type", "veth", *peer)
+            _run("ip", *switch, "link", "set", f"p{index}", "master", "bridge", "up")
+            _set_up(node)
+        yield nodes
+    finally:
+        _delete(*(node.namespace for node in nodes), f"s{tag}")
+
+
+def write_hosts(nodes: Sequence[Node], names: Sequence[str], path: Path) -> Path:
+    """An ``/etc/hosts`` in which each node has its name."""
+    lines = [f"{node.address} {name}" for node, name in zip(nodes, names, strict=True)]
+    path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+    return path
+
+
+def _set_up(node: Node) -> None:
+    _run(*node.command("ip", "address", "add", f"{node.address}/24", "dev", node.interface))
+    _run(*node.command("ip", "link", "set", node.interface, "up"))
+    _run(*node.command("ip", "link", "set", "lo", "up"))
+
+
+def _delete(*namespaces: str) -> None:
+    for namespace in namespaces:
+        subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
 
 
 def _system(name: str, *arguments: int | bytes | None) -> None:
