@@ -32,5 +32,5 @@ if __name__ == "__main__":
         callbacks=[ModelCheckpoint(DIRECTORY, save_last=True), Reclaimed()],
     )
     trainer.fit(Digits(), DigitsData())
-    weights = sum(float(p.double().abs().sum()) for p in trainer.model.parameters())
+    weights = sum(p.detach().double().abs().sum().item() for p in trainer.model.parameters())
     trainer.print(f"step {trainer.global_step}, sum of weights {weights:.12f}")

@@ -120,7 +120,12 @@ def _load(name: str) -> Any:
     module, colon, attribute = name.partition(":")
     if not colon or not attribute:
         raise SystemExit(f"{name!r} has to be module:Class, such as my_project.models:Classifier.")
-    found = importlib.import_module(module)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise SystemExit(f"There is no module {module!r} here, nor among the installed ones.") from None
     if not hasattr(found, attribute):
         raise SystemExit(f"Module {module!r} has no {attribute!r}.")
     return getattr(found, attribute)

@@ -195,6 +195,9 @@ def test_multinode_example_under_two_agents_of_torchrun(tmp_path: Path) -> None:
     first, second = run_on_each([line.split()] * 2, [{}, {}], tmp_path)
     assert 0.9 <= number_after("validation accuracy", first + second) <= 1.0
     assert (first + second).count("Started by torchrun") == 1  # rank 0
+    again = run_program(["-m", "torch.distributed.run", "--nproc-per-node=2", str(EXAMPLES / "multinode.py")], tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "nothing is left to do" in again.stdout
 
 
 @pytest.mark.slow

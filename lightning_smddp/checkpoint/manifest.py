@@ -45,6 +45,10 @@ class Manifest:
         path = os.path.join(directory, NAME)
         if not os.path.exists(directory):
             raise FileNotFoundError(f"Checkpoint not found: {directory}")
+        if not os.path.isdir(directory):
+            raise CheckpointError(
+                directory, "is one plain file, not a sharded checkpoint", "It is consolidated already."
+            )
         if not os.path.exists(path):
             raise CheckpointError(directory, "is a directory without a manifest, not a complete checkpoint", _ANOTHER)
         try:

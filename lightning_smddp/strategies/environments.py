@@ -21,6 +21,8 @@ from lightning_smddp.launchers.launch import Launch
 from lightning_smddp.launchers.mpi import DEFAULT_PORT, address_cure
 from lightning_smddp.launchers.slurm import in_allocation_only
 
+_LIGHTNINGS = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "srun", "LSFEnvironment": "jsrun"}
+
 
 class ReadsLaunch:
     """A ``ClusterEnvironment`` that says what :func:`~lightning_smddp.launchers.detection.detect` has found."""
@@ -153,6 +155,18 @@ def choose(classes: Any) -> Any | None:
     if launch.launcher == "lightning" and in_allocation_only(os.environ):
         return classes.LightningEnvironment()
     return None
+
+
+def check_numbers(environment: Any, num_devices: int, num_nodes: int) -> None:
+    """Compare what was asked for with what the launcher says, where Lightning's own environment reads it.
+
+    Raises:
+        ValueError: they differ; the message has the values and the cure.
+    """
+    launcher = next((_LIGHTNINGS[cls.__name__] for cls in type(environment).__mro__ if cls.__name__ in _LIGHTNINGS), "")
+    launch = detect() if launcher else None
+    if launch is not None and launch.launcher == launcher:
+        launch.check(num_devices, num_nodes)
 
 
 def before_start(strategy: Any, verbose: bool) -> None:

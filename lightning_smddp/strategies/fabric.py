@@ -18,7 +18,7 @@ from lightning_smddp.strategies.joining import start_process_group
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, by_watch
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.session import Options, Session, check_devices, require_known
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class FabricDataParallel(_Base):
             tuning_cache,
             verbose,
         )
+        require_known(self, kwargs)
         super().__init__(process_group_backend=options.process_group_backend, **kwargs)
         self._session = Session(options)
         reliability = ReliabilityOptions.parse(init_timeout, 90.0, None, on_nonfinite, False, False)

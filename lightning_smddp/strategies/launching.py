@@ -22,6 +22,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from lightning_smddp.launchers.mpi import started_by_mpirun
 from lightning_smddp.strategies._compat_runs import is_control_flow, set_num_threads_if_needed
+from lightning_smddp.strategies.environments import check_numbers
 
 LAUNCHER_PID = "LIGHTNING_SMDDP_LAUNCHER_PID"  # set for ranks that a script's first process starts
 _POLL_S = 0.1
@@ -69,6 +70,7 @@ class ScriptLaunching:
         """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""
         launcher: Any = self
         environment = launcher.cluster_environment
+        check_numbers(environment, launcher.num_processes, launcher.num_nodes)
         environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
         if not environment.creates_processes_externally:
             with _told(LAUNCHER_PID, str(os.getpid())):

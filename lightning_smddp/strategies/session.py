@@ -6,9 +6,11 @@ import atexit
 import gc
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +283,17 @@ def _leave(reference: weakref.ref[Session]) -> None:
 
 def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and 0 < value < float("inf")
+
+
+def require_known(strategy: Any, given: Iterable[str]) -> None:
+    """Raise ``TypeError`` for arguments that neither the strategy nor ``DistributedDataParallel`` has."""
+    inits = [vars(cls).get("__init__") for cls in (*type(strategy).__mro__, DistributedDataParallel)]
+    known = {name for init in inits if init is not None for name in signature(init).parameters}
+    known -= {"self", "args", "kwargs", "module"}
+    for name in sorted(set(given) - known):
+        close = get_close_matches(name, known, 1)
+        hint = f"Did you mean {close[0]!r}?" if close else f"Valid: {', '.join(sorted(known))}."
+        raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
 
 
 def check_devices(num_processes: int, creates_processes_externally: bool) -> None:

@@ -193,7 +193,10 @@ class Supervised(_Base):
             path = stop_checkpoint(trainer)
             trainer.save_checkpoint(path)
             cast(Any, self).finish_saving()
-            text = f"saved to {path}. Give it to `fit` as `ckpt_path`, or use resume='auto', to go on"
+            how = "Start the script again"
+            if self._reliability.resume != "auto":
+                how = "Give it to `fit` as `ckpt_path`, or use resume='auto',"
+            text = f"saved to {path}. {how} to go on"
         else:
             text = "nothing is saved: " + ("no training ran" if self._stopped else "a rank did not answer")
         self._end_by_stop(error, supervisor, text)

@@ -28,7 +28,7 @@ from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
-from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.session import Options, Session, check_devices, require_known
 from lightning_smddp.strategies.sharded import ShardedSaving
 from lightning_smddp.strategies.supervised import Supervised
 from lightning_smddp.strategies.tables import print_table
@@ -106,6 +106,7 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
                 f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
                 f"compression={compression!r} would have no effect. Give either the hook or these."
             )
+        require_known(self, kwargs)
         super().__init__(process_group_backend=options.process_group_backend, **kwargs)
         self._session = Session(options)
         self._reliability = reliability

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_smddp.pipeline.verification import Finding, VerificationError
 from lightning_smddp.strategies.lightning import PipelineStrategy
@@ -32,6 +33,9 @@ def verify(module: LightningModule, data: LightningDataModule | None, ranks: int
     Returns:
         0 if the pipeline computes what the module computes, 1 if not.
     """
+    if data is None and not is_overridden("train_dataloader", module):
+        print(f"{type(module).__name__} has no train_dataloader: give --datamodule module:Class.")
+        return 1
     trainer = Trainer(
         accelerator="cpu",
         devices=ranks,

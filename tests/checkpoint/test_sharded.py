@@ -619,7 +619,7 @@ def test_conversions_say_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFix
         (["shard", "bare.pt", "out"], "was not saved by a Trainer"),
         (["shard", "not there", "out"], "not found"),
         (["shard", "bare.pt", "out", "--parts", "0"], "at least 1"),
-        (["consolidate", "bare.pt", "out"], "bare.pt"),
+        (["consolidate", "bare.pt", "out"], "is one plain file, not a sharded checkpoint"),
         (["consolidate", "not there", "out"], "not found"),
     ]:
         paths = [str(tmp_path / argument) if index in (1, 2) else argument for index, argument in enumerate(arguments)]

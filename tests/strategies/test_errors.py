@@ -6,6 +6,7 @@ import inspect
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import lightning.fabric.strategies
@@ -204,3 +205,51 @@ def test_the_strategys_own_check_of_devices(monkeypatch: pytest.MonkeyPatch) -> 
         check_devices(4, creates_processes_externally=True)
     for part in ("LOCAL_WORLD_SIZE=2", "Set devices=2", "--nproc-per-node=4"):
         assert part in str(caught.value)
+
+
+# ---- unknown arguments ----
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: SMDDPStrategy(algoritm="native"),
+            "no argument 'algoritm'. Did you mean 'algorithm'?",
+        ),
+        (lambda: SMDDPStrategy(static_graf=True), "Did you mean 'static_graph'?"),
+        (
+            lambda: SMDDPFabricStrategy(sharded=True),
+            "has no argument 'sharded'. Valid: .*on_nonfin",
+        ),
+    ],
+)
+def test_an_unknown_argument_is_refused_at_once(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        make()
+
+
+def test_arguments_of_ddp_and_of_subclasses_are_known() -> None:
+    class Own(SMDDPStrategy):
+        def __init__(self, mine: int = 0, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    SMDDPStrategy(find_unused_parameters=True, gradient_as_bucket_view=False, start_method="fork")
+    Own(1, static_graph=True, timeout=timedelta(seconds=5))
+
+
+# ---- numbers that the launcher contradicts ----
+
+
+def wrong_numbers(devices: int) -> str:
+    with pytest.raises(ValueError, match="torchrun") as caught:
+        make_trainer(SMDDPStrategy(verbose=False), devices=devices).fit(Learner())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_number_of_ranks_that_torchrun_did_not_start_has_a_cure(devices: int) -> None:
+    for message in run_trainer_ranks(wrong_numbers, 2, devices):
+        assert "torchrun started 2 ranks" in message
+        assert f"num_nodes=1 and devices={devices} ask for {devices}" in message
+        assert f"torchrun --nnodes=1 --nproc-per-node={devices}" in message

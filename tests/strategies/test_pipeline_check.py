@@ -207,6 +207,15 @@ def test_verify_says_what_is_wrong_with_a_name() -> None:
         main(["verify", "tests.strategies"])
     with pytest.raises(SystemExit, match="has no 'Absent'"):
         main(["verify", "tests.strategies.test_pipeline_check:Absent"])
+    with pytest.raises(SystemExit, match="There is no module 'tests.nowhere'"):
+        main(["verify", "tests.nowhere:Net"])
+
+
+def test_verify_asks_for_data(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_smddp.cli import main
+
+    assert main(["verify", "lightning.pytorch:LightningModule"]) == 1
+    assert "LightningModule has no train_dataloader: give --datamodule" in capsys.readouterr().out
 
 
 def timeline(directory: str) -> int:
