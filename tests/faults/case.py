@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.injection import Fault
 
 
@@ -81,3 +83,8 @@ class Case:
     def is_ours(self) -> bool:
         """Whether it is not Lightning's own strategy."""
         return self.strategy != "ddp"
+
+
+def exhaustive(*cases: Any) -> list[Any]:
+    """The same, in ``make exhaustive`` alone."""
+    return [pytest.param(*case.values, marks=pytest.mark.exhaustive, id=case.id) for case in cases]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.faults import memory
-from tests.faults.case import Case
+from tests.faults.case import Case, exhaustive
 from tests.faults.checks import assert_ended, assert_named
 from tests.faults.injection import MESSAGE, Fault
 from tests.faults.jobs import run
@@ -33,29 +33,31 @@ _IN_NAME = ("strategy", "launcher", "trainer")
 @pytest.mark.parametrize(
     ("rank", "cause", "case"),
     [
-        death(1, "kill", "comm", SIGKILL, world_size=3),
         death(1, "kill", "forward", SIGKILL, strategy=PP, world_size=3),
-        death(0, "kill", "comm", SIGKILL, launcher="spawn"),
         death(1, "kill", "forward", SIGKILL, strategy=PP, launcher="spawn", workers=2),
         death(1, "kill", "data", SIGKILL, launcher="torchrun", asleep={0: 30.0}),
-        death(0, "kill", "optimizer", SIGKILL, strategy=PP, launcher="torchrun"),
         death(0, "kill", "forward", SIGKILL, workers=2),
-        death(1, "kill", "data", SIGKILL, asleep={0: 30.0}, deeply=True),
         death(1, "kill", "setup", SIGKILL, step=0),
-        death(0, "kill", "setup", SIGKILL, step=0, strategy=PP),
-        death(1, "exit", "optimizer", EXIT),
         death(0, "exit", "validation", EXIT, strategy=PP, launcher="spawn", trainer=VALIDATES),
-        death(1, "sysexit", "forward", r"sys.exit\(0\)", strategy=PP),
         death(0, "sysexit", "optimizer", r"sys.exit\(0\)", launcher="torchrun"),
-        death(1, "sysexit", "validation", r"sys.exit\(0\)", launcher="spawn", trainer=VALIDATES),
         death(0, "segv", "forward", SIGSEGV),
-        death(1, "raise", "validation", MESSAGE, launcher="torchrun", trainer=VALIDATES),
-        death(0, "raise", "optimizer", MESSAGE, strategy=PP, launcher="spawn"),
-        death(0, "raise", "setup", MESSAGE, step=0),
         death(1, "raise", "comm", MESSAGE, workers=2, strategy=PP, launcher="torchrun"),
-        death(1, "oom", "backward", r"out of memory \(OOM\)", launcher="spawn"),
         death(1, "raise", "forward", MESSAGE, save_every=3, saves_on_exception=True),
-        death(0, "raise", "forward", MESSAGE, strategy=PP, save_every=3, saves_on_exception=True),
+        *exhaustive(
+            death(1, "kill", "comm", SIGKILL, world_size=3),
+            death(0, "kill", "comm", SIGKILL, launcher="spawn"),
+            death(0, "kill", "optimizer", SIGKILL, strategy=PP, launcher="torchrun"),
+            death(1, "kill", "data", SIGKILL, asleep={0: 30.0}, deeply=True),
+            death(0, "kill", "setup", SIGKILL, step=0, strategy=PP),
+            death(1, "exit", "optimizer", EXIT),
+            death(1, "sysexit", "forward", r"sys.exit\(0\)", strategy=PP),
+            death(1, "sysexit", "validation", r"sys.exit\(0\)", launcher="spawn", trainer=VALIDATES),
+            death(1, "raise", "validation", MESSAGE, launcher="torchrun", trainer=VALIDATES),
+            death(0, "raise", "optimizer", MESSAGE, strategy=PP, launcher="spawn"),
+            death(0, "raise", "setup", MESSAGE, step=0),
+            death(1, "oom", "backward", r"out of memory \(OOM\)", launcher="spawn"),
+            death(0, "raise", "forward", MESSAGE, strategy=PP, save_every=3, saves_on_exception=True),
+        ),
     ],
 )
 def test_of_a_rank(rank: int, cause: str, case: Case, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.case import Case
+from tests.faults.case import Case, exhaustive
 from tests.faults.checks import BOUND_S, assert_ended, assert_saved
 from tests.faults.injection import TWICE_AFTER_S, Fault
 from tests.faults.jobs import Result, run
@@ -28,12 +28,14 @@ def stop(kind: str, step: int, phase: str, code: int | None, **case: Any) -> Any
     ("code", "case"),
     [
         stop("term", 0, "forward", TERM, strategy=PP),
-        stop("term", 5, "comm", TERM, launcher="spawn"),
         stop("term", 5, "forward", None, launcher="torchrun"),  # the agent exits with a code of its own
         stop("term", 5, "validation", TERM, trainer={"limit_val_batches": 2, "val_check_interval": 3}),
         stop("int", 5, "forward", INT),
-        stop("int_group", 5, "backward", INT, strategy=PP),
-        stop("int_group", 5, "optimizer", INT, launcher="spawn"),
+        *exhaustive(
+            stop("term", 5, "comm", TERM, launcher="spawn"),
+            stop("int_group", 5, "backward", INT, strategy=PP),
+            stop("int_group", 5, "optimizer", INT, launcher="spawn"),
+        ),
     ],
 )
 def test_asked_once(code: int | None, case: Case, tmp_path: Path) -> None:
