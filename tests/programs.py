@@ -23,7 +23,7 @@ def run_program(
 
     Args:
         command: ``[SCRIPT, ARGUMENTS...]`` or ``["-m", MODULE, ARGUMENTS...]``.
-        directory: to run in; its ``output`` folder keeps what was printed.
+        directory: to run in; ``.stdout`` and ``.stderr`` in it keep what was printed.
         environment: beside this process's own; the package can be imported from everywhere.
         timeout: seconds, after which all processes of the program are killed.
     """

@@ -5,13 +5,12 @@
 parallel library, as old projects have them.
 """
 
-import argparse
 import tempfile
 from typing import Any
 
 from sagemaker.inputs import TrainingInput
 from sagemaker.pytorch import PyTorch
-from source import IMAGE, stage
+from source import IMAGE, parse, stage
 
 TORCHRUN = {"torch_distributed": {"enabled": True}}
 SMP = {
@@ -42,7 +41,7 @@ def estimator(mode: str, folder: str, role: str, bucket: str, **more: Any) -> Py
         use_spot_instances=True,
         max_run=3600,
         max_wait=7200,
-        checkpoint_s3_uri=f"s3://{bucket}/checkpoints",  # resume="auto" in train.py finds them
+        checkpoint_s3_uri=f"s3://{bucket}/checkpoints",  # copied back at the next start
         output_path=f"s3://{bucket}/models",
         disable_profiler=True,
         **more,
@@ -50,12 +49,7 @@ def estimator(mode: str, folder: str, role: str, bucket: str, **more: Any) -> Py
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", choices=MODES, default="dp")
-    parser.add_argument("--role", required=True)
-    parser.add_argument("--train", required=True, help="s3://bucket/folder with text files")
-    options = parser.parse_args()
-    bucket = options.train.removeprefix("s3://").partition("/")[0]
+    options, bucket = parse(__doc__, MODES)
     with tempfile.TemporaryDirectory() as folder:
         job = estimator(options.mode, stage(folder), options.role, bucket)
         job.fit({"train": TrainingInput(options.train)})

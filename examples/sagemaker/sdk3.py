@@ -4,7 +4,6 @@
 ``--mode dp`` is data parallelism, ``pipeline`` a pipeline.
 """
 
-import argparse
 import tempfile
 from typing import Any
 
@@ -18,7 +17,7 @@ from sagemaker.train.configs import (
     StoppingCondition,
 )
 from sagemaker.train.distributed import Torchrun
-from source import IMAGE, stage
+from source import IMAGE, parse, stage
 
 MODES: dict[str, dict[str, int]] = {  # hyperparameters
     "dp": {"steps": 500},
@@ -44,12 +43,7 @@ def trainer(mode: str, folder: str, role: str, bucket: str, **more: Any) -> Mode
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mode", choices=MODES, default="dp")
-    parser.add_argument("--role", required=True)
-    parser.add_argument("--train", required=True, help="s3://bucket/folder with text files")
-    options = parser.parse_args()
-    bucket = options.train.removeprefix("s3://").partition("/")[0]
+    options, bucket = parse(__doc__, MODES)
     with tempfile.TemporaryDirectory() as folder:
         job = trainer(options.mode, stage(folder), options.role, bucket)
         job.train([InputData(channel_name="train", data_source=options.train)])

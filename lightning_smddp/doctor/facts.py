@@ -10,7 +10,6 @@ import platform
 import resource
 import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -44,7 +43,6 @@ def look(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "processors": {
             "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "threads_of_a_rank": torch.get_num_threads(),
-            "set_by_user": "OMP_NUM_THREADS" in environ,
         },
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "sees_processes_end": _sees_processes_end(),
@@ -75,23 +73,26 @@ def _version(package: str) -> str | None:
 
 def _backends() -> dict[str, bool]:
     """Of ``torch.distributed``; ``smddp`` is AWS's closed one."""
-    with suppress(ImportError, ValueError):
-        return {
-            "gloo": dist.is_gloo_available(),
-            "nccl": dist.is_nccl_available(),
-            "mpi": dist.is_mpi_available(),
-            "smddp": importlib.util.find_spec(_AWS) is not None,
-        }
-    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": False, "smddp": False}
+    return {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "smddp": _is_there(_AWS),
+    }
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
 
 
 def _accelerators() -> dict[str, Any]:
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if _cuda() else []
+    names = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
     return {"gpus": names, "torch_cuda": torch.version.cuda, "nvidia_driver": os.path.exists(_DRIVER)}
-
-
-def _cuda() -> bool:
-    return bool(torch.cuda.is_available())
 
 
 def _network(launch: Mapping[str, Any] | None, environ: Mapping[str, str]) -> dict[str, Any]:

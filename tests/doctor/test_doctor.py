@@ -31,7 +31,7 @@ HEALTHY: dict[str, Any] = {
         "own_name": {"name": "a", "addresses": ["10.0.0.1"], "error": None}, "gloo_interface": None,
     },
     "shared_memory": {"size": 8 * 2**30, "free": 7 * 2**30},
-    "processors": {"usable": 8, "threads_of_a_rank": 4, "set_by_user": False},
+    "processors": {"usable": 8, "threads_of_a_rank": 4},
     "open_files": 65536,
     "sees_processes_end": True,
     "mpi_library": None,
