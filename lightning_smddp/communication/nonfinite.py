@@ -1,4 +1,4 @@
-"""NaN and inf in gradients: seen on every rank before a weight changes, with no message more while all is well.
+"""NaN and inf in gradients: seen before a weight takes them in, with no message more while all is well.
 
 Each rank looks at its own gradients once, before they are averaged: one sum over memory that backward has just
 written. A rank that finds something notes which parameters, and sets the bucket's first element to NaN. Averaging
