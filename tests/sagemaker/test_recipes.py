@@ -142,7 +142,7 @@ def prepare(folder: Path) -> None:
     sys.path.remove(str(RECIPES))
     stage(folder / "staged")
     (folder / "staged" / "requirements.txt").unlink()  # all of it is here, and there may be no network
-    shutil.copy(ROOT / "README.md", folder / "input/data/train")
+    shutil.copy(ROOT / "LICENSE", folder / "input/data/train" / "text.txt")  # which nobody edits
     (folder / "input/config/resourceconfig.json").write_text(json.dumps(RESOURCES))
     channel = {"train": {"TrainingInputMode": "File", "S3DistributionType": "FullyReplicated"}}
     (folder / "input/config/inputdataconfig.json").write_text(json.dumps(channel))
