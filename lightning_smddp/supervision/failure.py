@@ -12,7 +12,10 @@ from lightning_smddp.supervision.progress import Reading
 
 Kind = Literal["exception", "died", "silent", "timeout", "left", "stopped"]
 MAX_MESSAGE_CHARACTERS = 2000
-_WORDS = ("gloo", "NCCL", "Connection closed by peer", "Application timeout caused pair closure", "Timed out waiting")
+_WORDS = (
+    *("gloo", "NCCL", "Connection closed by peer", "Application timeout caused pair closure", "Timed out waiting"),
+    *("RankFailedError: ", "RankTimeoutError: "),  # raised in the callback of a future
+)
 _VERBS = {
     "exception": "failed",
     "died": "died",
@@ -96,7 +99,8 @@ def is_timeout(error: BaseException) -> bool:
 def is_of_communication(error: BaseException) -> bool:
     """Whether ``error`` may be the consequence of another rank's failure.
 
-    Gloo's errors have no type of their own. torch's other ones (NCCL, the store) derive from ``DistError``.
+    Gloo's errors have no type of their own. torch's other ones (NCCL, the store) derive from ``DistError``. Of an
+    error in a callback a ``torch.futures.Future`` keeps the text only.
     """
     names = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, RankFailedError) or "DistError" in names:

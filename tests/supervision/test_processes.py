@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.futures import Future
 
 from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
 from lightning_smddp.supervision import door, processes
@@ -171,6 +172,35 @@ def test_errors_survive_pickling() -> None:
 )
 def test_errors_of_communication_are_known(error: BaseException, communication: bool, timeout: bool) -> None:
     assert (is_of_communication(error), is_timeout(error)) == (communication, timeout)
+
+
+@pytest.mark.parametrize(
+    ("error", "communication", "timeout"),
+    [
+        (RankTimeoutError(1, "late"), True, True),
+        (RankFailedError(1, "gone"), True, False),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:1"), True, False),
+        (ValueError("bad"), False, False),
+    ],
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_they_are_known_from_the_callback_of_a_future(
+    error: BaseException, communication: bool, timeout: bool, depth: int
+) -> None:
+    """Where DDP's communication hooks wait for other ranks; their type is lost there."""
+
+    def fail(future: Future[None]) -> None:
+        raise error
+
+    first: Future[None] = Future()
+    last = first.then(fail)
+    for _ in range(1, depth):
+        last = last.then(lambda future: future.wait())
+    first.set_result(None)
+    with pytest.raises(RuntimeError) as raised:
+        last.wait()
+    assert type(raised.value) is RuntimeError
+    assert (is_of_communication(raised.value), is_timeout(raised.value)) == (communication, timeout)
 
 
 def test_a_lack_of_memory_is_called_so() -> None:
