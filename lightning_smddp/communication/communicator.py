@@ -213,16 +213,9 @@ class Communicator:
             if self.world_size == dist.get_world_size():
                 created = dist.new_group(global_ranks, timeout=self.timeout)
             else:  # other ranks of the world know nothing of this group
-                created = self._new_group_among(f"{purpose}-{ranks}", global_ranks)
+                created = new_group_within(self.group, self.device, self.timeout, global_ranks)
             self._groups[key] = created if self.rank in ranks else None
         return self._groups[key]
-
-    def _new_group_among(self, purpose: str, global_ranks: list[int]) -> dist.ProcessGroup | None:
-        """As ``dist.new_group``, but collective over this communicator's ranks only."""
-        token = broadcast_json(secrets.token_hex(8), self.group, self.device)
-        if dist.get_rank() not in global_ranks:
-            return None
-        return new_group_among(global_ranks, f"lightning_smddp-{purpose}-{token}", self.timeout)
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of each value over all ranks. Collective."""
@@ -243,6 +236,18 @@ class Communicator:
                 with suppress(ValueError):  # destroyed with the default group already
                     dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def new_group_within(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, global_ranks: list[int] | None = None
+) -> dist.ProcessGroup | None:
+    """As ``dist.new_group``, but collective over ``group`` only; None where this rank is not one of ``global_ranks``.
+
+    Without ``global_ranks``: the same ranks again.
+    """
+    token = broadcast_json(secrets.token_hex(8), group, device)
+    ranks = dist.get_process_group_ranks(group) if global_ranks is None else global_ranks
+    return new_group_among(ranks, f"lightning_smddp-{token}", timeout) if dist.get_rank() in ranks else None
 
 
 def reduce_once(algorithm: Algorithm, tensor: Tensor, slot: int | None = None) -> Tensor:

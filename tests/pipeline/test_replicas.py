@@ -116,6 +116,39 @@ def test_two_stages_of_two_replicas(node_ids: str) -> None:
     assert results[2] == results[3]
 
 
+def collectives_meanwhile(algorithm: str) -> None:
+    """The caller uses its group before this rank's buckets are under way, and after the other one's are."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model = stage()
+    with averaging(model, algorithm=algorithm) as replicas:
+        synchronizer, may_start = replicas._synchronizer, threading.Event()
+        assert synchronizer is not None
+        average = synchronizer.average
+
+        def late(bucket: Any) -> Any:
+            may_start.wait(10.0)
+            return average(bucket)
+
+        if rank == 0:
+            synchronizer.average = late  # type: ignore[method-assign]
+        replicas.begin(MICROBATCHES)
+        backward(model, rank)
+        replicas.set_aside()
+        time.sleep(0.2 * rank)
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value, group=group)
+        may_start.set()
+        replicas.finish()
+        assert value == 1.0
+        assert_close(model, mean_gradients(2))
+
+
+@pytest.mark.parametrize("algorithm", ["native", "shared_memory", "balanced"])
+def test_collectives_of_the_caller_do_not_get_between(algorithm: str) -> None:
+    """As ``self.log(sync_dist=True)``, metrics and SyncBatchNorm do."""
+    run_ranks(collectives_meanwhile, 2, algorithm, timeout=30)
+
+
 def one_group_of_several_nodes() -> None:
     """Replicas 0 to 3 on two nodes, and two ranks that know nothing of them."""
     group = dist.new_group([0, 1, 2, 3])
@@ -358,5 +391,6 @@ def given_up() -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_step_that_is_given_up_can_be_left() -> None:
     assert max(run_ranks(given_up, 2)) < 10
