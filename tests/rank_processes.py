@@ -30,7 +30,10 @@ from tests.leaks import live_processes
 GRACE_S = 3.0  # what the other ranks get after the first failure
 LEFTOVER_PATIENCE_S = 0.5  # what a finished rank's descendants get to end by themselves
 # DDP's constructor imports torch._dynamo. None of these initialises CUDA, which would spoil the forked ranks.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "lightning.pytorch", "pytest"]
+PRELOAD = [
+    *("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "lightning.pytorch", "pytest"),
+    "lightning_smddp.strategies.lightning",
+]
 DUMP_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to Lightning's SLURM requeueing
 
 
@@ -179,7 +182,8 @@ def rank_main(setup: Setup, job: bytes, pipe: connection.Connection, stacks: str
     threading.Thread(target=_die_with_parent, daemon=True).start()
     stack_file = os.open(stacks, os.O_WRONLY | os.O_CREAT)  # never closed: a rank may hang in its very exit
     faulthandler.enable(stack_file)
-    faulthandler.register(DUMP_SIGNAL, stack_file)
+    faulthandler.register(DUMP_SIGNAL, stack_file)  # until Lightning resets handlers at the end of a run
+    faulthandler.dump_traceback_later(max(setup.timeout - 0.5, 0.1), file=stack_file)
     os.environ.clear()
     os.environ.update(setup.environment)
     warnings.resetwarnings()
@@ -217,6 +221,7 @@ def _run(setup: Setup, job: bytes) -> Any:
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timedelta(seconds=setup.timeout),
         )
+        dist.barrier()  # who left before another rank has connected to it would make that one fail
     body, args = pickle.loads(job)
     result = body(*args)
     if dist.is_initialized():

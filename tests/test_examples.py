@@ -127,7 +127,9 @@ def test_pipeline_example_learns(name: str, label: str, low: float, high: float,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gpt2", "vit", "mixtral"])
+@pytest.mark.parametrize(
+    "model", ["gpt2", *[pytest.param(name, marks=pytest.mark.exhaustive) for name in ("vit", "mixtral")]]
+)
 def test_transformers_example(model: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     command = first_line_command("pipeline_transformers.py")
@@ -138,7 +140,13 @@ def test_transformers_example(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [[], ["--trainer.strategy", "smddp_pipeline"]], ids=["class_path", "name"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param([], id="class_path"),
+        pytest.param(["--trainer.strategy", "smddp_pipeline"], id="name", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_cli_example_takes_the_pipeline_from_yaml(strategy: list[str], tmp_path: Path) -> None:
     result = run([*first_line_command("pipeline_cli.py"), *strategy], tmp_path)
     assert result.returncode == 0, result.stderr
@@ -147,7 +155,7 @@ def test_cli_example_takes_the_pipeline_from_yaml(strategy: list[str], tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["smddp", "smddp_pipeline"])
+@pytest.mark.parametrize("strategy", [pytest.param("smddp", marks=pytest.mark.exhaustive), "smddp_pipeline"])
 def test_fine_tuning_example(strategy: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     result = run([*first_line_command("hf_finetune.py")[:-1], strategy], tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -182,6 +183,7 @@ def test_relative_links_resolve(page: Path) -> None:
 # ---- messages ----
 
 
+@functools.cache
 def package_strings() -> str:
     """Every string literal of the package, implicit concatenations joined, values in f-strings as dots."""
     found = []

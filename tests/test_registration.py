@@ -67,7 +67,7 @@ def test_lightning_without_an_import_of_ours() -> None:
     assert output.split()[-2:] == ["lightning_smddp.strategies.lightning"] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_pytorch_lightning_without_an_import_of_ours() -> None:
     output = python(NO_IMPORT.format(pytorch="pytorch_lightning", fabric="lightning_fabric"))
     modules = ["lightning_smddp.strategies.pytorch_lightning", "lightning_smddp.strategies.lightning_fabric"]

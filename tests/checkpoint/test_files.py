@@ -299,6 +299,7 @@ PROGRAM
 """
 
 
+@pytest.mark.slow
 def test_disk_full_and_read_only(tmp_path: Path) -> None:
     command = ["unshare", "--user", "--map-root-user", "--mount"]
     allowed = subprocess.run(

@@ -35,8 +35,9 @@ def run(*arguments: Any, temporary: Path) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("saved_in", ["disk", pytest.param("memory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saved_in", ["disk", "memory"])
 def test_at_random_times(kills: int, saved_in: str, tmp_path: Path, memory_directory: Path) -> None:
     """With TMPDIR on the other file system."""
     directory, temporary = (tmp_path, memory_directory) if saved_in == "disk" else (memory_directory, tmp_path)
@@ -47,6 +48,7 @@ def test_at_random_times(kills: int, saved_in: str, tmp_path: Path, memory_direc
     assert os.listdir(temporary) == [], "nothing of ours goes to TMPDIR"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "every"), [("files", 4), pytest.param("everywhere", 1, marks=pytest.mark.exhaustive)]
 )

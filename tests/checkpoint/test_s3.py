@@ -87,6 +87,7 @@ def names(bucket: str) -> list[str]:
     return sorted(s3fs.S3FileSystem().find(bucket, refresh=True))
 
 
+@pytest.mark.slow
 def test_saves_overwrites_loads_and_removes(bucket: str) -> None:
     io, url = SafeCheckpointIO(), f"{bucket}/run/a.ckpt"
     for step in (1, 2):

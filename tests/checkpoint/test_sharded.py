@@ -580,6 +580,7 @@ def memory_directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "every"),
     [

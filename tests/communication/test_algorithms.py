@@ -40,6 +40,7 @@ LAYOUTS = {
     "a node each": "abc",
     "three nodes of 2 and 3, mixed": "abcabcaa",
 }
+_EVERYDAY = ("aa", "abab")
 
 
 def communicate(**options: Any) -> Communicator:
@@ -99,7 +100,10 @@ def compare_algorithms(sizes: list[int]) -> list[str]:
 
 @pytest.mark.parametrize(
     "nodes",
-    [pytest.param(nodes, id=name, marks=[pytest.mark.slow] * (len(nodes) == 8)) for name, nodes in LAYOUTS.items()],
+    [
+        pytest.param(nodes, id=name, marks=[] if nodes in _EVERYDAY else pytest.mark.slow)
+        for name, nodes in LAYOUTS.items()
+    ],
 )
 def test_every_algorithm_computes_the_mean_with_and_without_shared_memory(nodes: str) -> None:
     sizes = SIZES if len(nodes) < 8 else SIZES[1:3]
@@ -162,6 +166,7 @@ def overlap(names: list[str]) -> None:
     communicator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["hierarchical"], ["hierarchical", "native", "balanced"]], ids=" and ".join)
 def test_many_buckets_in_flight_at_once_step_after_step(names: list[str]) -> None:
     run_ranks(overlap_both, 4, names, node_ids=list("abab"))

@@ -108,6 +108,7 @@ def choose(
     return plan, timed, [str(warning.message) for warning in caught]
 
 
+@pytest.mark.slow
 def test_all_ranks_measure_and_choose_the_same() -> None:
     plans = [plan for plan, _, _ in run_ranks(choose, 4, None, node_ids=list("abab"))]
     assert all(plan == plans[0] for plan in plans)

@@ -398,6 +398,7 @@ def continue_from(state: dict[str, dict[str, Tensor]], method: str, algorithm: s
         assert arrived.abs().max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "before", "after", "shared"),
     [

@@ -99,6 +99,7 @@ def test_contradictions_are_said_at_once_on_every_rank(ranks: list[dict[str, Any
     assert max(seconds for _, seconds in said) < 5
 
 
+@pytest.mark.slow
 def test_who_is_missing() -> None:
     said = start([{"rank": 0, "world": 4}, {"rank": 2, "world": 4}], limit=1.5)
     assert said[0][0] == said[1][0]
@@ -107,6 +108,7 @@ def test_who_is_missing() -> None:
     assert max(seconds for _, seconds in said) < 1.5 + 2
 
 
+@pytest.mark.slow
 def test_rank_0_is_missing() -> None:
     ((message, seconds),) = start([{"rank": 1, "world": 2}], limit=1.0)
     assert "Rank 0 is missing: after init_timeout=1 s rank 1 (host" in message
@@ -114,12 +116,14 @@ def test_rank_0_is_missing() -> None:
     assert seconds < 3
 
 
+@pytest.mark.slow
 def test_a_name_that_nobody_knows() -> None:
     ((message, seconds),) = start([{"rank": 1, "world": 2, "address": "no-such-host.invalid"}], limit=1.0)
     assert "MASTER_ADDR=no-such-host.invalid cannot be resolved on host" in message
     assert seconds < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spans_nodes", [False, True])
 def test_rank_0_is_started_twice(spans_nodes: bool) -> None:
     """Both hear of it at once: the second finds the first one's store. With ``spans_nodes`` it could serve another."""
@@ -130,6 +134,7 @@ def test_rank_0_is_started_twice(spans_nodes: bool) -> None:
     assert max(seconds for _, seconds in said) < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_port_belongs_to_another_program(rank: int) -> None:
     """It accepts connections and says nothing, which holds torch's own client for ever."""

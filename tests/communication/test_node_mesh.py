@@ -128,6 +128,7 @@ def die(child: bool) -> None:
     raise caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("child", [False, True], ids=["alone", "its child holds the sockets"])
 def test_a_killed_peer_is_named_within_seconds(child: bool) -> None:
     with pytest.raises(RanksFailedError) as caught:

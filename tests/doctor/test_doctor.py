@@ -163,6 +163,7 @@ def in_a_job(shortage: bool) -> tuple[int, str]:
     return examined("--json")
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_job_are_examined_together() -> None:
     (code, text), (other, nothing) = run_trainer_ranks(in_a_job, 2, True, node_ids=["a", "b"])
     assert (code, other, nothing) == (0, 0, "")

@@ -27,7 +27,10 @@ PP = "smddp_pipeline"
 # ---- while saving ----
 
 
-@pytest.mark.parametrize(("strategy", "launcher", "rank"), [("smddp", "torchrun", 0), (PP, "script", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "launcher", "rank"),
+    [pytest.param("smddp", "torchrun", 0, marks=pytest.mark.exhaustive), (PP, "script", 1)],
+)
 def test_killed_while_saving(strategy: str, launcher: str, rank: int, tmp_path: Path) -> None:
     result = run(Case([Fault(rank, 5, "kill", "save")], strategy, launcher, save_every=3), tmp_path)
     assert_ended(result)
@@ -59,7 +62,11 @@ def test_cannot_save(kind: str, strategy: str, launcher: str, cause: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("batches", "stream", "launcher"),
-    [([10, 20], False, "script"), ([20, 10], True, "torchrun"), ([10, 20], True, "spawn")],
+    [
+        ([10, 20], False, "script"),
+        ([20, 10], True, "torchrun"),
+        pytest.param([10, 20], True, "spawn", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_uneven(batches: list[int], stream: bool, launcher: str, tmp_path: Path) -> None:
     case = Case(launcher=launcher, batches=batches, stream=stream, trainer={"use_distributed_sampler": False})

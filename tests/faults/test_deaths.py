@@ -34,16 +34,16 @@ _IN_NAME = ("strategy", "launcher", "trainer")
     ("rank", "cause", "case"),
     [
         death(1, "kill", "forward", SIGKILL, strategy=PP, world_size=3),
-        death(1, "kill", "forward", SIGKILL, strategy=PP, launcher="spawn", workers=2),
         death(1, "kill", "data", SIGKILL, launcher="torchrun", asleep={0: 30.0}),
         death(0, "kill", "forward", SIGKILL, workers=2),
         death(1, "kill", "setup", SIGKILL, step=0),
         death(0, "exit", "validation", EXIT, strategy=PP, launcher="spawn", trainer=VALIDATES),
-        death(0, "sysexit", "optimizer", r"sys.exit\(0\)", launcher="torchrun"),
         death(0, "segv", "forward", SIGSEGV),
         death(1, "raise", "comm", MESSAGE, workers=2, strategy=PP, launcher="torchrun"),
         death(1, "raise", "forward", MESSAGE, save_every=3, saves_on_exception=True),
         *exhaustive(
+            death(1, "kill", "forward", SIGKILL, strategy=PP, launcher="spawn", workers=2),
+            death(0, "sysexit", "optimizer", r"sys.exit\(0\)", launcher="torchrun"),
             death(1, "kill", "comm", SIGKILL, world_size=3),
             death(0, "kill", "comm", SIGKILL, launcher="spawn"),
             death(0, "kill", "optimizer", SIGKILL, strategy=PP, launcher="torchrun"),
@@ -70,16 +70,22 @@ def test_of_a_rank(rank: int, cause: str, case: Case, tmp_path: Path) -> None:
         assert result.errors[rank].endswith(f"ZeroDivisionError: {MESSAGE}"), result.describe()
 
 
+def silence(rank: int, kind: str, phase: str, **case: Any) -> Any:
+    name = f"{kind}-{rank}-{case.get('strategy', 'smddp')}-{case.get('launcher', 'script')}"
+    return pytest.param(Case([Fault(rank, 5, kind, phase)], timeout=3.0, **case), id=name)
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        Case([Fault(0, 5, "stop", "comm")], timeout=3.0),
-        Case([Fault(1, 5, "stop", "forward")], "smddp_pipeline", "spawn", timeout=3.0),
-        Case([Fault(0, 5, "stop", "forward")], "smddp", "torchrun", timeout=3.0),
-        Case([Fault(1, 5, "hang", "forward")], "smddp_pipeline", timeout=3.0),
-        Case([Fault(0, 5, "hang", "forward")], timeout=3.0),
+        silence(0, "stop", "comm"),
+        silence(1, "hang", "forward", strategy=PP),
+        *exhaustive(
+            silence(1, "stop", "forward", strategy=PP, launcher="spawn"),
+            silence(0, "stop", "forward", launcher="torchrun"),
+            silence(0, "hang", "forward"),
+        ),
     ],
-    ids=lambda case: f"{case.faults[0].kind}-{case.faults[0].rank}-{case.strategy}-{case.launcher}",
 )
 def test_silence(case: Case, tmp_path: Path) -> None:
     result = run(case, tmp_path)
@@ -108,6 +114,7 @@ def test_by_the_kernel_for_lack_of_memory(strategy: str, tmp_path: Path) -> None
     assert_named(result, 1, r"killed by SIGKILL, most likely by the kernel for lack of memory \(OOM\)", IN_STEP)
 
 
+@pytest.mark.exhaustive
 def test_with_new_interpreters(tmp_path: Path) -> None:
     result = run(Case([Fault(1, 5, "kill", "comm")], launcher="spawn", real=True), tmp_path)
     assert_ended(result, bound_s=30.0)  # on a busy machine an interpreter that has torch takes seconds to end

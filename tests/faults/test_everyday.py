@@ -12,13 +12,17 @@ from tests.faults.checks import assert_ended, assert_named, assert_saved
 from tests.faults.injection import MESSAGE, Fault
 from tests.faults.jobs import run
 
-SLOW = pytest.mark.slow
 IN_STEP = {"smddp": ["backward"], "smddp_pipeline": ["forward"]}
 
 
 @pytest.mark.parametrize(
     ("strategy", "rank", "asleep"),
-    [("smddp", 0, {}), ("smddp", 1, {0: 30.0}), ("smddp_pipeline", 1, {}), ("smddp_pipeline", 0, {1: 30.0})],
+    [
+        ("smddp", 0, {}),
+        pytest.param("smddp", 1, {0: 30.0}, marks=pytest.mark.slow),
+        pytest.param("smddp_pipeline", 1, {}, marks=pytest.mark.slow),
+        ("smddp_pipeline", 0, {1: 30.0}),
+    ],
 )
 def test_a_killed_rank(strategy: str, rank: int, asleep: dict[int, float], tmp_path: Path) -> None:
     """While the other one waits for it in a collective, or is busy elsewhere."""
@@ -30,7 +34,7 @@ def test_a_killed_rank(strategy: str, rank: int, asleep: dict[int, float], tmp_p
 
 
 @pytest.mark.parametrize(
-    ("strategy", "rank"), [pytest.param("smddp", 1, marks=pytest.mark.slow), ("smddp_pipeline", 0)]
+    ("strategy", "rank"), [("smddp", 1), pytest.param("smddp_pipeline", 0, marks=pytest.mark.slow)]
 )
 def test_an_exception_is_quoted(strategy: str, rank: int, tmp_path: Path) -> None:
     result = run(Case([Fault(rank, 5, "raise", "backward")], strategy), tmp_path)
@@ -39,6 +43,7 @@ def test_an_exception_is_quoted(strategy: str, rank: int, tmp_path: Path) -> Non
     assert result.errors[rank] == f"ZeroDivisionError: {MESSAGE}"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank(tmp_path: Path) -> None:
     result = run(Case([Fault(1, 5, "stop", "forward")], timeout=3.0), tmp_path)
     assert_ended(result, bound_s=3.0 + 5.0)

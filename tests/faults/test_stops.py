@@ -52,7 +52,9 @@ def stopped_at(result: Result) -> set[int]:
     return {event["step"] for event in raised if event["type"] == "SIGTERMException"}
 
 
-@pytest.mark.parametrize(("kind", "code"), [("term_twice", TERM), ("int_twice", INT)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [("term_twice", TERM), pytest.param("int_twice", INT, marks=pytest.mark.exhaustive)]
+)
 def test_asked_twice(kind: str, code: int, tmp_path: Path) -> None:
     """A rank is busy for long: the second signal ends all at once."""
     busy = Case([Fault(0, 5, kind, "data")], asleep={1: 60.0}, deeply=True)

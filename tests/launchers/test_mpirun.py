@@ -58,7 +58,7 @@ def open_mpi_is_missing() -> bool:
     return "Open MPI" not in version
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the example is run by mpirun, too
 @pytest.mark.skipif(open_mpi_is_missing(), reason="Open MPI's mpirun is not installed (Debian: openmpi-bin)")
 def test_two_ranks_of_open_mpi(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

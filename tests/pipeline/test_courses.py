@@ -282,6 +282,7 @@ def test_nothing_is_kept() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow() -> None:
     case = Case(chain)
     shapes = Shapes.of(case.program)

@@ -42,6 +42,7 @@ def several(cases: list[tuple[Any, ...]]) -> list[str]:
     return [f"{case}: {text}" for case in cases for text in chains.compare(*case)]
 
 
+@pytest.mark.slow
 def test_four_ranks_equal_one_process() -> None:
     cases = [(name, SCHEDULES[name].default_stages_per_rank, FEW_STEPS) for name in SCHEDULES]
     for found in run_ranks(several, 4, cases, timeout=100):
@@ -60,6 +61,7 @@ def test_three_stages_on_each_rank() -> None:
         assert found == []
 
 
+@pytest.mark.slow
 def test_frozen_stages_send_and_receive_no_gradients() -> None:
     cases: list[tuple[Any, ...]] = [("gpipe", 1, FEW_STEPS, [0]), ("1f1b", 1, FEW_STEPS, [0])]
     for name in ("looped_bfs", *SPLITTING):
@@ -192,6 +194,7 @@ def failing(name: str, rank: int, in_backward: bool) -> str:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_an_error_in_a_body_comes_out_as_it_is(in_backward: bool) -> None:
     assert run_ranks(failing, 1, "interleaved_zero_bubble", 1, in_backward) == ["the user's own"]

@@ -87,6 +87,7 @@ def train_on_both(directory: str) -> tuple[Outcome, Outcome, str, dict[str, int]
     return usual, other, dist.get_backend(), dict(torch_smddp.calls), refusals(), Logging.prepared, files
 
 
+@pytest.mark.slow
 @deprecated_in_lightning
 def test_training_on_aws_backend_equals_training_on_gloo(tmp_path: Path) -> None:
     results = run_trainer_ranks(train_on_both, 2, str(tmp_path))

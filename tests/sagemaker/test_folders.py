@@ -329,6 +329,7 @@ def failing(base: str) -> str:
     raise AssertionError("it did not fail")
 
 
+@pytest.mark.slow
 def test_failure_names_the_first_cause(tmp_path: Path) -> None:
     first, second = run_trainer_ranks(failing, 2, str(tmp_path), env=job(tmp_path))
     text = (tmp_path / "output" / "failure").read_text()

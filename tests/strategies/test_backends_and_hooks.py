@@ -169,6 +169,7 @@ def fit_with_hooks() -> tuple[list[Outcome], int, int, Any]:
     return outcomes, counting.buckets, counting.wrapped, strategies[-1].communication_report
 
 
+@pytest.mark.slow
 def test_a_hook_of_the_user_is_honoured_on_cpu() -> None:
     for (stock, plain, counted), buckets, wrapped, report in run_trainer_ranks(fit_with_hooks, 2):
         assert_equal(plain, stock)
@@ -202,7 +203,7 @@ def wait_for_a_peer(options: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["native", "shared_memory"])
+@pytest.mark.parametrize("algorithm", [pytest.param("native", marks=pytest.mark.exhaustive), "shared_memory"])
 def test_collective_timeout_is_that_of_the_default_group_and_of_shared_memory(algorithm: str) -> None:
     options = {"collective_timeout": 1.0, "algorithm": algorithm}
     first, _ = run_trainer_ranks(wait_for_a_peer, 2, options, timeout=30)
@@ -233,5 +234,6 @@ def _leave_in_order() -> tuple[bool, bool]:
     return before, dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_process_group_ends_before_the_interpreter() -> None:
     assert run_ranks(_leave_in_order, 2) == [(True, False)] * 2

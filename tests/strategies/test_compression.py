@@ -115,6 +115,7 @@ def fit_save_and_resume(compression: Any, path: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", ["int8", Compression("powersgd", rank=2)], ids=["int8", "powersgd"])
 def test_memory_is_saved_and_restored(compression: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
@@ -178,6 +179,7 @@ def fail_on_rank_one(directory: str) -> None:
     make_trainer(silent(compression="int8"), callbacks=[callback], enable_checkpointing=True).fit(Failing())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_after_an_exception_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_trainer_ranks(fail_on_rank_one, 2, str(tmp_path), node_ids=NODES, timeout=20)
@@ -203,6 +205,7 @@ def fail_on_all_ranks(directory: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_after_an_exception_has_no_memory(tmp_path: Path) -> None:
     run_trainer_ranks(fail_on_all_ranks, 2, str(tmp_path), node_ids=NODES, timeout=20)
     checkpoint = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)

@@ -262,6 +262,7 @@ def check_callbacks(directory: Path, results: list[Any]) -> None:
     assert saved["hyper_parameters"] == {"kind": "net"}
 
 
+@pytest.mark.slow
 def test_checkpoint_callbacks(cases: Any) -> None:
     directory, results = cases
     check_callbacks(directory / "callbacks", [callbacks for callbacks, *_ in results])
@@ -272,6 +273,7 @@ def test_checkpoint_callbacks_of_smddp(tmp_path: Path) -> None:
     check_callbacks(tmp_path, run_trainer_ranks(callbacks_case, 2, "smddp", str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_hooks_see_a_part(cases: Any) -> None:
     saved = load_sharded(cases[0] / "a.ckpt")
     expected = [name for name in Model("net").state_dict() if not name.startswith("net.0.")]

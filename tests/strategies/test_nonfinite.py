@@ -103,6 +103,7 @@ def test_smddp_names_rank_step_and_parameter(
     assert "\n" not in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 1], ids=["stages", "replicas"])
 def test_a_pipeline_names_rank_step_and_parameter(size: int) -> None:
     """The last stage is on rank 1; of two replicas of one stage, rank 1 is the second."""

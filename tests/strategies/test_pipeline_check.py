@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import QUIET
 
@@ -142,6 +142,7 @@ def test_an_escape_that_cannot_be_seen_is_caught_on_every_rank() -> None:
         assert "the gradient of 'head' (stage 1) has norm" in text
 
 
+@pytest.mark.slow
 def test_the_check_can_be_turned_off() -> None:
     assert run_trainer_ranks(unchecked, 2)[0] is True
 
@@ -159,6 +160,7 @@ def test_micro_batches_count_by_their_labels(model: type[Chain]) -> None:
         torch.testing.assert_close(rank_weights, weights, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_between_rows_is_reported() -> None:
     first, second = run_trainer_ranks(warned, 2, Contrastive)
     assert len(first) == 1
@@ -170,22 +172,14 @@ def test_no_warning_for_a_mean_over_rows() -> None:
     assert run_trainer_ranks(warned, 2, Chain) == [[], []]
 
 
-def verify(name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "lightning_smddp",
-        "verify",
-        f"tests.strategies.test_pipeline_check:{name}",
-        *options,
-    ]
-    root = Path(__file__).parents[2]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
+def verify(directory: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "lightning_smddp", "verify", f"tests.strategies.test_pipeline_check:{name}", *options]
+    return run_program(command, directory)
 
 
 @pytest.mark.slow
-def test_verify_prints_each_unit() -> None:
-    result = verify("Chain", "--schedule", "interleaved_1f1b", "--num-microbatches", "4")
+def test_verify_prints_each_unit(tmp_path: Path) -> None:
+    result = verify(tmp_path, "Chain", "--schedule", "interleaved_1f1b", "--num-microbatches", "4")
     assert result.returncode == 0, result.stderr
     assert "computes what the module computes in one process" in result.stdout
     assert "layers.0" in result.stdout
@@ -193,8 +187,8 @@ def test_verify_prints_each_unit() -> None:
 
 
 @pytest.mark.slow
-def test_verify_fails_for_an_escape() -> None:
-    result = verify("Escaping")
+def test_verify_fails_for_an_escape(tmp_path: Path) -> None:
+    result = verify(tmp_path, "Escaping")
     assert result.returncode == 1
     assert "layers.0" in result.stdout
     assert "does not compute what the step computes" in result.stdout
@@ -293,6 +287,7 @@ class LoggingEvaluation(Logging):
         return self.train_dataloader()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("learner", "names"), [(Logging, 16), (LoggingEvaluation, 32)])
 def test_what_is_logged_is_the_batchs_whatever_its_reduction_over_batches(learner: type[Chain], names: int) -> None:
     metrics, _ = train(learner)
@@ -319,6 +314,7 @@ def warned_without_trial() -> list[str]:
     return [str(w.message) for w in caught if "labels of -100" in str(w.message)]
 
 
+@pytest.mark.slow
 def test_labels_that_do_not_count_are_mentioned_where_weights_cannot_be_tried() -> None:
     first, second = run_trainer_ranks(warned_without_trial, 2)
     assert "batch['labels'] has labels of -100" in first[0]

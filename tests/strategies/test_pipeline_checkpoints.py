@@ -108,9 +108,10 @@ def test_saves_what_one_process_saves(alone: Any, piped: Path) -> None:
         assert_same_checkpoint(piped / f"epoch={epoch}.ckpt", alone[0] / f"epoch={epoch}.ckpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    [(3, {}), pytest.param(2, {"schedule": "interleaved_1f1b"}, marks=pytest.mark.slow)],
+    [(3, {}), (2, {"schedule": "interleaved_1f1b"})],
     ids=["3", "interleaved"],
 )
 def test_resumes(ranks: int, strategy: Any, alone: Any, piped: Path, tmp_path: Path) -> None:
@@ -135,6 +136,7 @@ def take_over(directory: str, of_one: str, of_two: str) -> Any:
     return from_one, from_two, train({}, directory, "from-smddp-{epoch}", f"{directory}/smddp-epoch=0.ckpt")
 
 
+@pytest.mark.slow
 def test_takes_over(alone: Any, piped: Path, tmp_path: Path) -> None:
     sources = [str(directory / "epoch=0.ckpt") for directory in (alone[0], piped)]
     results = run_trainer_ranks(take_over, 2, str(tmp_path), *sources)
@@ -225,6 +227,7 @@ CASES: list[Case] = [save_afterwards, fit_again, best_and_last, resume_twice, we
 TWO = Matrix(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
     TWO.compare(case, str(tmp_path_factory.getbasetemp() / "checkpoints"))

@@ -179,7 +179,7 @@ class FailingHook(Net):
         raise ZeroDivisionError("the user's own")
 
 
-@pytest.mark.parametrize("make", [Failing, FailingAtOnce])
+@pytest.mark.parametrize("make", [pytest.param(Failing, marks=pytest.mark.slow), FailingAtOnce])
 def test_exceptions_of_the_user_come_out_as_they_are(make: Any) -> None:
     """In the middle of a run, where the other ranks wait for the first one, they name it."""
     first, *others = run_trainer_ranks(refused, 3, make, {}, {}, timeout=40)
@@ -188,10 +188,12 @@ def test_exceptions_of_the_user_come_out_as_they_are(make: Any) -> None:
         assert error == first or (error.startswith("RankFailedError: Rank 0 (host ") and error.endswith(first))
 
 
+@pytest.mark.slow
 def test_exceptions_in_hooks() -> None:
     assert_refused("ZeroDivisionError: the user's own", FailingHook)
 
 
+@pytest.mark.slow
 def test_an_exception_that_only_the_last_stage_meets() -> None:
     first, last = run_trainer_ranks(refused, 2, FailingLate, {}, {}, timeout=60)
     assert last.startswith("ZeroDivisionError: the user's own")
@@ -234,6 +236,7 @@ def test_a_course_that_depends_on_values() -> None:
     assert_refused("SplitError: The step reads the value of a tensor that a module made, at ", Branching)
 
 
+@pytest.mark.slow
 def test_learning_rate_finder_ends() -> None:
     """It restores a checkpoint in the middle of a run."""
     assert_refused("nothing", WithRate, callbacks=finder)

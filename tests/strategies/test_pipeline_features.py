@@ -396,6 +396,7 @@ def test_equals_one_process(case: Case) -> None:
     TWO.compare(case, tolerance=TOLERANCE.get(case, 1e-5))
 
 
+@pytest.mark.slow
 def test_all_stages_skip_overflowing_steps_together() -> None:
     """Gradients of micro-batches overflow later than a batch's, so one process needs a smaller scale."""
     first, second = TWO.results(fp16_scale_too_large)
@@ -417,6 +418,7 @@ def table_of(directory: str) -> str:
     return path.read_text()
 
 
+@pytest.mark.slow
 def test_the_table_says_what_sees_micro_batches(tmp_path: Path) -> None:
     first, second = run_trainer_ranks(table_of, 2, str(tmp_path))
     assert "stage 1 on rank 1" in first

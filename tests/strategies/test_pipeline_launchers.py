@@ -110,6 +110,7 @@ def fit_with_cli(config: str, path: str) -> tuple[dict[str, Any], Any]:
     return outcome(cli.model, cli.trainer), cli.trainer.strategy.options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [BY_NAME, BY_CLASS], ids=["name", "class"])
 def test_cli(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
@@ -153,6 +154,7 @@ def fit_with_pytorch_lightning(strategy: str) -> Any:
     return outcome(model, trainer)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_pytorch_lightning() -> None:
     expected = fit_with_pytorch_lightning("auto")
     for result in run_trainer_ranks(fit_with_pytorch_lightning, 2, "smddp_pipeline"):

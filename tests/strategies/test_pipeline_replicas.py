@@ -85,6 +85,7 @@ def test_two_pipelines(case: Case) -> None:
     FOUR.compare(case)
 
 
+@pytest.mark.slow
 def test_compression() -> None:
     """All ranks have the same weights, near those of one process."""
     (case,) = COMPRESSED.cases
@@ -129,6 +130,7 @@ def sample_numbers(bench: Bench) -> Any:
     return torch.stack(model.ids).view(2, -1)
 
 
+@pytest.mark.slow
 def test_every_sample_is_seen_once_an_epoch() -> None:
     """With the sampler that Lightning puts in."""
     seen = SAMPLED.results(sample_numbers)

@@ -65,6 +65,7 @@ def ends_badly(act: Callable[[], None], directory: str) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_an_error_of_a_last_hook_is_everyones(tmp_path: Path) -> None:
     first, second = run_trainer_ranks(ends_badly, 2, refuse, str(tmp_path))
     assert second == "it could not write its part"
@@ -125,6 +126,7 @@ def fails_while_stopping() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_error_while_stopping_keeps_its_name() -> None:
     first, second = run_trainer_ranks(fails_while_stopping, 2)
     assert second == "the first cause"
@@ -176,6 +178,7 @@ def unequal(again: bool, directory: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("again", "text"), [(True, "is in batch 6 of it"), (False, "validates after as many, and goes on")],
     ids=["in another fit", "with a validation in between"],
@@ -201,6 +204,7 @@ def tuned(directory: str) -> tuple[float, int]:
     return model.lr, trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")
 def test_the_tuner_ends_its_runs_without_a_failure(tmp_path: Path) -> None:
     first, second = run_trainer_ranks(tuned, 2, str(tmp_path))

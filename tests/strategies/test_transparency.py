@@ -131,9 +131,12 @@ CASES = {
     "lightnings-sampler": Case(model=LightningsSampler, single=None),
     "logging": Case(model=Logging, single=None),
 }
+_EVERYDAY = ("plain", "accumulation", "clip-norm", "bf16-mixed", "manual", "uneven-last-batch")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _EVERYDAY)) for name in CASES]
+)
 def test_equals_ddp_and_one_process(name: str) -> None:
     case = CASES[name]
     results = run_trainer_ranks(fit_with_each, 2, [case.ddp, case.smddp], case.make, case.options)

@@ -74,6 +74,7 @@ def test_a_rank_outside_collectives_that_cannot_be_interrupted_is_ended(tmp_path
         assert survivor.values("cleaned") == [True]
 
 
+@pytest.mark.slow
 def test_a_rank_outside_collectives_that_runs_python_is_interrupted(tmp_path: Path) -> None:
     with job(tmp_path, "train", 2, steps=2, sleep=60, sleep_in_python=True) as started:
         started.until("ready")
@@ -135,6 +136,7 @@ def test_a_job_that_is_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
 
 
+@pytest.mark.slow
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     wrapper = (sys.executable, "-c", LAUNCHER)
     with job(tmp_path, "train", 2, *wrapper, steps=1, sleep=60, sleep_in_python=True, watch_parent=True) as started:

@@ -23,7 +23,7 @@ def test_all_ranks_stop_at_the_same_step(tmp_path: Path, world_size: int, rounds
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_all_ranks_stop_at_the_same_step_many_times(tmp_path: Path) -> None:
     with job(tmp_path, "rounds_of_stops", 3, rounds=200, seed=77) as started:
         started.wait(110.0)
