@@ -72,11 +72,15 @@ class Member:
         return f"rank {self.rank} (host {self.host})"
 
     def silence(self, company: Sequence[Member], limit: float) -> str:
-        """What its silence means; on another host it depends on its ``company`` there, silent after half the limit."""
+        """What its silence means; on another host that depends on its ``company`` there.
+
+        The limit is four heartbeats at least, of which a rank that is well may seem to have missed two, and one whose
+        host has gone when its ``company``'s limit is up three.
+        """
         cause = ": its process is stopped, its host is down, or the network between the hosts is cut"
         if self.process.is_here:
             cause = ": it is stopped, or cut off"
-        elif any(other.counts and other.silence_s < limit / 2 for other in company):
+        elif any(other.counts and other.silence_s < limit * 5 / 8 for other in company):
             cause = ": it is stopped, as other ranks of its host are heard"
         elif company:
             cause = f", nor from any rank of host {self.host}: that is down, or the network between the hosts is cut"
