@@ -211,7 +211,7 @@ def _different_worlds(cards: Sequence[Card]) -> str | None:
     other = next((card for card in cards if card.world_size != cards[0].world_size), None)
     if other is None:
         return None
-    first = cards[0]
+    first, other = sorted((cards[0], other), key=lambda card: card.rank)
     return (
         f"The ranks disagree about the world size: {first} was started for {first.world_size} ranks, {other} for "
         f"{other.world_size}. Start all of them with the same number of nodes and devices (WORLD_SIZE)."

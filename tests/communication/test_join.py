@@ -246,6 +246,14 @@ def test_what_does_not_contradict() -> None:
     assert set(versions("2.6.6")) == {"torch", "lightning", "lightning_smddp", "python"}
 
 
+def test_whoever_comes_first_the_ranks_are_named_in_order() -> None:
+    cards = [card(), card(rank=1, world_size=4)]
+    message = contradiction(cards)
+    assert message is not None
+    assert message == contradiction(cards[::-1])
+    assert "started for 2 ranks, rank 1" in message
+
+
 def test_a_card_that_is_none() -> None:
     with pytest.raises(StartError, match="not a rank's card"):
         Card.parse(b'{"rank": 1}')
