@@ -38,6 +38,7 @@ class Communicator:
         timeout: how long a collective waits for a peer.
         on_wait: called with ``(seconds, rank waited for last or None)`` when this rank waited inside its node.
         gradient_bytes: of one rank, to find out whether the buckets fit in shared memory.
+        apart: another thread works on ``group`` meanwhile: have a group of the same ranks.
     """
 
     def __init__(
@@ -47,12 +48,17 @@ class Communicator:
         timeout: timedelta,
         on_wait: OnWait | None = None,
         gradient_bytes: int = 0,
+        apart: bool = False,
     ) -> None:
         self.group, self.device, self.timeout, self.on_wait = group, device, timeout, on_wait
-        self.topology = discover(group, device)
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        if apart:
+            own = self._new_group_among("apart", dist.get_process_group_ranks(group))
+            assert own is not None
+            self.group = self._groups["apart", ()] = own
+        self.topology = discover(self.group, device)
         self.world_size, self.rank = self.topology.world_size, self.topology.rank
         self.notes: list[str] = []
-        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
         self._meshes: list[NodeMesh] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp")
         self.zero_copy = True
@@ -213,9 +219,16 @@ class Communicator:
             if self.world_size == dist.get_world_size():
                 created = dist.new_group(global_ranks, timeout=self.timeout)
             else:  # other ranks of the world know nothing of this group
-                created = new_group_within(self.group, self.device, self.timeout, global_ranks)
+                created = self._new_group_among(f"{purpose}-{ranks}", global_ranks)
             self._groups[key] = created if self.rank in ranks else None
         return self._groups[key]
+
+    def _new_group_among(self, purpose: str, global_ranks: list[int]) -> dist.ProcessGroup | None:
+        """As ``dist.new_group``, but collective over this communicator's ranks only."""
+        token = broadcast_json(secrets.token_hex(8), self.group, self.device)
+        if dist.get_rank() not in global_ranks:
+            return None
+        return new_group_among(global_ranks, f"lightning_smddp-{purpose}-{token}", self.timeout)
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of each value over all ranks. Collective."""
@@ -236,18 +249,6 @@ class Communicator:
                 with suppress(ValueError):  # destroyed with the default group already
                     dist.destroy_process_group(group)
         self._groups.clear()
-
-
-def new_group_within(
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, global_ranks: list[int] | None = None
-) -> dist.ProcessGroup | None:
-    """As ``dist.new_group``, but collective over ``group`` only; None where this rank is not one of ``global_ranks``.
-
-    Without ``global_ranks``: the same ranks again.
-    """
-    token = broadcast_json(secrets.token_hex(8), group, device)
-    ranks = dist.get_process_group_ranks(group) if global_ranks is None else global_ranks
-    return new_group_among(ranks, f"lightning_smddp-{token}", timeout) if dist.get_rank() in ranks else None
 
 
 def reduce_once(algorithm: Algorithm, tensor: Tensor, slot: int | None = None) -> Tensor:

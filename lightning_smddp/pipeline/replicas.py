@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 
 from lightning_smddp.communication.autotune import DEFAULT_BUCKET_MB, Plan, choose_plan, given_plan
-from lightning_smddp.communication.communicator import Communicator, new_group_within
+from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.models import check_same_model
@@ -71,9 +70,7 @@ class ReplicaGradients:
         self._parameters, self._compression, self._device = dict(parameters), compression, device
         self.recorder = Recorder()
         size = sum(p.numel() * p.dtype.itemsize for p in self._trained().values())
-        self._group = new_group_within(group, device, timeout)  # others may use theirs while buckets are under way
-        assert self._group is not None
-        self.communicator = Communicator(self._group, device, timeout, self.recorder.on_wait, size)
+        self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
         check_same_model(_Held(self._parameters), group, device, self.communicator.topology)
         for name, parameter in self._trained().items() if compression is not None else ():
             check_compressible(parameter.dtype, f"The gradient of {name!r}")
@@ -173,8 +170,6 @@ class ReplicaGradients:
         self._thread.shutdown(cancel_futures=True)
         self._unbuild()
         self.communicator.close()
-        with suppress(ValueError):  # destroyed with the default group already
-            dist.destroy_process_group(self._group)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
