@@ -226,6 +226,7 @@ def epochs(rank: Rank) -> None:
                 return
             supervisor.end_of_epoch(epoch, batches)
             say("epoch", epoch)
+            rank.meet(f"{epoch} is over")  # lest a failure of the next one comes to a rank that is about to say so
 
     as_a_strategy_does(rank, supervisor, body)
 
