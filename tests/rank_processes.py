@@ -31,8 +31,13 @@ GRACE_S = 3.0  # what the other ranks get after the first failure
 LEFTOVER_PATIENCE_S = 0.5  # what a finished rank's descendants get to end by themselves
 # DDP's constructor imports torch._dynamo. None of these initialises CUDA, which would spoil the forked ranks.
 PRELOAD = [
-    *("torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "lightning.pytorch", "pytest"),
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "lightning.pytorch",
     "lightning_smddp.strategies.lightning",
+    "pytest",
 ]
 DUMP_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to Lightning's SLURM requeueing
 

@@ -89,9 +89,8 @@ def _is_there(module: str) -> bool:
 
 
 def _accelerators() -> dict[str, Any]:
-    names = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
     return {"gpus": names, "torch_cuda": torch.version.cuda, "nvidia_driver": os.path.exists(_DRIVER)}
 
 

@@ -13,8 +13,13 @@ from lightning_smddp.supervision.progress import Reading
 Kind = Literal["exception", "died", "silent", "timeout", "left", "stopped"]
 MAX_MESSAGE_CHARACTERS = 2000
 _WORDS = (
-    *("gloo", "NCCL", "Connection closed by peer", "Application timeout caused pair closure", "Timed out waiting"),
-    *("RankFailedError: ", "RankTimeoutError: "),  # raised in the callback of a future
+    "gloo",
+    "NCCL",
+    "Connection closed by peer",
+    "Application timeout caused pair closure",
+    "Timed out waiting",
+    "RankFailedError: ",  # in the callback of a future
+    "RankTimeoutError: ",
 )
 _VERBS = {
     "exception": "failed",

@@ -16,6 +16,9 @@ from lightning_smddp.supervision.wire import Connection, Message
 _SETTLE_S = 0.1  # a connection ends a little before its process, and last messages may still be on their way
 _MAX_LOOKS = 6
 _OOM_WINDOW = 10  # ticks
+# Of the limit, which is four heartbeats or more. A rank that is well misses two at the most, and those only in
+# appearance; when one of a dead host is over the limit, the others there have missed three.
+_HEARD = 2.5 / 4
 
 
 class _Readable(Protocol):
@@ -72,15 +75,11 @@ class Member:
         return f"rank {self.rank} (host {self.host})"
 
     def silence(self, company: Sequence[Member], limit: float) -> str:
-        """What its silence means; on another host that depends on its ``company`` there.
-
-        The limit is four heartbeats at least, of which a rank that is well may seem to have missed two, and one whose
-        host has gone when its ``company``'s limit is up three.
-        """
+        """What its silence means; on another host that depends on its ``company`` there."""
         cause = ": its process is stopped, its host is down, or the network between the hosts is cut"
         if self.process.is_here:
             cause = ": it is stopped, or cut off"
-        elif any(other.counts and other.silence_s < limit * 5 / 8 for other in company):
+        elif any(other.counts and other.silence_s < _HEARD * limit for other in company):
             cause = ": it is stopped, as other ranks of its host are heard"
         elif company:
             cause = f", nor from any rank of host {self.host}: that is down, or the network between the hosts is cut"
