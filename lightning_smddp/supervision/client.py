@@ -100,6 +100,8 @@ class Client:
         if kind == "beat":
             if self.hub is not None and isinstance(self.hub.progress, RemoteProgress):
                 self.hub.progress.told = Reading.from_json(message["progress"])
+        elif kind == "ping":
+            self.beat()
         elif kind == "welcome":
             self._welcomed(message)
         elif kind == "failure":
@@ -186,7 +188,7 @@ class Client:
     def declare_hub_silent(self) -> None:
         """Rank 0 is stopped or cut off."""
         assert self.hub is not None
-        self.record(self.hub.failure("silent", self.hub.silence((), self._limit)), self.hub.process)
+        self.record(self.hub.failure("silent", self.hub.silence(None)), self.hub.process)
 
     def parent_ended(self, pid: int, text: str) -> None:
         """The launcher of this rank has gone; if that is rank 0 itself, the cause is whatever ended that."""

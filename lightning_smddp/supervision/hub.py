@@ -6,12 +6,12 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_smddp.supervision.door import Door
 from lightning_smddp.supervision.epochs import Rendezvous
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
-from lightning_smddp.supervision.loop import Loop
+from lightning_smddp.supervision.loop import Loop, Timer
 from lightning_smddp.supervision.member import Member, OomWatch
 from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
@@ -19,6 +19,17 @@ from lightning_smddp.supervision.stop import StopVote
 from lightning_smddp.supervision.wire import MAX_LINE_BYTES, Connection, Message
 
 _LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
+_ANSWER_WITHIN_S = 0.75
+
+
+class _Doubt(NamedTuple):
+    """A silent rank, while the others of its host are asked whether they are there."""
+
+    silent: Member
+    company: list[Member]
+    waiter: str  # who has waited for it, if it is not the limit that is over
+    if_heard: Callable[[], object]
+    deadline: Timer
 
 
 class Hub:
@@ -53,6 +64,7 @@ class Hub:
         self.secret = secrets.token_hex(16)
         self.started = False
         self._door: Door | None = None
+        self._doubt: _Doubt | None = None
         self._stops = StopVote(loop, self._all, self._tell_all, agree_within_s)
         self._epochs = Rendezvous(self._all, self._tell_all, self.declare)
 
@@ -114,7 +126,7 @@ class Hub:
 
     def receive(self, member: Member, message: Message) -> None:
         """A message of ``member``; raises ``ValueError``, ``KeyError`` or ``TypeError`` if it is none."""
-        member.silence_s = 0.0
+        self._heard(member)
         kind = message["type"]
         if kind == "beat":
             if isinstance(member.progress, RemoteProgress):
@@ -166,7 +178,7 @@ class Hub:
         at = member.progress.read()
         waiter = f"{member.name} waited for it at step {at.step}{f' ({at.phase})' if at.phase else ''}: {text}"
         if kind == "silent":
-            self.declare(late.failure(kind, f"{self._silence(late)}; {waiter}"), late.process)
+            self._find_silent(late, f"; {waiter}", lambda: self._timed_out(member, text))
         else:
             self.declare(late.failure(kind, waiter))
 
@@ -214,8 +226,40 @@ class Hub:
             text += f", and so did all {len(company) + 1} ranks of host {member.host}"
         return text
 
-    def _silence(self, member: Member) -> str:
-        return member.silence(self._company(member), self._limit)
+    def _find_silent(self, silent: Member, waiter: str, if_heard: Callable[[], object]) -> None:
+        """Declare that ``silent`` is, after finding out whether its host is, too: heartbeats of now are asked for.
+
+        When the last ones came says little: they are seldom, and a busy machine sends them late. ``if_heard()`` is
+        called if word of ``silent`` comes meanwhile.
+        """
+        if self._doubt is not None or self.failure is not None:
+            return
+        company = [other for other in self._company(silent) if other.counts]
+        deadline = self._loop.later(_ANSWER_WITHIN_S, self._declare_silent, False)
+        self._doubt = _Doubt(silent, company, waiter, if_heard, deadline)
+        if silent.process.is_here or not company:
+            self._declare_silent(None)
+        for other in company:
+            other.send({"type": "ping"}, droppable=True)
+
+    def _declare_silent(self, company_is_heard: bool | None) -> None:
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            doubt.deadline.cancel()
+            text = doubt.silent.silence(company_is_heard) + doubt.waiter
+            self.declare(doubt.silent.failure("silent", text), doubt.silent.process)
+
+    def _heard(self, member: Member) -> None:
+        member.silence_s = 0.0
+        doubt = self._doubt
+        if doubt is None:
+            return
+        if member in doubt.company:
+            self._declare_silent(True)
+        elif member is doubt.silent:
+            doubt.deadline.cancel()
+            self._doubt = None
+            self._loop.call(doubt.if_heard)  # after what this word says
 
     def _company(self, member: Member) -> list[Member]:
         """The other ranks of its host."""
@@ -244,7 +288,7 @@ class Hub:
             member.silence_s += seconds
             member.send({"type": "beat", "progress": self._own.progress.read().to_json()}, droppable=True)
             if member.silence_s > self._limit:
-                self.declare(member.failure("silent", self._silence(member)), member.process)
+                self._find_silent(member, "", lambda: None)
         self._epochs.look()
 
     def say_bye(self) -> None:

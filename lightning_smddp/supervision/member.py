@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
@@ -16,9 +16,6 @@ from lightning_smddp.supervision.wire import Connection, Message
 _SETTLE_S = 0.1  # a connection ends a little before its process, and last messages may still be on their way
 _MAX_LOOKS = 6
 _OOM_WINDOW = 10  # ticks
-# Of the limit, which is four heartbeats or more. A rank that is well misses two at the most, and those only in
-# appearance; when one of a dead host is over the limit, the others there have missed three.
-_HEARD = 2.5 / 4
 
 
 class _Readable(Protocol):
@@ -74,14 +71,14 @@ class Member:
         """For messages."""
         return f"rank {self.rank} (host {self.host})"
 
-    def silence(self, company: Sequence[Member], limit: float) -> str:
-        """What its silence means; on another host that depends on its ``company`` there."""
+    def silence(self, company_is_heard: bool | None) -> str:
+        """What its silence means: on another host that depends on the other ranks there; None: there are none."""
         cause = ": its process is stopped, its host is down, or the network between the hosts is cut"
         if self.process.is_here:
             cause = ": it is stopped, or cut off"
-        elif any(other.counts and other.silence_s < _HEARD * limit for other in company):
+        elif company_is_heard:
             cause = ": it is stopped, as other ranks of its host are heard"
-        elif company:
+        elif company_is_heard is not None:
             cause = f", nor from any rank of host {self.host}: that is down, or the network between the hosts is cut"
         return f"nothing was heard from it for {self.silence_s:.0f} s{cause}"
 

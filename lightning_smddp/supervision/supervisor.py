@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _REPORT_WITHIN_S = 1.0
+_FIND_WITHIN_S = 2.0  # whose fault it is that a collective has timed out
 _GOODBYE_WITHIN_S = 2.0
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
@@ -131,7 +132,7 @@ class Supervisor:
         self._watch.report(kind, text, is_of_communication(error))
         self._state.wait_for(lambda: False, _REPORT_WITHIN_S)
 
-    def explain(self, error: BaseException, wait: float = 2.0) -> BaseException:
+    def explain(self, error: BaseException, wait: float = _FIND_WITHIN_S) -> BaseException:
         """What to raise for ``error``, which is about to end training: itself, or the failure that it follows from.
 
         An error of communication waits up to ``wait`` seconds for word of the rank that caused it. An error of this
@@ -227,7 +228,7 @@ class Supervisor:
         self._watch.tell({"type": "epoch", "epoch": epoch, "batches": batches, "validates": validates})
         if not self._state.wait_for(lambda: self._state.epoch >= epoch, self._watch.collective_timeout):
             self._watch.report_timeout(f"it waited {self._watch.collective_timeout:g} s at the end of epoch {epoch}")
-            self._state.wait_for(lambda: False, _REPORT_WITHIN_S)
+            self._state.wait_for(lambda: False, _FIND_WITHIN_S)
         self._raise_failure()
 
     def _raise_failure(self) -> None:

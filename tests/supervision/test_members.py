@@ -7,14 +7,17 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
+from lightning_smddp.supervision.client import Client, State
 from lightning_smddp.supervision.hub import Hub
 from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.member import Member, OomWatch
 from lightning_smddp.supervision.processes import Process
-from lightning_smddp.supervision.progress import Reading, RemoteProgress
+from lightning_smddp.supervision.progress import Progress, Reading, RemoteProgress
+from lightning_smddp.supervision.wire import Connection, Message
 
 HERE = Process.of(os.getpid())
 ELSEWHERE = replace(HERE, namespace="another boot/another namespace")
@@ -27,6 +30,18 @@ class Oom(OomWatch):
 
     def happened(self) -> bool:
         return self._happened
+
+
+class Peer:
+    """A connection that keeps what is sent."""
+
+    is_clogged = False
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
 
 
 def member(rank: int, host: str = "b", process: Process = ELSEWHERE, silence_s: float = 0.0) -> Member:
@@ -63,20 +78,87 @@ def run_until_failure(loop: Loop, hub: Hub) -> str:
     return hub.failure.describe()
 
 
+STOPPED = ": it is stopped, as other ranks of its host are heard"
+CUT = ", nor from any rank of host b: that is down, or the network between the hosts is cut"
+BEAT = {"type": "beat", "progress": [7, "forward", 0, 7]}
+TIMEOUT = {"type": "timeout", "message": "it timed out"}
+
+
+def fall_silent(hub: Hub, rank: int, timed_out: bool = False) -> None:
+    """For as long as the limit; or for four heartbeats, and a collective has timed out."""
+    hub.members[rank].silence_s = 4.0 if timed_out else 9.5
+    if timed_out:
+        hub.receive(hub.members[0], TIMEOUT)
+    else:
+        hub.tick(1.0)
+
+
 @pytest.mark.parametrize(
     ("process", "others", "meaning"),
     [
-        (HERE, [0.0], ": it is stopped, or cut off"),
-        (ELSEWHERE, [0.0, 9.0], ": it is stopped, as other ranks of its host are heard"),
-        (ELSEWHERE, [5.1], ": it is stopped, as other ranks of its host are heard"),  # its last two came late
-        (ELSEWHERE, [7.5], ", nor from any rank of host b: that is down, or the network between the hosts is cut"),
-        (ELSEWHERE, [], ": its process is stopped, its host is down, or the network between the hosts is cut"),
+        (HERE, 1, ": it is stopped, or cut off"),
+        (ELSEWHERE, 0, ": its process is stopped, its host is down, or the network between the hosts is cut"),
     ],
 )
-def test_what_silence_means(process: Process, others: list[float], meaning: str) -> None:
-    silent = member(1, process=process, silence_s=10.4)
-    company = [member(2 + number, silence_s=seconds) for number, seconds in enumerate(others)]
-    assert silent.silence(company, 10.0) == f"nothing was heard from it for 10 s{meaning}"
+def test_silence_of_a_rank_on_this_host_and_of_one_alone(process: Process, others: int, meaning: str, hub: Hub) -> None:
+    """Nobody need be asked."""
+    hub.members = {rank: hub.members[rank] for rank in range(2 + others)}
+    hub.members[1].process = process
+    fall_silent(hub, 1)
+    assert hub.failure is not None
+    assert hub.failure.message == f"nothing was heard from it for 10 s{meaning}"
+
+
+@pytest.mark.parametrize("timed_out", [False, True])
+@pytest.mark.parametrize("last_heard_s", [0.0, 2.0])
+@pytest.mark.parametrize(("answers", "meaning"), [(True, STOPPED), (False, CUT)])
+def test_silence_on_another_host(
+    answers: bool, meaning: str, last_heard_s: float, timed_out: bool, loop: Loop, hub: Hub
+) -> None:
+    """What the other ranks there answer now decides, however long ago they were heard last."""
+    hub.members[1].silence_s = last_heard_s
+    fall_silent(hub, 2, timed_out)
+    assert hub.failure is None
+    if answers:
+        loop.later(0.05, hub.receive, hub.members[1], BEAT)
+    text = run_until_failure(loop, hub)
+    assert text.startswith("rank 2 ")
+    assert meaning in text
+    assert ("rank 0 (host a) waited for it" in text) == timed_out
+
+
+def test_the_others_are_asked_and_answer(loop: Loop, hub: Hub) -> None:
+    asked, answer = Peer(), Peer()
+    hub.members[1].connection = cast(Connection, asked)
+    fall_silent(hub, 2)
+    assert asked.messages[-1] == {"type": "ping"}
+
+    progress = Progress()
+    client = Client(loop, 1, "b", progress, 10.0, 1.0, State(), Oom(False), lambda failure: None, lambda signum: None)
+    client.hub = Member(0, "a", ELSEWHERE, RemoteProgress(None, -1), cast(Connection, answer))
+    client.receive({"type": "ping"})
+    progress.close()
+    assert [message["type"] for message in answer.messages] == ["beat"]
+
+
+def test_one_that_is_heard_again_is_not_silent(loop: Loop, hub: Hub) -> None:
+    fall_silent(hub, 2)
+    hub.receive(hub.members[2], BEAT)
+    loop.later(1.0, loop.stop)
+    loop.run()
+    assert hub.failure is None
+
+
+def test_a_collective_timed_out_and_the_silent_one_is_heard_again(loop: Loop, hub: Hub) -> None:
+    """By what it says then."""
+    for rank in (0, 1):
+        hub.members[rank].progress = RemoteProgress(None, -1)
+        hub.members[rank].progress.told = Reading(9, "backward")  # type: ignore[attr-defined]
+    fall_silent(hub, 2, timed_out=True)
+    loop.later(0.05, hub.receive, hub.members[2], BEAT)
+    text = run_until_failure(loop, hub)
+    assert text.startswith("rank 2 ")
+    assert "did not come at step 7 (forward)" in text
 
 
 def test_a_rank_of_the_same_host_says_how_another_one_ended(loop: Loop, hub: Hub) -> None:
