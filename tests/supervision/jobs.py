@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,11 +63,24 @@ class Job:
 
     def until(self, name: str, timeout: float = 20.0) -> None:
         """Until every rank has said ``name``."""
+        self._until(lambda rank: rank.values(name), self.ranks, f"say {name!r}", timeout)
+
+    def until_stopped(self, number: int, at: int | None = None) -> None:
+        """Until rank ``number`` is stopped, and all the others wait for it in step ``at``, if that is given."""
+        others = [rank for rank in self.ranks if rank.number != number and at is not None]
+        self._until(lambda rank: (self.directory / f"meet-{at}-{rank.number}").exists(), others, f"come to step {at}")
+        self._until(lambda rank: state(rank.pid) == "T", [self.ranks[number]], "stop")
+
+    def until_heard(self, number: int) -> None:
+        """Until rank ``number`` has said on stderr that all ranks stop."""
+        self._until(lambda rank: "all ranks stop at" in rank.err, [self.ranks[number]], "hear of the signal")
+
+    def _until(self, ready: Callable[[Rank], object], ranks: list[Rank], what: str, timeout: float = 20.0) -> None:
         deadline = time.monotonic() + timeout
-        while not all(rank.values(name) for rank in self.ranks):
-            ended = [rank for rank in self.ranks if rank.process.poll() is not None and not rank.values(name)]
+        while waiting := [rank for rank in ranks if not ready(rank)]:
+            ended = [rank for rank in waiting if rank.process.poll() is not None and not ready(rank)]
             if ended or time.monotonic() > deadline:
-                raise AssertionError(f"rank {[r.number for r in ended]} did not say {name!r}:\n{self.text()}")
+                raise AssertionError(f"ranks {[r.number for r in ended or waiting]} did not {what}:\n{self.text()}")
             time.sleep(0.01)
 
     def wait(self, timeout: float) -> float:
@@ -111,6 +124,11 @@ def job(directory: Path, scenario: str, world_size: int, *wrapper: str, **option
             time.sleep(0.01)
         for rank in started.ranks:
             rank.process.wait()
+
+
+def state(pid: int) -> str:
+    """By /proc: "T" is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def left_over(started: Job, but: tuple[int, ...] = ()) -> list[str]:

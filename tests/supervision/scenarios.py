@@ -108,6 +108,7 @@ def steps(rank: Rank, supervisor: Supervisor) -> None:
             rank.meet(str(step))
         time.sleep(rank["pause"] or 0.0)
     supervisor.progress.phase = "validation"
+    say("validation")
     waits = rank["sleep"] or 0.0
     if rank["sleep_in_python"]:
         end = time.monotonic() + waits
@@ -266,12 +267,12 @@ def late(rank: Rank) -> None:
     supervisor = rank.start()
     progress = supervisor.progress
     progress.step, progress.phase = rank["steps_of"][rank.rank], rank["phase_of"][rank.rank]
+    rank.meet("progress")
     if rank.rank != rank["asks"]:
         say("ready")
         while supervisor.failure is None:
             time.sleep(0.01)
         raise supervisor.failure.error()
-    time.sleep(0.2)
     error = supervisor.explain(RuntimeError("[gloo] Timed out waiting 2000ms for recv operation to complete"))
     say("error", [type(error).__name__, str(error)])
     supervisor.close()

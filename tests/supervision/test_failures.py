@@ -60,8 +60,7 @@ def test_children_of_a_killed_rank_that_hold_its_descriptors_hide_nothing(tmp_pa
 @pytest.mark.slow
 def test_a_rank_outside_collectives_that_cannot_be_interrupted_is_ended(tmp_path: Path) -> None:
     with job(tmp_path, "train", 2, steps=2, sleep=60) as started:
-        started.until("ready")
-        time.sleep(0.3)
+        started.until("validation")
         kill(started.ranks[0].pid)
         assert 2.5 < started.wait(10.0) < 6.0
         survivor = started.ranks[1]
@@ -77,8 +76,7 @@ def test_a_rank_outside_collectives_that_cannot_be_interrupted_is_ended(tmp_path
 @pytest.mark.slow
 def test_a_rank_outside_collectives_that_runs_python_is_interrupted(tmp_path: Path) -> None:
     with job(tmp_path, "train", 2, steps=2, sleep=60, sleep_in_python=True) as started:
-        started.until("ready")
-        time.sleep(0.3)
+        started.until("validation")
         kill(started.ranks[1].pid)
         assert started.wait(10.0) < 2.5
         check_survivors(started, 1, "died", "its process was killed by SIGKILL", "step 1 (validation)")
@@ -88,8 +86,7 @@ def test_a_rank_outside_collectives_that_runs_python_is_interrupted(tmp_path: Pa
 @pytest.mark.slow
 def test_a_clean_up_that_hangs_is_left_behind(tmp_path: Path) -> None:
     with job(tmp_path, "train", 2, steps=2, sleep=60, hang_in_clean_up=True) as started:
-        started.until("ready")
-        time.sleep(0.3)
+        started.until("validation")
         kill(started.ranks[0].pid)
         assert started.wait(10.0) < 7.0
         assert started.ranks[1].values("cleaned") == [True]
@@ -140,8 +137,7 @@ LAUNCHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
 def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     wrapper = (sys.executable, "-c", LAUNCHER)
     with job(tmp_path, "train", 2, *wrapper, steps=1, sleep=60, sleep_in_python=True, watch_parent=True) as started:
-        started.until("ready")
-        time.sleep(0.3)
+        started.until("validation")
         kill(started.ranks[1].pid)  # the launcher
         deadline = time.monotonic() + 8.0
         while left_over(started) and time.monotonic() < deadline:

@@ -80,11 +80,11 @@ def test_a_rank_that_ends_its_run_while_others_wait_for_it_has_left(tmp_path: Pa
 @pytest.mark.slow
 def test_one_rank_alone_is_supervised_without_sockets(tmp_path: Path) -> None:
     with job(tmp_path, "train", 1, steps=5, signals=True, sleep=60) as started:
-        started.until("ready")
-        time.sleep(0.2)
+        started.until("validation")
         links = [path.readlink().name for path in Path(f"/proc/{started.ranks[0].pid}/fd").iterdir()]
         assert not any(name.startswith("socket") for name in links)
         kill(started.ranks[0].pid, 15)
+        started.until_heard(0)
         time.sleep(1.2)
         kill(started.ranks[0].pid, 15)
         started.wait(5.0)

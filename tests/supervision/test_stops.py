@@ -60,8 +60,7 @@ def test_the_same_signal_to_all_ranks_at_once_is_one_request(tmp_path: Path) -> 
 def test_while_a_peer_is_stopped_there_is_no_agreement_and_the_grace_time_ends_all(tmp_path: Path) -> None:
     options = {"fault": [1, 3], "kind": "SIGSTOP", "meet": True, "signals": True, "stop_grace": 5.5}
     with job(tmp_path, "train", 3, **options) as started:
-        started.until("ready")
-        time.sleep(0.5)
+        started.until_stopped(1, at=3)
         kill(started.ranks[2].pid, signal.SIGTERM)
         assert 5.0 < started.wait(15.0) < 8.0
         assert [rank.code for rank in started.ranks] == [143, -9, 143], started.text()
@@ -78,8 +77,7 @@ def test_while_a_peer_is_stopped_there_is_no_agreement_and_the_grace_time_ends_a
 def test_while_the_hub_is_stopped_the_grace_time_ends_all(tmp_path: Path) -> None:
     options = {"fault": [0, 3], "kind": "SIGSTOP", "meet": True, "signals": True, "stop_grace": 7.0}
     with job(tmp_path, "train", 2, **options) as started:
-        started.until("ready")
-        time.sleep(0.5)
+        started.until_stopped(0, at=3)
         kill(started.ranks[1].pid, signal.SIGTERM)
         assert 6.0 < started.wait(15.0) < 10.0
         assert [rank.code for rank in started.ranks] == [-9, 143], started.text()
@@ -89,8 +87,7 @@ def test_while_the_hub_is_stopped_the_grace_time_ends_all(tmp_path: Path) -> Non
 def test_ranks_that_come_to_a_gate_stop_there_without_the_agreement_of_a_stopped_one(tmp_path: Path) -> None:
     options = {"fault": [1, 3], "kind": "SIGSTOP", "signals": True, "steps": 10000, "pause": 0.01, "stop_grace": 8.0}
     with job(tmp_path, "train", 2, **options) as started:
-        started.until("ready")
-        time.sleep(0.5)
+        started.until_stopped(1)
         kill(started.ranks[0].pid, signal.SIGTERM)
         deadline = time.monotonic() + 10
         while started.ranks[0].process.poll() is None and time.monotonic() < deadline:
@@ -107,6 +104,7 @@ def test_a_second_signal_ends_a_rank_that_does_not_stop_and_so_the_others(tmp_pa
     with job(tmp_path, "stop_without_gates", 2) as started:
         started.until("ready")
         kill(started.ranks[1].pid, signal.SIGTERM)
+        started.until_heard(1)
         time.sleep(1.2)
         kill(started.ranks[1].pid, signal.SIGTERM)
         assert started.wait(15.0) < 6.0
