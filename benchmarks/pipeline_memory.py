@@ -2,10 +2,14 @@
 
 The model is made in ``configure_model`` with ``meta_init``, so that no rank ever holds more than its own part. Each
 rank reports the bytes of its tensors, and the peak of its resident memory above what it had before ``Trainer.fit``.
+
+With larger batches, also what ``activation_checkpointing`` saves: the peak of a step that is not the first.
 """
 
 from __future__ import annotations
 
+import argparse
+import ctypes
 import logging
 import warnings
 from pathlib import Path
@@ -25,14 +29,15 @@ from lightning_smddp import PipelineStrategy
 
 MIB = 2**20
 STEPS = 2
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
 
 
 class BigGPT(LightningModule):
     """A GPT whose layers are made when the strategy says so."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int, layers: int, rows: int) -> None:
         super().__init__()
-        self.width, self.layers = width, layers
+        self.width, self.layers, self.rows = width, layers, rows
 
     def configure_model(self) -> None:
         """Make the layers."""
@@ -43,9 +48,9 @@ class BigGPT(LightningModule):
         return cross_entropy(self.gpt(batch[0]), batch[1])
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Two batches of 8 x 64 bytes."""
-        text = torch.randint(256, (8 * STEPS, 65), generator=torch.Generator().manual_seed(1))
-        return DataLoader(TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous()), batch_size=8)
+        """Two batches of ``rows`` x 64 bytes."""
+        text = torch.randint(256, (self.rows * STEPS, 65), generator=torch.Generator().manual_seed(1))
+        return DataLoader(TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous()), batch_size=self.rows)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Adam, with two numbers of state a parameter."""
@@ -53,10 +58,11 @@ class BigGPT(LightningModule):
 
 
 class StateBytes(Callback):
-    """Bytes of parameters, gradients and optimizer state at the end of the last step."""
+    """Bytes of parameters, gradients and optimizer state at the end of the last step; peaks of resident memory."""
 
     def __init__(self) -> None:
         self.parts = [0, 0, 0]
+        self.peak = self.last_peak = 0  # of all, and from the end of the first step on
 
     def on_before_zero_grad(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         """Gradients exist now; the state exists from the second step on."""
@@ -69,6 +75,9 @@ class StateBytes(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         """The state is complete."""
         self.on_before_zero_grad(trainer, module, trainer.optimizers[0])
+        self.last_peak = _resident("VmHWM")
+        self.peak = max(self.peak, self.last_peak)
+        _start_peak()
 
 
 def main() -> None:
@@ -77,16 +86,17 @@ def main() -> None:
     options.add_argument("--width", type=int, default=768)
     options.add_argument("--layers", type=int, default=16)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    options.add_argument("--rows", type=int, default=256, help="of a batch of the second part")
     args = options.parse_args()
     if args.quick:
-        args.width, args.layers, args.ranks = 256, 8, [2]
+        args.width, args.layers, args.ranks, args.rows = 256, 8, [2], 64
     record = Record(
         "pipeline_memory",
         "Memory of a rank of a pipeline",
         args,
         "one process's memory divided by the number of ranks.",
     )
-    layout = {"width": args.width, "layers": args.layers}
+    layout = {"width": args.width, "layers": args.layers, "rows": 8}
     found = {ranks: launch("pipeline_memory:rank_main", ranks, layout) for ranks in [1, *args.ranks]}
     record.data["ranks"] = found
     one = found[1][0]
@@ -107,16 +117,49 @@ def main() -> None:
         "contains activations, messages and code. *Of ideal* is times ranks / one process.",
         "\n".join(targets),
     )
+    report_activations(record, args)
     record.finish()
 
 
-def rank_main(width: int, layers: int) -> list[dict[str, Any]]:
-    """State and peak of each rank, in bytes."""
+def report_activations(record: Record, args: argparse.Namespace) -> None:
+    """What ``activation_checkpointing`` saves."""
+    layout = {"width": 256, "layers": 16, "rows": args.rows, "exact": True}
+    ranks = args.ranks[0]
+    found = {
+        checkpointing: launch("pipeline_memory:rank_main", ranks, {**layout, "checkpointing": checkpointing})
+        for checkpointing in (False, True)
+    }
+    record.data["activation_checkpointing"] = {str(checkpointing): reports for checkpointing, reports in found.items()}
+    rows = []
+    for rank in range(ranks):
+        plain, sparing = (found[checkpointing][rank] for checkpointing in (False, True))
+        above = [(report["last_peak"] - report["state"]) / MIB for report in (plain, sparing)]
+        peaks = [report["last_peak"] / MIB for report in (plain, sparing)]
+        rows.append([f"{rank}", plain["state"] / MIB, *peaks, *above, above[1] / above[0]])
+    headings = ["rank", "state", "peak", "peak, checkpointing", "above state", "above, checkpointing", "ratio"]
+    record.section(
+        f"`activation_checkpointing=True`: GPT of width 256 with 16 layers on {ranks} ranks, {args.rows} x 64 bytes",
+        table(headings, rows),
+        "MiB. *Peak* is that of the second step; malloc gives large tensors back when they are freed "
+        "(`MALLOC_MMAP_THRESHOLD_=65536`), else it keeps some of what was freed, and the ratio is nearer to 1. Above "
+        "the state are activations, messages, the logits and their gradients, temporary memory and code.",
+    )
+
+
+def rank_main(
+    width: int, layers: int, rows: int, checkpointing: bool = False, exact: bool = False
+) -> list[dict[str, Any]]:
+    """State and peaks of each rank, in bytes; ``exact``: without what malloc keeps of what was freed."""
+    if exact:
+        libc = ctypes.CDLL(None)
+        assert libc.mallopt(_M_MMAP_THRESHOLD, 65536)
+        assert libc.mallopt(_M_TRIM_THRESHOLD, 65536)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     ranks, callback = dist.get_world_size(), StateBytes()
-    strategy = PipelineStrategy(num_microbatches=8, meta_init=True, verbose=False) if ranks > 1 else "auto"
+    options: dict[str, Any] = {"num_microbatches": 8, "meta_init": True, "verbose": False}
+    strategy = PipelineStrategy(**options, activation_checkpointing=checkpointing) if ranks > 1 else "auto"
     torch.manual_seed(0)
     trainer = Trainer(
         strategy=strategy,
@@ -132,12 +175,17 @@ def rank_main(width: int, layers: int) -> list[dict[str, Any]]:
         plugins=[LightningEnvironment()],
     )
     before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    trainer.fit(BigGPT(width, layers))
-    peak = _resident("VmHWM") - before
+    _start_peak()
+    trainer.fit(BigGPT(width, layers, rows))
+    peak, last_peak = max(callback.peak, _resident("VmHWM")) - before, callback.last_peak - before
     everyone: list[Any] = [None] * ranks
-    dist.all_gather_object(everyone, {"state": sum(callback.parts), "peak": peak, "parts": callback.parts})
+    mine = {"state": sum(callback.parts), "peak": peak, "last_peak": last_peak, "parts": callback.parts}
+    dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def _start_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _resident(field: str) -> int:
