@@ -19,7 +19,7 @@ from lightning_smddp.supervision.stop import StopVote
 from lightning_smddp.supervision.wire import MAX_LINE_BYTES, Connection, Message
 
 _LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
-_ANSWER_WITHIN_S = 0.75
+_ANSWER_WITHIN_S = 0.75  # less than ranks wait to hear whose fault a timeout is
 
 
 class _Doubt(NamedTuple):
