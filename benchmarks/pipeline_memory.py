@@ -29,7 +29,7 @@ from lightning_smddp import PipelineStrategy
 
 MIB = 2**20
 STEPS = 2
-_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of malloc.h
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class BigGPT(LightningModule):
@@ -151,9 +151,7 @@ def rank_main(
 ) -> list[dict[str, Any]]:
     """State and peaks of each rank, in bytes; ``exact``: without what malloc keeps of what was freed."""
     if exact:
-        libc = ctypes.CDLL(None)
-        assert libc.mallopt(_M_MMAP_THRESHOLD, 65536)
-        assert libc.mallopt(_M_TRIM_THRESHOLD, 65536)
+        assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -235,19 +235,13 @@ class Hub:
         if self._doubt is not None or self.failure is not None:
             return
         company = [other for other in self._company(silent) if other.counts]
-        deadline = self._loop.later(_ANSWER_WITHIN_S, self._declare_silent, False)
-        self._doubt = _Doubt(silent, company, waiter, if_heard, deadline)
         if silent.process.is_here or not company:
-            self._declare_silent(None)
+            self._declare_silent(silent, None, waiter)
+            return
+        deadline = self._loop.later(_ANSWER_WITHIN_S, self._settle_doubt, False)
+        self._doubt = _Doubt(silent, company, waiter, if_heard, deadline)
         for other in company:
             other.send({"type": "ping"}, droppable=True)
-
-    def _declare_silent(self, company_is_heard: bool | None) -> None:
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None:
-            doubt.deadline.cancel()
-            text = doubt.silent.silence(company_is_heard) + doubt.waiter
-            self.declare(doubt.silent.failure("silent", text), doubt.silent.process)
 
     def _heard(self, member: Member) -> None:
         member.silence_s = 0.0
@@ -255,11 +249,20 @@ class Hub:
         if doubt is None:
             return
         if member in doubt.company:
-            self._declare_silent(True)
+            self._settle_doubt(True)
         elif member is doubt.silent:
-            doubt.deadline.cancel()
             self._doubt = None
+            doubt.deadline.cancel()
             self._loop.call(doubt.if_heard)  # after what this word says
+
+    def _settle_doubt(self, company_is_heard: bool) -> None:
+        doubt, self._doubt = self._doubt, None
+        assert doubt is not None
+        doubt.deadline.cancel()
+        self._declare_silent(doubt.silent, company_is_heard, doubt.waiter)
+
+    def _declare_silent(self, silent: Member, company_is_heard: bool | None, waiter: str) -> None:
+        self.declare(silent.failure("silent", silent.silence(company_is_heard) + waiter), silent.process)
 
     def _company(self, member: Member) -> list[Member]:
         """The other ranks of its host."""

@@ -69,7 +69,10 @@ class Job:
         """Until rank ``number`` is stopped, and all the others wait for it in step ``at``, if that is given."""
         others = [rank for rank in self.ranks if rank.number != number and at is not None]
         self._until(lambda rank: (self.directory / f"meet-{at}-{rank.number}").exists(), others, f"come to step {at}")
-        self._until(lambda rank: state(rank.pid) == "T", [self.ranks[number]], "stop")
+        pid = self.ranks[number].pid
+        self._until(
+            lambda _: any(p.pid == pid and p.state == "T" for p in live_processes()), [self.ranks[number]], "stop"
+        )
 
     def until_heard(self, number: int) -> None:
         """Until rank ``number`` has said on stderr that all ranks stop."""
@@ -124,11 +127,6 @@ def job(directory: Path, scenario: str, world_size: int, *wrapper: str, **option
             time.sleep(0.01)
         for rank in started.ranks:
             rank.process.wait()
-
-
-def state(pid: int) -> str:
-    """By /proc: "T" is stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def left_over(started: Job, but: tuple[int, ...] = ()) -> list[str]:

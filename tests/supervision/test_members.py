@@ -152,7 +152,6 @@ def test_one_that_is_heard_again_is_not_silent(loop: Loop, hub: Hub) -> None:
 def test_a_collective_timed_out_and_the_silent_one_is_heard_again(loop: Loop, hub: Hub) -> None:
     """By what it says then."""
     for rank in (0, 1):
-        hub.members[rank].progress = RemoteProgress(None, -1)
         hub.members[rank].progress.told = Reading(9, "backward")  # type: ignore[attr-defined]
     fall_silent(hub, 2, timed_out=True)
     loop.later(0.05, hub.receive, hub.members[2], BEAT)
