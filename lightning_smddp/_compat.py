@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -380,3 +381,81 @@ def dcp_place(file: str, begin: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, begin, length)
+
+
+# A subclass without functions of its own: what torch documents as `_disabled_torch_function_impl`. Remove when public.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_subclass(cls: type, like: Tensor, device: torch.device) -> Any:
+    """A tensor of class ``cls`` that has the looks of ``like``, on ``device``, and no memory.
+
+    ``_make_wrapper_subclass`` is documented by torch as the way to extend it, without a public name.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
+@dataclass(frozen=True)
+class OperatorFacts:
+    """What the schema of an operator says.
+
+    Attributes:
+        name: with its namespace, without the overload.
+        writes: position and name of each argument that it writes.
+        num_returns: what it returns.
+        only_writes: whether it returns nothing but what it has written.
+        makes_tensors: whether what it returns are tensors.
+        draws: whether it draws random numbers.
+        changes_shape: whether it changes the shape of a tensor in place.
+        is_foreach: whether it does the same to each tensor of a list.
+    """
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    num_returns: int
+    only_writes: bool
+    makes_tensors: bool
+    draws: bool
+    changes_shape: bool
+    is_foreach: bool
+
+    def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments that are written, those in lists each for itself."""
+        found: list[Any] = []
+        for position, name in self.writes:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, (list, tuple)):
+                found += value
+            elif value is not None:
+                found.append(value)
+        return found
+
+
+@functools.lru_cache(maxsize=4096)
+def operator_facts(function: Any) -> OperatorFacts:
+    """Read the schema of an operator overload (``torch.ops.aten.add.Tensor``). Schemas are private; remove when not."""
+    schema = function._schema
+    writes = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    returned = [out.alias_info is not None and out.alias_info.is_write for out in schema.returns]
+    kinds = [str(out.type) for out in schema.returns]
+    return OperatorFacts(
+        name=schema.name,
+        writes=writes,
+        num_returns=len(schema.returns),
+        only_writes=bool(writes) and all(returned),
+        makes_tensors=any("Tensor" in kind for kind in kinds) or bool(writes),
+        draws=torch.Tag.nondeterministic_seeded in function.tags,
+        changes_shape=torch.Tag.inplace_view in function.tags,
+        is_foreach=schema.name.startswith("aten::_foreach_"),
+    )

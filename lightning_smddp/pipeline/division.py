@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.ownership import Ownership
-from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
+from lightning_smddp.pipeline.program import Item, Modules, Program, SplitError, build_program
 from lightning_smddp.pipeline.reference import Reference, fastest, run_reference
 from lightning_smddp.pipeline.replay import ReplayError
 from lightning_smddp.pipeline.splitting import (
@@ -22,6 +22,7 @@ from lightning_smddp.pipeline.splitting import (
     choose_units,
     homes_of,
     is_within,
+    neighbour_stage,
     partition,
 )
 from lightning_smddp.pipeline.tracing import Trace, trace
@@ -141,7 +142,7 @@ def divide(
     return Division(
         program,
         splitting,
-        ownership_of(program, splitting, homes, resources),
+        ownership_of(program, splitting, homes, resources, [name for name, _ in root.named_buffers()]),
         homes,
         reference,
         tuple(decided["stage_seconds"]),
@@ -177,9 +178,17 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def ownership_of(
-    program: Program, splitting: Splitting, homes: Mapping[str, Sequence[int]], resources: Resources
+    program: Program,
+    splitting: Splitting,
+    homes: Mapping[str, Sequence[int]],
+    resources: Resources,
+    all_buffers: Sequence[str] = (),
 ) -> Ownership:
-    """Ranks instead of stages; buffers that the step changes belong to the rank of the item that does."""
+    """Ranks instead of stages.
+
+    A buffer that the step changes belongs to the rank of the item that does. Others may be changed by a later step (a
+    BatchNorm that is unfrozen): they belong to where they are read, else to where parameters near them are.
+    """
     ranks = resources.rank_of_stage
     buffers: dict[str, int] = {}
     for plan in splitting.plans(len(program.items)):
@@ -191,8 +200,19 @@ def ownership_of(
                         f"Buffer {name!r} is changed on ranks {other} and {ranks[plan.stage]} of the pipeline: the "
                         "module that changes it is called in several stages. Cut elsewhere by `split=`."
                     )
+    units = {item.module: stage for item, stage in _placed_items(program, splitting) if item.module is not None}
+    for name in all_buffers:
+        inside = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
+        stage = inside[0] if inside else neighbour_stage(name, homes)
+        buffers.setdefault(name, ranks[stage])
     parameters = {name: tuple(dict.fromkeys(ranks[s] for s in stages)) for name, stages in homes.items()}
     return Ownership(parameters, buffers, max(ranks) + 1)
+
+
+def _placed_items(program: Program, splitting: Splitting) -> Iterator[tuple[Item, int]]:
+    for plan in splitting.plans(len(program.items)):
+        for item in program.items[plan.begin : plan.end]:
+            yield item, plan.stage
 
 
 def require_same(program: Program, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -78,6 +78,27 @@ class OptimizerPartition:
             self._labels.append(group.get("param_names"))
         self._filter()
 
+    @contextmanager
+    def shown_whole(self) -> Iterator[None]:
+        """For hooks: within it the groups have the parameters of all ranks, and others may be added."""
+        self.refresh()
+        self._fill()
+        try:
+            yield
+        finally:
+            self.refresh()
+            self._filter()
+
+    @contextmanager
+    def shown_own(self) -> Iterator[None]:
+        """Within :meth:`shown_whole`: the groups have this rank's parameters again, to be stepped."""
+        self.refresh()
+        self._filter()
+        try:
+            yield
+        finally:
+            self._fill()
+
     def add_placeholder(self, device: torch.device) -> nn.Parameter:
         """A parameter of one element, 0, that is stepped along and never saved.
 
@@ -181,16 +202,20 @@ class OptimizerPartition:
         """Within it the groups have the parameters of all ranks."""
         placeholder = self.placeholder
         placeholder_state = None if placeholder is None else self.optimizer.state.pop(placeholder, None)
-        for group, parameters, labels in self._with_groups():
-            group["params"] = list(parameters)
-            if labels is not None:
-                group["param_names"] = list(labels)
+        self._fill()
         try:
             yield
         finally:
             self._filter()
             if placeholder is not None and placeholder_state is not None:
                 self.optimizer.state[placeholder] = placeholder_state
+
+    def _fill(self) -> None:
+        """Put the parameters of all ranks into the groups, without the placeholder."""
+        for group, parameters, labels in self._with_groups():
+            group["params"] = list(parameters)
+            if labels is not None:
+                group["param_names"] = list(labels)
 
     def _with_groups(self) -> Iterator[tuple[dict[str, Any], list[nn.Parameter], list[str] | None]]:
         assert len(self.optimizer.param_groups) == len(self._groups), "call refresh() after add_param_group()"

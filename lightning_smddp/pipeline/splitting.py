@@ -284,11 +284,12 @@ def homes_of(program: Program, splitting: Splitting, all_parameters: Collection[
     placed = {name: tuple(sorted(stages)) for name, stages in homes.items()}
     for name in all_parameters:
         if name not in placed:
-            placed[name] = (_neighbour_stage(name, homes),)
+            placed[name] = (neighbour_stage(name, homes),)
     return placed
 
 
-def _neighbour_stage(name: str, homes: Mapping[str, set[int]]) -> int:
+def neighbour_stage(name: str, homes: Mapping[str, Collection[int]]) -> int:
+    """The first stage of the parameters that are nearest to ``name`` in the tree of modules."""
     prefix = name
     while "." in prefix:
         prefix = prefix.rpartition(".")[0]

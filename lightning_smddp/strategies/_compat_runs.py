@@ -6,9 +6,9 @@ Written against Lightning 2.6. Remove each when strategies have hooks for it, an
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
 
 @contextmanager
@@ -122,3 +122,88 @@ def barriers_without_groups(applies: Callable[[], bool], wait: Callable[[], None
             return self
 
         module._InfiniteBarrier.original, module._InfiniteBarrier.__enter__ = original, enter
+
+
+Around: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
+
+
+@contextmanager
+def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
+    """Enter ``around(hook, owner)`` around each call of a hook of ``trainer``'s module and callbacks.
+
+    What the context gives, if anything, is called with the hook's result and the arguments, and returns the result.
+    Lightning calls all callbacks in one function; ours repeat its loops, as each callback is entered for itself.
+    """
+    call: Any = sys.modules[f"{type(trainer).__module__.rpartition('.')[0]}.call"]
+    ours = _HookCalls(call, trainer, around)
+    before = {name: getattr(call, name) for name in ours.functions}
+    for name, function in ours.functions.items():
+        setattr(call, name, ours.for_this_trainer(function, before[name]))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(call, name, function)
+
+
+class _HookCalls:
+    """What ``lightning.pytorch.trainer.call`` does, with a context around each hook."""
+
+    def __init__(self, call: Any, trainer: Any, around: Around) -> None:
+        self.call, self.trainer, self.around = call, trainer, around
+        self.module_hook = call._call_lightning_module_hook
+        self.functions: dict[str, Callable[..., Any]] = {
+            "_call_lightning_module_hook": self.of_module,
+            "_call_callback_hooks": self.of_callbacks,
+            "_call_callbacks_on_save_checkpoint": self.on_save_checkpoint,
+            "_call_callbacks_state_dict": self.state_dicts,
+        }
+
+    def for_this_trainer(self, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            return ours(*args, **kwargs) if trainer is self.trainer else theirs(trainer, *args, **kwargs)
+
+        return chosen
+
+    def of_module(self, hook: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
+        with self.around(hook, pl_module or self.trainer.lightning_module) as finish:
+            result = self.module_hook(self.trainer, hook, *args, pl_module=pl_module, **kwargs)
+            return result if finish is None else finish(result, args)
+
+    def of_callbacks(self, hook: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:
+        chosen = list(self.trainer.callbacks)
+        if monitoring_callbacks is not None:
+            kinds = (self.call.EarlyStopping, self.call.Checkpoint)
+            chosen = [callback for callback in chosen if isinstance(callback, kinds) == monitoring_callbacks]
+        module = self.trainer.lightning_module
+        self._each(hook, chosen, (self.trainer, module, *args), kwargs)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        arguments = (self.trainer, self.trainer.lightning_module, checkpoint)
+        self._each("on_save_checkpoint", self.trainer.callbacks, arguments, {})
+
+    def state_dicts(self) -> dict[str, Any]:
+        found = {}
+        for callback in self.trainer.callbacks:
+            with self.around("state_dict", callback) as finish:
+                state = callback.state_dict()
+                state = state if finish is None else finish(state, ())
+            if state:
+                found[callback.state_key] = state
+        return found
+
+    def _each(self, hook: str, callbacks: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        module = self.trainer.lightning_module
+        if module is not None:  # `self.log` looks here for what hook it is called in
+            before, module._current_fx_name = module._current_fx_name, hook
+        for callback in callbacks:
+            function = getattr(callback, hook)
+            if not callable(function):
+                continue
+            profile = self.trainer.profiler.profile(f"[Callback]{callback.state_key}.{hook}")
+            with profile, self.around(hook, callback) as finish:
+                result = function(*args, **kwargs)
+                if finish is not None:
+                    finish(result, args)
+        if module is not None:
+            module._current_fx_name = before

@@ -38,6 +38,7 @@ from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
 from lightning_smddp.pipeline.verification import EXACT, MIXED, Finding, compare, gradient_norms, require_equal
+from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.weighting import Weighting, find_weighting, warning_without_trial
 from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
@@ -107,6 +108,7 @@ class DividedModule:
         self.runtime = PipelineRuntime(
             module, groups, device, options.schedule, len(ranks), of_stage, options.activation_checkpointing, recorder
         )
+        self.view = GlobalView(module, ownership, groups.pipeline, device)
         self._variants: dict[Any, Variants] = {}
         staged = self.runtime.stage(self.division.program, self.division.splitting)
         self._add(step, staged).remember(staged, step, microbatches[-1])

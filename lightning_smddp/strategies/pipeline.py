@@ -28,6 +28,7 @@ from lightning_smddp.pipeline.verification import Finding
 from lightning_smddp.strategies.exact_resume import ExactResume
 from lightning_smddp.strategies.guarded import Guarded
 from lightning_smddp.strategies.hand_over import connected
+from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.pipeline_checks import (
@@ -147,6 +148,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._accumulates = False
         self._restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
         self._changes = ExitStack()  # of Lightning, until teardown
+        self._hook_view = HookView(self, self._current)
 
     # ---- start and end ----
 
@@ -198,6 +200,10 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             self._exact_resume.start(trainer, Place.of(self._groups), self.root_device)
             self._staged.watching = self._watches_gradients
         self.take_over(trainer)
+        self._changes.enter_context(self._hook_view.installed(trainer))
+
+    def _current(self) -> StagedModule | None:
+        return self._staged
 
     def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         return self._last_staged().optimized(optimizer)

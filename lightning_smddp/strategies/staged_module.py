@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.variants import Course
+from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, looks_at_other_rows, resources_for
@@ -39,6 +41,7 @@ from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep
 from lightning_smddp.strategies.step_capture import StepCapture
+from lightning_smddp.strategies.step_metrics import patched
 from lightning_smddp.strategies.step_results import broadcast_results
 from lightning_smddp.strategies.tables import print_table
 
@@ -101,6 +104,50 @@ class StagedModule:
             if 2 * size > free:  # the trace, and the gradients of its last modules, need room too
                 return
         self.module.to(self.device)
+
+    # ---- hooks ----
+
+    @property
+    def view(self) -> GlobalView | None:
+        """The module as a whole, once it is divided."""
+        return None if self.divided is None else self.divided.view
+
+    @contextmanager
+    def inside_view(self) -> Iterator[Callable[..., Any]]:
+        """Around a hook: parameters, their gradients, buffers and optimizers are those of all ranks. Collective.
+
+        Gives what to call with the hook's result and arguments: it returns the result, and leaves no tensor of another
+        rank in it, nor in a checkpoint among the arguments.
+        """
+        view = self.view
+        assert view is not None
+        with ExitStack() as stack:
+            if not view.is_entered:
+                for partition in self._partitions:
+                    stack.enter_context(partition.shown_whole())
+            stack.enter_context(patched([(self.module, "log", self._plain_log(view))]))
+            stack.enter_context(view.entered())
+            yield functools.partial(_without_globals, view)
+
+    @contextmanager
+    def outside_view(self) -> Iterator[None]:
+        """Around our own code that a hook calls; nothing where no hook does."""
+        view = self.view
+        if view is None or not view.is_entered:
+            yield
+            return
+        with view.left(), ExitStack() as stack:
+            for partition in self._partitions:
+                stack.enter_context(partition.shown_own())
+            yield
+
+    def _plain_log(self, view: GlobalView) -> Callable[..., None]:
+        log = self.module.log
+
+        def plain_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            log(name, view.plain(value), *args, **kwargs)
+
+        return plain_log
 
     # ---- steps ----
 
@@ -304,7 +351,8 @@ class StagedModule:
         inside = {id(p) for group in optimizer.param_groups for p in group["params"]}
         chosen = {name: p for name, p in self.divided.window.parameters.items() if id(p) in inside}
         ownership = self.divided.division.ownership
-        clip_by_norm(chosen, ownership, self.groups.pipeline, clip_val, device=self.device)
+        with self.outside_view():
+            clip_by_norm(chosen, ownership, self.groups.pipeline, clip_val, device=self.device)
 
     def nonfinite(self) -> dict[str, str] | None:
         """What is not finite in this rank's gradients, by parameter, before averaging; None if there is none."""
@@ -374,8 +422,17 @@ class StagedModule:
             self.divided.close()
             if gather and not self.options.meta_init:
                 self.metrics.share()
+                self.divided.view.close()
                 gather_full(self.module, self.divided.division.ownership, self.groups.pipeline, self.device)
                 self.divided = None
         self.metrics.close()
         if self._plugin is not None:
             vars(self._plugin).pop("clip_grad_by_norm", None)
+
+
+def _without_globals(view: GlobalView, result: Any, arguments: Sequence[Any]) -> Any:
+    for argument in arguments:
+        if isinstance(argument, dict):  # a checkpoint that a hook adds to
+            for key in list(argument):
+                argument[key] = view.plain(argument[key])
+    return view.plain(result)

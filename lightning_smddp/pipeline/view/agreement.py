@@ -1,0 +1,87 @@
+"""How the ranks of a pipeline agree on what they do together in a hook: who asks for what, and who has gone on.
+
+A rank that needs values of another *meets* all others. Nearly always they have come to the same place and ask for the
+same; then the values are sent. Code that only some ranks run (``if trainer.is_global_zero:``) asks while the others are
+at the hook's end already: these give what they can, the values of parameters, buffers and gradients, and wait on.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.pipeline.patches import user_place
+from lightning_smddp.pipeline.view.tensor import GlobalViewError
+
+
+class Ask(enum.IntEnum):
+    """What a rank meets the others for."""
+
+    END = 0  # the hook is over
+    VALUES = 1
+    GRADIENTS = 2  # which parameters have one
+    RANDOM = 3  # the state of the random number generators
+
+
+class Agreement:
+    """Meetings of a pipeline's ranks.
+
+    Attributes:
+        alike: whether all ranks gave the same detail at the last meeting.
+
+    Args:
+        group: the pipeline's.
+        device: where its messages are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self.rank = group, device, group.rank()
+        self.alike = True
+
+    def meet(self, ask: Ask, detail: str, serial: int) -> tuple[Ask, list[int], int]:
+        """Say what this rank asks for, and hear the others. Collective.
+
+        Args:
+            ask: see there.
+            detail: what exactly; ranks that ask for the same give the same.
+            serial: of the next tensor that this rank makes.
+
+        Returns:
+            What is to be done together; the ranks that asked for it; the highest ``serial``.
+
+        Raises:
+            GlobalViewError: on every rank, if two ask for different things.
+        """
+        mine = torch.tensor([int(ask), zlib.crc32(detail.encode()), serial], device=self.device)
+        theirs = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(theirs, mine, group=self.group)
+        rows = torch.stack(theirs).tolist()
+        self.alike = all(row[1] == rows[0][1] for row in rows)
+        asked = {(kind, digest) for kind, digest, _ in rows if kind != Ask.END}
+        if len(asked) > 1:
+            self._differ(detail)
+        highest = max(row[2] for row in rows)
+        if not asked:
+            return Ask.END, [], highest
+        (kind, _), *_ = asked
+        return Ask(kind), [rank for rank, row in enumerate(rows) if row[0] != Ask.END], highest
+
+    def _differ(self, detail: str) -> None:
+        texts = gather_json(f"{detail or 'the end of the hook'} at {user_place()}", self.group, self.device)
+        lines = "; ".join(f"rank {rank} of the pipeline asks for {text}" for rank, text in enumerate(texts))
+        raise GlobalViewError(
+            f"The ranks of a pipeline run different code in a hook or callback: {lines}. Whatever uses parameters has "
+            "to run on all ranks alike; random numbers and conditions must not differ between them."
+        )
+
+    def tell(self, problem: str | None) -> None:
+        """Raise ``GlobalViewError`` on every rank if one of them has a problem. Collective."""
+        problems: Sequence[str | None] = gather_json(problem, self.group, self.device)
+        first = next((text for text in problems if text is not None), None)
+        if first is not None:
+            raise GlobalViewError(first)

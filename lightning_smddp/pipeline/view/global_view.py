@@ -1,0 +1,362 @@
+"""The whole of a divided module, for code that all ranks of a pipeline run alike. See the package's docstring."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp._compat import swap_contents
+from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.patches import user_place
+from lightning_smddp.pipeline.structure import map_leaves
+from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors
+from lightning_smddp.pipeline.view.agreement import Agreement, Ask
+from lightning_smddp.pipeline.view.functions import (
+    ViewFunctions,
+    ViewOperations,
+    any_leaf,
+    keep_buffers,
+    map_tensors,
+    refuse_new_parameter,
+)
+from lightning_smddp.pipeline.view.gradients import ViewGradients
+from lightning_smddp.pipeline.view.leaves import Leaves
+from lightning_smddp.pipeline.view.operations import Operations
+from lightning_smddp.pipeline.view.random_state import SharedRandomState
+from lightning_smddp.pipeline.view.requests import Requests
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError, Memory
+
+
+class GlobalView:
+    """Lets hooks work on a divided module as if it were whole.
+
+    Args:
+        module: divided among the ranks of ``group``.
+        ownership: who holds what.
+        group: the pipeline.
+        device: of this rank.
+    """
+
+    def __init__(self, module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.module, self.group, self.device, self.rank = module, group, device, group.rank()
+        self.agreement = Agreement(group, device)
+        self.operations = Operations(self)
+        self.serial = 0  # of the next tensor that is made
+        self.writes = 0  # a digest of the names of what was written, in order
+        self.last_write = ""
+        self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
+        self._copied: list[Memory] = []  # those with a copy
+        self._parts: dict[tuple[int, int], Tensor] = {}  # by serial and version, copies of views
+        self.leaves = Leaves(module, ownership, self)
+        self.gradients = ViewGradients(self)
+        self.random = SharedRandomState(self)
+        self.requests = Requests(self)
+        self._modes: ExitStack | None = None
+
+    # ---- entering ----
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether user code runs within it now."""
+        return self._modes is not None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Around a hook, on all ranks of the pipeline. At its end they wait for each other.
+
+        Raises:
+            GlobalViewError: on every rank, where the ranks did different things.
+        """
+        if self.is_entered:
+            yield
+            return
+        handles = [
+            nn.modules.module.register_module_parameter_registration_hook(refuse_new_parameter(self.module)),
+            nn.modules.module.register_module_buffer_registration_hook(keep_buffers(self)),
+        ]
+        versions = {leaf.name: leaf.memory.version for leaf in self.leaves.shared()}
+        self._push()
+        try:
+            yield
+        except BaseException:
+            self._pop()
+            self._forget()
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._pop()
+        self._end(versions)
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Around our own code that a hook calls: without the view."""
+        if not self.is_entered:
+            yield
+            return
+        self._pop()
+        self.gradients.write_back()
+        self._forget()
+        try:
+            yield
+        finally:
+            self._push()
+
+    def _push(self) -> None:
+        self._modes = ExitStack()
+        self._modes.enter_context(cast(Any, ViewOperations(self)))
+        self._modes.enter_context(cast(Any, ViewFunctions(self)))
+
+    def _pop(self) -> None:
+        assert self._modes is not None
+        self._modes.close()
+        self._modes = None
+
+    def _end(self, versions: dict[str, int]) -> None:
+        """Wait for the others and give them what they ask for; then bring equal values up to date. Collective."""
+        while True:
+            ask, ranks, highest = self.agreement.meet(Ask.END, f"{self.writes}", self.serial)
+            if ask is Ask.END:
+                break
+            self.requests.serve(ask, ranks)
+        self.serial = highest
+        if not self.agreement.alike:
+            texts = gather_json(self.last_write or "none", self.group, self.device)
+            lines = "; ".join(f"on rank {rank} the last change so far is that of {t}" for rank, t in enumerate(texts))
+            raise GlobalViewError(
+                f"The ranks of a pipeline changed different parameters in a hook or callback: {lines}. What changes "
+                "parameters has to run on all ranks, not under `if trainer.is_global_zero:`."
+            )
+        for leaf in self.leaves.shared():
+            if leaf.memory.version != versions[leaf.name]:
+                values = leaf.tensor.detach() if self.rank in leaf.holders else None
+                specs = [Spec(tuple(leaf.tensor.shape), leaf.tensor.dtype)]
+                broadcast_tensors(specs, None if values is None else [values], self.group, leaf.home, self.device)
+        self.gradients.write_back()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Copies are old as soon as other code runs."""
+        for memory in self._copied:
+            memory.copy = None
+        self._copied.clear()
+        self._parts.clear()
+        self.random.give_back()
+        self.gradients.forget()
+
+    # ---- tensors ----
+
+    def next_serial(self, tensor: GlobalTensor) -> int:
+        """A number for a new tensor, the same on all ranks."""
+        self.serial += 1
+        self._alive[self.serial] = tensor
+        return self.serial
+
+    def knows(self, tensor: object) -> bool:
+        """Whether it is one of the module's parameters or buffers."""
+        return self.leaves.find(tensor) is not None
+
+    def stand_in_for(self, tensor: Tensor) -> GlobalTensor:
+        """What a parameter or buffer of the module is within the view."""
+        leaf = self.leaves.find(tensor)
+        assert leaf is not None
+        return self.leaves.show(leaf)
+
+    def stand_in(self, structure: Any) -> Any:
+        """``structure`` with stand-ins in place of the module's parameters and buffers."""
+        if not any_leaf(self.knows, structure):
+            return structure
+
+        def replaced(leaf: Any) -> Any:
+            found = self.leaves.find(leaf)
+            return leaf if found is None else self.leaves.show(found)
+
+        return map_leaves(replaced, structure)
+
+    def own_object(self, tensor: GlobalTensor) -> Tensor:
+        """The module's own tensor, if ``tensor`` is its stand-in; else ``tensor``."""
+        leaf = self.leaves.by_name.get(tensor.memory.leaf or "")
+        return leaf.tensor if leaf is not None and leaf.shown is tensor else tensor
+
+    def alias(self, tensor: GlobalTensor) -> GlobalTensor:
+        """Another object for the same values."""
+        return GlobalTensor(self, tensor.home, tensor.meta.detach(), tensor.local, tensor.memory)
+
+    def note_write(self, tensor: GlobalTensor) -> None:
+        """An operation has changed ``tensor``."""
+        self.note_change(tensor.memory)
+
+    def note_change(self, memory: Memory) -> None:
+        """What ``memory`` holds has changed."""
+        memory.written()
+        if memory.leaf is not None:
+            self.writes = zlib.crc32(memory.leaf.encode(), self.writes)
+            self.last_write = f"{memory.leaf!r} at {user_place()}"
+
+    def set_data(self, target: Tensor, value: Tensor) -> None:
+        """``target.data = value``."""
+        shown = self.leaves.find(target)
+        if shown is not None:
+            self._set_leaf(target, value)
+            return
+        assert isinstance(target, GlobalTensor)
+        if not isinstance(value, GlobalTensor) or value.shape != target.shape or value.dtype != target.dtype:
+            raise GlobalViewError(
+                f"`.data` of {target.describe()} is set at {user_place()} to a tensor of another kind: in a pipeline "
+                "it has to keep its shape and dtype, and be made of parameters. Use `.copy_()`."
+            )
+        target.home, target.local, target.meta, target.memory = value.home, value.local, value.meta, value.memory
+
+    def _set_leaf(self, target: Tensor, value: Tensor) -> None:
+        leaf = self.leaves.find(target)
+        assert leaf is not None
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise GlobalViewError(
+                f"`.data` of {leaf.name!r} is set at {user_place()} from shape {tuple(target.shape)}, {target.dtype} "
+                f"to {tuple(value.shape)}, {value.dtype}. A divided module keeps its shapes and dtypes."
+            )
+        if isinstance(value, GlobalTensor):
+            local = value.local if value.home == leaf.home else self.fetch([value])[0]
+        else:
+            local = value.detach().clone()  # what other ranks have of it is not theirs to change
+        if leaf.home == self.rank:
+            assert local is not None
+            leaf.tensor.data = local.detach()
+        elif self.rank in leaf.holders:
+            leaf.tensor.data = torch.empty_like(leaf.tensor)  # gets its values at the hook's end
+        self.note_change(leaf.memory)
+        self.leaves.show(leaf)
+
+    def gradient(self, parameter: Tensor) -> Any:
+        """``parameter.grad``."""
+        return self.gradients.get(parameter)
+
+    def set_gradient(self, parameter: Tensor, value: Tensor | None) -> None:
+        """``parameter.grad = value``."""
+        self.gradients.set(parameter, value)
+
+    def share_random_state(self) -> None:
+        """From here to the hook's end all ranks draw what the first one draws."""
+        self.random.share()
+
+    # ---- values ----
+
+    def plain(self, structure: Any) -> Any:
+        """``structure`` with plain tensors, this rank's own, in place of global ones. Collective if there are any."""
+        found: list[GlobalTensor] = []
+        map_tensors(found.append, structure)
+        if not found:
+            return structure
+        values = {id(t): v for t, v in zip(found, self.fetch(found), strict=True)}
+
+        def value_of(tensor: GlobalTensor) -> Tensor:
+            value = values[id(tensor)]
+            return value.detach().requires_grad_(tensor.requires_grad)
+
+        return map_tensors(value_of, structure)
+
+    def fetch(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
+        """The values of ``tensors`` on every rank, not to be written. Collective, unless all were fetched already."""
+        missing: dict[int, GlobalTensor] = {}
+        for tensor in tensors:
+            if self.copy_of(tensor) is None:
+                missing[id(tensor.memory) if tensor.is_whole else tensor.serial] = tensor
+        if missing:
+            self._ask(list(missing.values()))
+        copies = [self.copy_of(tensor) for tensor in tensors]
+        assert all(copy is not None for copy in copies)
+        return [cast(Tensor, t.local if t.local is not None else c) for t, c in zip(tensors, copies, strict=True)]
+
+    def copy_of(self, tensor: GlobalTensor) -> Tensor | None:
+        """What every rank has of ``tensor``; None if it has not been fetched since it was last written."""
+        part = self._parts.get((tensor.serial, tensor.memory.version))
+        if part is not None:
+            return part
+        whole = tensor.memory.copy
+        if whole is None or whole.dtype != tensor.dtype:
+            return None
+        return whole.as_strided(tensor.shape, tensor.meta.stride(), tensor.meta.storage_offset())
+
+    def keep_copy(self, tensor: GlobalTensor, values: Tensor) -> None:
+        """``values``, in the shape of ``tensor``, or flat in the order of its memory, are on every rank now."""
+        if tensor.is_whole:
+            tensor.memory.copy = values.view(-1)
+            self._copied.append(tensor.memory)
+        else:
+            self._parts[tensor.serial, tensor.memory.version] = values.view(tensor.shape)
+
+    def _ask(self, missing: list[GlobalTensor]) -> None:
+        detail = f"the values of {', '.join(t.describe() for t in missing[:3])}"
+        exactly = [(t.serial, t.memory.version) for t in missing]
+        _, ranks, _ = self.agreement.meet(Ask.VALUES, f"{detail} {exactly}", self.serial)
+        if len(ranks) < self.group.size():
+            self.requests.ask_alone(ranks, missing)
+            return
+        for home in sorted({tensor.home for tensor in missing}):
+            chosen = [tensor for tensor in missing if tensor.home == home]
+            specs = [Spec((tensor.numel(),), tensor.dtype) for tensor in chosen]
+            values = [self._to_send(t) if home == self.rank else self._room(t) for t in chosen]
+            broadcast_tensors(specs, values, self.group, home, self.device)
+            for tensor, value in zip(chosen, values, strict=True):
+                self.keep_copy(tensor, value)
+
+    @staticmethod
+    def _to_send(tensor: GlobalTensor) -> Tensor:
+        local = tensor.local
+        assert local is not None
+        if tensor.is_whole:  # in the order of its memory, which is the same for all of its views
+            return local.detach().as_strided((local.numel(),), (1,), local.storage_offset())
+        return local.detach().reshape(-1)
+
+    def _room(self, tensor: GlobalTensor) -> Tensor:
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, device=self.device)
+
+    def tell(self, value: Any, home: int, function: Any) -> Any:
+        """What ``home`` has found out, on every rank. Collective."""
+        _, ranks, _ = self.agreement.meet(Ask.VALUES, f"the result of {function} {self.serial}", self.serial)
+        if len(ranks) < self.group.size():
+            self.requests.refuse(ranks, f"{function} at {user_place()}")
+        return broadcast_json(value, self.group, self.device, home)
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Give all global tensors that still exist their values, as plain tensors. Collective."""
+        alive = [[t.serial, t.home] for t in self._alive.values() if self.rank == t.home]
+        serials = sorted({serial for part in gather_json(alive, self.group, self.device) for serial, _ in part})
+        shown = {id(leaf.shown) for leaf in self.leaves.by_name.values()}
+        homes = {serial: home for part in gather_json(alive, self.group, self.device) for serial, home in part}
+        for serial in serials:
+            tensor = self._alive.get(serial)
+            facts = None
+            if tensor is not None and tensor.home == self.rank:
+                facts = None if id(tensor) in shown else Spec.of(tensor).to_json()
+            facts = broadcast_json(facts, self.group, self.device, homes[serial])
+            if facts is None:
+                continue
+            spec = Spec.from_json(facts)
+            value = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            if tensor is not None and tensor.local is not None:
+                value = tensor.local.detach().contiguous()
+            broadcast_tensors([spec], [value], self.group, homes[serial], self.device)
+            if tensor is not None:
+                _make_plain(tensor, value.clone() if tensor.local is None else tensor.local.detach())
+        for leaf in self.leaves.by_name.values():
+            leaf.shown = None
+
+
+def _make_plain(tensor: GlobalTensor, value: Tensor) -> None:
+    """Turn the object ``tensor`` into an ordinary tensor or parameter."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    swap_contents(tensor, value.requires_grad_(tensor.requires_grad))
+    for name in ("global_view", "home", "local", "meta", "memory", "serial", "recipe"):
+        vars(tensor).pop(name, None)
+    cast(Any, tensor).__class__ = nn.Parameter if is_parameter else Tensor

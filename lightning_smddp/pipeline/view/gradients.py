@@ -1,0 +1,127 @@
+"""``.grad`` of parameters of all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors
+from lightning_smddp.pipeline.view.agreement import Ask
+from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
+
+if TYPE_CHECKING:
+    from lightning_smddp.pipeline.view.global_view import GlobalView
+
+
+class ViewGradients:
+    """Gradients as the view shows them: those of the stand-ins, from the first look at one to the hook's end."""
+
+    def __init__(self, view: GlobalView) -> None:
+        self.view = view
+        self._loaded = False
+
+    def get(self, parameter: Tensor) -> Tensor | None:
+        """``parameter.grad``. The first look at any is collective: who has one is not known elsewhere."""
+        self._load()
+        return self.view.stand_in_for(parameter).grad
+
+    def set(self, parameter: Tensor, value: Tensor | None) -> None:
+        """``parameter.grad = value``."""
+        self._load()
+        leaf = self.view.leaves.find(parameter)
+        assert leaf is not None
+        shown = self.view.leaves.show(leaf)
+        if value is not None and not (isinstance(value, GlobalTensor) and value.home == leaf.home):
+            value = self._moved(leaf, value)
+        shown.grad = value
+
+    def _moved(self, leaf: Leaf, value: Tensor) -> GlobalTensor:
+        """``value`` on the rank of ``leaf``."""
+        if isinstance(value, GlobalTensor):
+            value = self.view.fetch([value])[0]
+        local = value.detach().clone() if leaf.home == self.view.rank else None
+        shape = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return GlobalTensor(self.view, leaf.home, shape, local, Memory())
+
+    def _load(self) -> None:
+        if self._loaded:
+            return
+        _, ranks, _ = self.view.agreement.meet(Ask.GRADIENTS, "gradients", self.view.serial)
+        present = self.announce()
+        for name, leaf in self.view.leaves.by_name.items():
+            if name in present and leaf.tensor.requires_grad:
+                mine = leaf.tensor.grad if leaf.home == self.view.rank else None
+                shape = torch.empty_strided(leaf.tensor.shape, present[name], dtype=leaf.tensor.dtype, device="meta")
+                local = None if mine is None else mine.detach()
+                shown = self.view.leaves.show(leaf)
+                shown.grad = GlobalTensor(self.view, leaf.home, shape, local, Memory(GRADIENT + name))
+        self._loaded = True
+
+    def announce(self) -> dict[str, list[int]]:
+        """Names of the parameters that have a gradient, and its strides. Collective."""
+        mine = {}
+        for name, leaf in self.view.leaves.by_name.items():
+            if leaf.home == self.view.rank and leaf.tensor.grad is not None:
+                mine[name] = list(leaf.tensor.grad.stride())
+        everyones = gather_json(mine, self.view.group, self.view.device)
+        return {name: strides for part in everyones for name, strides in part.items()}
+
+    def write_back(self) -> None:
+        """Parameters get the gradients that their stand-ins have now. Collective if some have to be sent."""
+        self._bring_home()
+        for _, leaf in sorted(self.view.leaves.by_name.items()):
+            gradient = None if leaf.shown is None else leaf.shown.grad
+            if leaf.shown is None or (gradient is None and not self._loaded):
+                continue
+            if self.view.rank in leaf.holders:
+                self._write(leaf, gradient)
+            changed = isinstance(gradient, GlobalTensor) and gradient.memory.version > 0
+            if changed and len(leaf.holders) > 1:
+                value = leaf.tensor.grad
+                spec = Spec(tuple(leaf.tensor.shape), leaf.tensor.dtype)
+                broadcast_tensors(
+                    [spec], None if value is None else [value], self.view.group, leaf.home, self.view.device
+                )
+
+    def _bring_home(self) -> None:
+        """Gradients that a backward pass made on other ranks than their parameters'."""
+        away: list[tuple[Leaf, GlobalTensor]] = []
+        for _, leaf in sorted(self.view.leaves.by_name.items()):
+            gradient = None if leaf.shown is None else leaf.shown.grad
+            if isinstance(gradient, GlobalTensor) and gradient.home != leaf.home:
+                away.append((leaf, gradient))
+        if not away:
+            return
+        self.view.fetch([gradient for _, gradient in away])
+        for leaf, gradient in away:
+            assert leaf.shown is not None
+            moved = self._moved(leaf, gradient)
+            moved.memory.version = 1
+            leaf.shown.grad = moved
+
+    def _write(self, leaf: Leaf, gradient: Tensor | None) -> None:
+        if gradient is None:
+            leaf.tensor.grad = None
+            return
+        if not isinstance(gradient, GlobalTensor):  # every rank has made it
+            leaf.tensor.grad = gradient.detach().clone()
+            return
+        if leaf.home != self.view.rank:
+            if leaf.tensor.grad is None:
+                leaf.tensor.grad = torch.zeros_like(leaf.tensor)
+            return
+        local = gradient.local
+        assert local is not None
+        if leaf.tensor.grad is None or leaf.tensor.grad.data_ptr() != local.data_ptr():
+            leaf.tensor.grad = local.detach()
+
+    def forget(self) -> None:
+        """Other code may change gradients from here on."""
+        self._loaded = False
+        for leaf in self.view.leaves.by_name.values():
+            if leaf.shown is not None:
+                leaf.shown.grad = None

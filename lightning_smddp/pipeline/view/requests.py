@@ -1,0 +1,147 @@
+"""Ranks that ask for values alone, as code under ``if trainer.is_global_zero:`` does, and those that serve them.
+
+The others are at the hook's end already and have not made what the asking rank has made of their parameters. They send
+the parameters, gradients and buffers that it was made of, and the asking rank does the operations again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.communication.messages import broadcast_json
+from lightning_smddp.pipeline.patches import user_place
+from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors
+from lightning_smddp.pipeline.view.agreement import Ask
+from lightning_smddp.pipeline.view.leaves import GRADIENT
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, Recipe, globals_in, map_arguments
+
+if TYPE_CHECKING:
+    from lightning_smddp.pipeline.view.global_view import GlobalView
+
+
+class Requests:
+    """Asks for, and serves, values of single ranks."""
+
+    def __init__(self, view: GlobalView) -> None:
+        self.view = view
+
+    def serve(self, ask: Ask, ranks: Sequence[int]) -> None:
+        """Take part in what ``ranks`` ask for, at the hook's end. Collective."""
+        if ask is Ask.GRADIENTS:
+            self.view.gradients.announce()
+        elif ask is Ask.RANDOM:
+            self.view.random.send()
+        else:
+            self._exchange(ranks, None)
+
+    def ask_alone(self, ranks: Sequence[int], wanted: Sequence[GlobalTensor]) -> None:
+        """Get the values of ``wanted``, with the other ``ranks`` that ask for the same. Collective."""
+        self._exchange(ranks, wanted)
+
+    def refuse(self, ranks: Sequence[int], what: str) -> None:
+        """Say on all ranks that ``ranks`` cannot do ``what`` alone. Collective."""
+        broadcast_json({"problem": self._alone(what)}, self.view.group, self.view.device, ranks[0])
+        self.view.agreement.tell(self._alone(what))
+
+    def _alone(self, what: str) -> str:
+        return (
+            f"Rank {self.view.rank} of the pipeline alone needs {what}, which the others did not make: they do not run "
+            "this code. Run it on all ranks, and only print or write files under `if trainer.is_global_zero:`."
+        )
+
+    def _exchange(self, ranks: Sequence[int], wanted: Sequence[GlobalTensor] | None) -> None:
+        view = self.view
+        request: dict[str, Any] = {}
+        if wanted is not None:
+            request = self._request(wanted)
+        request = broadcast_json(request, view.group, view.device, ranks[0])
+        problem = request.get("problem") or self._outdated(request["versions"])
+        view.agreement.tell(problem)
+        received: dict[str, Tensor] = {}
+        for name in request["versions"]:
+            received[name] = self._send(name)
+        if wanted is None:
+            return
+        for tensor in wanted:
+            view.keep_copy(tensor, _in_memory_order(tensor, self._make(tensor, received)))
+
+    def _request(self, wanted: Sequence[GlobalTensor]) -> dict[str, Any]:
+        versions: dict[str, int] = {}
+        for tensor in wanted:
+            problem = self._collect(tensor, versions)
+            if problem is not None:
+                return {"problem": problem}
+        return {"versions": versions}
+
+    def _collect(self, tensor: GlobalTensor, versions: dict[str, int]) -> str | None:
+        """Note what ``tensor`` is made of; or say why it cannot be made here."""
+        if tensor.local is not None:
+            return None
+        if self._is_leaf(tensor):
+            assert tensor.memory.leaf is not None
+            versions[tensor.memory.leaf] = tensor.memory.version
+            return None
+        recipe = tensor.recipe
+        if recipe is None or (tensor.memory.leaf is None and tensor.memory.version > 0):
+            return self._alone(f"{tensor.describe()} at {user_place()}")
+        for given, version in zip(globals_in((recipe.args, recipe.kwargs)), recipe.versions, strict=True):
+            if given.memory is not tensor.memory and given.memory.version != version:
+                return self._alone(
+                    f"{tensor.describe()} at {user_place()}, made of {given.describe()} as it was before"
+                )
+            problem = self._collect(given, versions)
+            if problem is not None:
+                return problem
+        return None
+
+    def _is_leaf(self, tensor: GlobalTensor) -> bool:
+        name = tensor.memory.leaf
+        return name is not None and tensor.recipe is None
+
+    def _outdated(self, versions: dict[str, int]) -> str | None:
+        for name, version in versions.items():
+            leaf = self.view.leaves.by_name.get(name.removeprefix(GRADIENT))
+            if leaf is None:
+                return self._alone(name)
+            if leaf.home == self.view.rank and not name.startswith(GRADIENT) and leaf.memory.version != version:
+                return self._alone(f"{name} as it was before other ranks changed it")
+        return None
+
+    def _send(self, name: str) -> Tensor:
+        """A parameter, buffer or gradient, contiguous. Collective."""
+        view = self.view
+        leaf = view.leaves.by_name[name.removeprefix(GRADIENT)]
+        values = torch.empty(leaf.tensor.shape, dtype=leaf.tensor.dtype, device=view.device)
+        if leaf.home == view.rank:
+            source = leaf.tensor.grad if name.startswith(GRADIENT) else leaf.tensor
+            values = torch.zeros_like(values) if source is None else source.detach().contiguous()
+        broadcast_tensors([Spec.of(values)], [values], view.group, leaf.home, view.device)
+        return values
+
+    def _make(self, tensor: GlobalTensor, received: dict[str, Tensor]) -> Tensor:
+        if tensor.local is not None:
+            return tensor.local
+        if self._is_leaf(tensor):
+            assert tensor.memory.leaf is not None
+            return received[tensor.memory.leaf]
+        assert isinstance(tensor.recipe, Recipe)
+
+        def made(leaf: Any) -> Any:
+            return self._make(leaf, received) if isinstance(leaf, GlobalTensor) else leaf
+
+        recipe = tensor.recipe
+        result: Tensor = recipe.function(*map_arguments(made, recipe.args), **map_arguments(made, recipe.kwargs))
+        return result
+
+
+def _in_memory_order(tensor: GlobalTensor, values: Tensor) -> Tensor:
+    """``values`` as a copy of the memory of ``tensor`` lies, or just contiguous if it shows a part of it."""
+    if not tensor.is_whole:
+        return values.contiguous()
+    laid_out = torch.empty_strided(tensor.shape, tensor.meta.stride(), dtype=values.dtype, device=values.device)
+    laid_out.copy_(values)
+    return laid_out.as_strided((laid_out.numel(),), (1,), 0)

@@ -1,0 +1,156 @@
+"""A tensor whose values are on one rank of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_smddp._compat import disabled_torch_function, wrapper_subclass
+from lightning_smddp.pipeline.patches import user_place
+
+if TYPE_CHECKING:
+    from lightning_smddp.pipeline.view.global_view import GlobalView
+
+
+class GlobalViewError(RuntimeError):
+    """A tensor of another rank was used where its rank does not take part."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a value was made of others: for a rank that asks for it alone, when its home never made it.
+
+    Attributes:
+        function, args, kwargs: the operation.
+        versions: of the memory of each :class:`GlobalTensor` among the arguments at that time.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: tuple[int, ...]
+
+
+class Memory:
+    """What a tensor and its views share.
+
+    Attributes:
+        version: grows with each write, alike on all ranks that run the same code.
+        leaf: the name under which the module knows it, with ``grad:`` before that of a gradient; else None.
+        copy: the values on every rank as they were fetched, flat in the order of the memory; None if they were not, or
+            were written since.
+    """
+
+    __slots__ = ("copy", "leaf", "version")
+
+    def __init__(self, leaf: str | None = None) -> None:
+        self.version, self.leaf = 0, leaf
+        self.copy: Tensor | None = None
+
+    def written(self) -> None:
+        """Its values changed."""
+        self.version += 1
+        self.copy = None
+
+
+class GlobalTensor(Tensor):
+    """The same tensor on every rank of a pipeline; one of them, its *home*, has the values.
+
+    It has the shape, dtype, strides and the device of the rank; autograd works on it. Operations on it need the
+    :class:`GlobalView` that made it to be entered on all ranks.
+
+    Attributes:
+        global_view: whose it is.
+        home: rank in the pipeline.
+        local: the values, on the home; None elsewhere.
+        meta: a stand-in on the meta device that shares memory with those of its views.
+        memory: shared with its views.
+        serial: the same on all ranks.
+        recipe: see there; None where there is no need for it, or none can be kept.
+    """
+
+    global_view: GlobalView
+    home: int
+    local: Tensor | None
+    meta: Tensor
+    memory: Memory
+    serial: int
+    recipe: Recipe | None
+
+    @staticmethod
+    def __new__(cls, view: GlobalView, home: int, meta: Tensor, local: Tensor | None, memory: Memory) -> GlobalTensor:
+        """Wrap ``local``; see the attributes."""
+        self: GlobalTensor = wrapper_subclass(cls, meta, view.device)
+        self.global_view, self.home, self.local, self.meta, self.memory = view, home, local, meta, memory
+        self.serial, self.recipe = view.next_serial(self), None
+        return self
+
+    __torch_function__ = disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called outside of the view only: inside, its mode comes first."""
+        tensor = next(leaf for leaf in _flat((args, kwargs or {})) if isinstance(leaf, GlobalTensor))
+        if function is torch.ops.aten.detach.default:  # autograd's own, which reads nothing
+            return tensor.global_view.alias(tensor)
+        raise GlobalViewError(
+            f"{function} at {user_place()} uses {tensor.describe()}, whose values are on rank {tensor.home} of the "
+            "pipeline. Other ranks' tensors can be used in hooks and callbacks, where all ranks run the same code, but "
+            "not here. Do it in a hook such as `on_train_batch_end`."
+        )
+
+    def describe(self) -> str:
+        """For messages."""
+        shape = f"a tensor of shape {tuple(self.shape)}"
+        return shape if self.memory.leaf is None else f"{self.memory.leaf!r}, {shape}"
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """As of a plain tensor within the view, on all ranks; else without values."""
+        if self.global_view.is_entered:
+            return repr(self.global_view.plain(self))
+        return f"GlobalTensor({self.describe()} on rank {self.home} of the pipeline)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy with memory of its own, where this one's values are."""
+        if id(self) not in memo:
+            copy: Any = self.detach().clone().requires_grad_(self.requires_grad)
+            if isinstance(self, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, self.requires_grad)
+            memo[id(self)] = copy
+        return memo[id(self)]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it shows all of its memory in order, so that a copy of the memory serves it."""
+        return self.meta.untyped_storage().nbytes() == self.numel() * self.dtype.itemsize
+
+
+def _flat(structure: Any) -> list[Any]:
+    """Leaves of what operators take: tuples, lists and dicts."""
+    if isinstance(structure, (tuple, list)):
+        return [leaf for child in structure for leaf in _flat(child)]
+    if isinstance(structure, dict):
+        return [leaf for child in structure.values() for leaf in _flat(child)]
+    return [structure]
+
+
+def map_arguments(function: Callable[[Any], Any], structure: Any) -> Any:
+    """``structure`` of tuples, lists and dicts with ``function`` applied to all that is none of these."""
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*(map_arguments(function, child) for child in structure))
+    if isinstance(structure, (tuple, list)):
+        return type(structure)([map_arguments(function, child) for child in structure])
+    if isinstance(structure, dict):
+        return {key: map_arguments(function, child) for key, child in structure.items()}
+    return function(structure)
+
+
+def globals_in(structure: Any) -> list[GlobalTensor]:
+    """The global tensors among the arguments of an operator, in order."""
+    return [leaf for leaf in _flat(structure) if isinstance(leaf, GlobalTensor)]

@@ -1,0 +1,341 @@
+"""Hooks see a divided module as if it were whole: each case is what a hook does, on two ranks and on one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_smddp.pipeline.full_state import gather_full, release
+from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.view.global_view import GlobalView
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A student and a teacher; the first layers are on rank 0, the last ones on rank 1, ``tied`` is on both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.student = nn.Sequential(
+                nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+            )
+            self.teacher = nn.Sequential(
+                nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+            )
+            self.tied = nn.Parameter(torch.randn(5))
+            for parameter in self.student.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            self.tied.grad = torch.randn(5)
+            self.student[3].running_mean.copy_(torch.randn(8))
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.student(x)
+
+
+def placed(module: nn.Module) -> Ownership:
+    def rank(name: str) -> tuple[int, ...]:
+        if name == "tied":
+            return (0, 1)
+        return (0,) if name.split(".")[1] == "0" else (1,)
+
+    parameters = {name: rank(name) for name, _ in module.named_parameters()}
+    return Ownership(parameters, {name: rank(name)[0] for name, _ in module.named_buffers()}, 2)
+
+
+Hook = Callable[[Net], Any]
+
+
+def norms(net: Net) -> Any:
+    total = sum(p.norm() ** 2 for p in net.parameters())
+    return total.sqrt().item(), [p.abs().max().item() for p in net.parameters()]
+
+
+def lightnings_grad_norm(net: Net) -> Any:
+    return {name: float(value) for name, value in grad_norm(net, 2).items()}
+
+
+def clip(net: Net) -> Any:
+    total = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    return float(total)
+
+
+def clip_value(net: Net) -> Any:
+    nn.utils.clip_grad_value_(net.parameters(), 0.1)
+
+
+def clip_by_foreach(net: Net) -> Any:
+    return float(nn.utils.clip_grad_norm_(net.parameters(), 0.1, foreach=True))
+
+
+def ema_by_data(net: Net) -> Any:
+    for t, s in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
+        t.data.mul_(0.9).add_(s.data, alpha=0.1)
+
+
+def ema_by_no_grad(net: Net) -> Any:
+    with torch.no_grad():
+        for t, s in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
+            t.copy_(t * 0.9 + s * 0.1)
+
+
+def ema_by_assignment(net: Net) -> Any:
+    for t, s in zip(net.teacher.parameters(), net.student.parameters(), strict=True):
+        t.data = 0.9 * t.data + 0.1 * s.data
+
+
+def ema_by_foreach(net: Net) -> Any:
+    teacher, student = list(net.teacher.parameters()), [p.detach() for p in net.student.parameters()]
+    torch._foreach_lerp_(teacher, student, 0.1)
+
+
+def ema_across_ranks(net: Net) -> Any:
+    """Layer 4 has the shape of layer 4's bias times something of rank 0."""
+    with torch.no_grad():
+        net.teacher[4].weight.add_(net.student[0].weight[:4, :1] @ net.student[0].bias[None])
+
+
+def averaged(net: Net) -> Any:
+    model = torch.optim.swa_utils.AveragedModel(net.student)
+    model.update_parameters(net.student)
+    with torch.no_grad():
+        net.student[0].weight.mul_(2)
+    model.update_parameters(net.student)
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def ema_buffers(net: Net) -> Any:
+    for t, s in zip(net.teacher.buffers(), net.student.buffers(), strict=True):
+        t.copy_(s)
+    return net.student[3].running_mean.sum().item()
+
+
+def noise(net: Net) -> Any:
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+            p.add_(torch.randn(p.shape) * 0.1)
+    return torch.rand(3).tolist()
+
+
+def initialise(net: Net) -> Any:
+    torch.manual_seed(5)
+    for module in net.student:
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+    net.teacher[2].reset_parameters()
+    return torch.rand(3).tolist()
+
+
+def freeze(net: Net) -> Any:
+    net.student[0].requires_grad_(False)
+    net.student[2].weight.requires_grad = False
+    return [p.requires_grad for p in net.parameters()]
+
+
+def count(net: Net) -> Any:
+    return [sum(p.numel() for p in net.parameters()), [str(p.device) for p in net.parameters()], net.tied.is_meta]
+
+
+def compare(net: Net) -> Any:
+    pairs = list(zip(net.teacher.parameters(), net.student.parameters(), strict=True))
+    same = [torch.equal(t, s) for t, s in pairs]
+    close = [torch.allclose(t, s, atol=10.0) for t, s in pairs]
+    return same, close, bool((net.student[2].weight > 0).any())
+
+
+def save(net: Net) -> Any:
+    file = io.BytesIO()
+    torch.save(net.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def load(net: Net) -> Any:
+    net.teacher.load_state_dict(net.student.state_dict())
+    net.student[4].load_state_dict({"weight": torch.ones(4, 8), "bias": torch.zeros(4)})
+
+
+def swap(net: Net) -> Any:
+    """An EMA's weights for a validation, and back: parameters point elsewhere meanwhile."""
+    backup = [p.data for p in net.student.parameters()]
+    for s, t in zip(net.student.parameters(), net.teacher.parameters(), strict=True):
+        s.data = t.data
+    x = torch.linspace(-1, 1, 18).view(3, 6)
+    seen = net.eval()(x).sum().item()
+    for s, data in zip(net.student.parameters(), backup, strict=True):
+        s.data = data
+    return seen, net(x).sum().item()
+
+
+def forward(net: Net) -> Any:
+    x = torch.linspace(-1, 1, 18).view(3, 6)
+    with torch.no_grad():
+        return net.eval()(x), net.teacher(x).argmax(1).tolist()
+
+
+def forward_with_statistics(net: Net) -> Any:
+    x = torch.linspace(-1, 1, 18).view(3, 6)
+    with torch.no_grad():
+        return net.train()(x).tolist()
+
+
+def backward(net: Net) -> Any:
+    x = torch.linspace(-1, 1, 18).view(3, 6)
+    net.zero_grad()
+    F.cross_entropy(net(x), torch.tensor([1, 2, 3])).backward()
+    return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
+
+
+def dropout(net: Net) -> Any:
+    torch.manual_seed(5)
+    with torch.no_grad():
+        return F.dropout(net(torch.linspace(-1, 1, 18).view(3, 6)), 0.5).tolist(), torch.rand(2).tolist()
+
+
+def copies(net: Net) -> Any:
+    clone = copy.deepcopy(net.student)
+    with torch.no_grad():
+        clone[2].weight.zero_()
+    return clone[2].weight.sum().item(), net.student[2].weight.sum().item(), clone(torch.ones(2, 6)).tolist()
+
+
+def vector(net: Net) -> Any:
+    flat = nn.utils.parameters_to_vector(net.student.parameters())
+    nn.utils.vector_to_parameters(flat * 2, net.student.parameters())
+    return flat.sum().item()
+
+
+def gradients_by_hand(net: Net) -> Any:
+    for p in net.parameters():
+        if p.grad is not None:
+            p.grad.nan_to_num_()
+            p.grad = p.grad * 2 if p.ndim > 1 else None
+    net.student[0].bias.grad = torch.ones(8)
+    return [p.grad is None for p in net.parameters()]
+
+
+def print_it(net: Net) -> Any:
+    return (
+        repr(net.student[2].bias.data),
+        f"{net.student[2].bias.sum():.3f}",
+        net.tied.tolist(),
+        str(net.tied.numpy(force=True)),
+    )
+
+
+def masked(net: Net) -> Any:
+    """Shapes that depend on values."""
+    weight = net.student[2].weight
+    return weight[weight > 0].sum().item(), weight.nonzero().shape[0], torch.unique(net.teacher[0].bias).tolist()
+
+
+def prune(net: Net) -> Any:
+    with torch.no_grad():
+        everything = torch.cat([p.flatten() for p in net.student.parameters()])
+        threshold = everything.abs().kthvalue(20).values
+        for p in net.student.parameters():
+            p.mul_((p.abs() > threshold).float())
+            p[p.abs() < threshold] = 0
+
+
+CASES = [
+    norms, lightnings_grad_norm, clip, clip_value, clip_by_foreach, ema_by_data, ema_by_no_grad, ema_by_assignment,
+    ema_by_foreach, ema_across_ranks, averaged, ema_buffers, noise, initialise, freeze, count, compare, save, load,
+    swap, forward, forward_with_statistics, backward, dropout, copies, vector, gradients_by_hand, print_it, masked,
+    prune,
+]  # fmt: skip
+
+
+def on_rank(hook: Hook, times: int = 2) -> Any:
+    """What this rank has in the end."""
+    group = dist.group.WORLD
+    assert group is not None
+    torch.manual_seed(group.rank())
+    net = Net()
+    ownership, rank = placed(net), group.rank()
+    gradients = {name: p.grad for name, p in net.named_parameters()}
+    release(net, ownership, rank)
+    for name, parameter in net.named_parameters():
+        if ownership.is_mine(name, rank):
+            parameter.grad = gradients[name]
+    view = GlobalView(net, ownership, group, CPU)
+    results = []
+    for _ in range(times):
+        with view.entered():
+            results.append(view.plain(hook(net)))
+    gradients = {n: p.grad for n, p in net.named_parameters() if ownership.is_mine(n, rank)}
+    gather_full(net, ownership, group)
+    return results, dict(net.state_dict()), gradients, [p.requires_grad for p in net.parameters()]
+
+
+def all_cases() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for hook in CASES:
+        try:
+            found[hook.__name__] = on_rank(hook)
+        except Exception:
+            found[hook.__name__] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(all_cases, 2)
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    """Numbers and tensors to rounding, anything else exactly."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for mine, theirs in zip(actual, expected, strict=True):
+            assert_equal(mine, theirs)
+    elif isinstance(expected, dict):
+        assert_equal(list(actual.items()), list(expected.items()))
+    elif isinstance(expected, (float, Tensor)):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert actual == expected
+
+
+def alone(hook: Hook, times: int = 2) -> Any:
+    net = Net()
+    results = [hook(net) for _ in range(times)]
+    gradients = {n: p.grad for n, p in net.named_parameters()}
+    return results, dict(net.state_dict()), gradients, [p.requires_grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("hook", CASES, ids=lambda hook: hook.__name__)
+def test_as_if_it_were_whole(hook: Hook, ranks: list[dict[str, Any]]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        expected_results, expected_state, expected_gradients, expected_flags = alone(hook)
+    everyones: dict[str, Any] = {}
+    for rank in ranks:
+        assert not isinstance(rank[hook.__name__], str), [r[hook.__name__] for r in ranks]
+        results, state_dict, gradients, flags = rank[hook.__name__]
+        assert_equal(results, expected_results)
+        torch.testing.assert_close(state_dict, expected_state, rtol=1e-5, atol=1e-6)
+        assert flags == expected_flags
+        everyones |= gradients
+    assert everyones.keys() == expected_gradients.keys()
+    for name, expected in expected_gradients.items():
+        assert (everyones[name] is None) == (expected is None), name
+        if expected is not None:
+            torch.testing.assert_close(everyones[name], expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,235 @@
+"""Hooks and callbacks that use parameters, as people write them: the same in a pipeline as in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.strategies.learners import CLASSES, INPUTS
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, name_of, outcome
+
+
+class MeanTeacher(Evaluated):
+    """The teacher follows the student, and is asked in validation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for t, s in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            t.data.mul_(0.9).add_(s.data, alpha=0.1)
+
+
+class ClipsInHook(Evaluated):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("total", nn.utils.clip_grad_norm_(self.parameters(), 0.05))
+        self.log_dict(grad_norm(self, 2))
+        self.log("weights", torch.stack([p.detach().norm() for p in self.parameters()]).norm())
+
+
+class ClipsOfOptimizer(Evaluated):
+    """By the optimizer's groups, in a hook of its own."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.log("total", nn.utils.clip_grad_norm_(parameters, 0.05))
+        self.log("count", float(len(parameters)))
+
+
+class LightningsClipping(Evaluated):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class LitEma(nn.Module):
+    """Shadow weights in buffers, as in latent diffusion."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {name: name.replace(".", "") for name, _ in model.named_parameters()}
+        for name, p in model.named_parameters():
+            self.register_buffer(self.names[name], p.clone().detach().data)
+        self.register_buffer("updates", torch.tensor(0, dtype=torch.int))
+        self.backup: list[Tensor] = []
+
+    def forward(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            self.updates += 1
+            shadows = dict(self.named_buffers())
+            for name, p in model.named_parameters():
+                shadow = shadows[self.names[name]]
+                shadow.sub_(0.1 * (shadow - p))
+
+    def copy_to(self, model: nn.Module) -> None:
+        shadows = dict(self.named_buffers())
+        for name, p in model.named_parameters():
+            p.data.copy_(shadows[self.names[name]].data)
+
+    def store(self, model: nn.Module) -> None:
+        self.backup = [p.clone() for p in model.parameters()]
+
+    def restore(self, model: nn.Module) -> None:
+        for kept, p in zip(self.backup, model.parameters(), strict=True):
+            p.data.copy_(kept.data)
+
+
+class Diffusion(Evaluated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema = LitEma(self.net)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ema(self.net)
+
+    def on_validation_epoch_start(self) -> None:
+        self.ema.store(self.net)
+        self.ema.copy_to(self.net)
+
+    def on_validation_epoch_end(self) -> None:
+        self.ema.restore(self.net)
+
+
+class Shadow(Callback):
+    """An average of the weights in a dict, of the callback's own, that goes into the checkpoint."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        for name, value in module.state_dict().items():
+            if name not in self.shadow:
+                self.shadow[name] = value.clone()
+            else:
+                self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * value
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shadow"] = self.shadow
+
+
+class OnRankZero(Callback):
+    """Writes weights to a file on rank 0 alone."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = Path(directory)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            half = {name: value.detach().cpu().clone() / 2 for name, value in module.state_dict().items()}
+            torch.save(half, self.directory / "half.pt")
+            module.seen = [float(p.detach().abs().max()) for p in module.parameters()]
+
+
+class Samples(Evaluated):
+    """Calls the model in hooks, and looks at what it returns."""
+
+    def on_train_epoch_end(self) -> None:
+        x = torch.linspace(-1, 1, 3 * INPUTS).view(3, INPUTS)
+        self.net.eval()
+        with torch.no_grad():
+            out = self.net(x)
+        self.net.train()
+        self.log("sampled", out.max())
+        self.losses.append(out[0, int(out[0].argmax())].item())
+
+
+class Noise(Evaluated):
+    def on_train_epoch_end(self) -> None:
+        torch.manual_seed(7 + self.current_epoch)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(0.01 * torch.randn_like(p))
+            self.net[2].reset_parameters()
+
+
+class OwnStep(Evaluated):
+    """Warms the learning rate up, and averages after the step, in an `optimizer_step` of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.net).requires_grad_(False)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 5)
+        optimizer.step(closure=closure)
+        for a, p in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            a.data.lerp_(p.data, 0.2)
+
+
+class Backbone(Net):
+    """A frozen backbone with BatchNorm that is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.backbone = nn.Sequential(
+                nn.Linear(INPUTS, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 12), nn.BatchNorm1d(12)
+            )
+            self.net = nn.Sequential(nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, CLASSES))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def fit(bench: Bench, module: Any) -> Any:
+    return bench.fit(globals()[module](), max_epochs=2)
+
+
+def shadow(bench: Bench) -> Any:
+    model, callback = Evaluated(), Shadow()
+    trainer = bench.trainer(callbacks=[callback], max_epochs=2)
+    trainer.fit(model)
+    path = Path(bench.directory) / "shadow.ckpt"
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=True)["shadow"]
+    return outcome(model, trainer, saved=saved, shadow={name: value.clone() for name, value in callback.shadow.items()})
+
+
+def on_rank_zero(bench: Bench) -> Any:
+    model = Evaluated()
+    trainer = bench.trainer(callbacks=[OnRankZero(bench.directory)], max_epochs=2)
+    trainer.fit(model)
+    return outcome(model, trainer, half=torch.load(Path(bench.directory) / "half.pt"))
+
+
+def finetuning(bench: Bench) -> Any:
+    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.05, train_bn=False)
+    return bench.fit(
+        Backbone(), pipeline={"num_microbatches": 1, "schedule": "gpipe"}, callbacks=[callback], max_epochs=3
+    )
+
+
+def stochastic_weight_averaging(bench: Bench) -> Any:
+    return bench.fit(Evaluated(), callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=3)
+
+
+def weight_averaging(bench: Bench) -> Any:
+    return bench.fit(Evaluated(), callbacks=[WeightAveraging()], max_epochs=2)
+
+
+MODULES = [
+    "MeanTeacher", "ClipsInHook", "ClipsOfOptimizer", "LightningsClipping", "Diffusion", "Samples", "Noise", "OwnStep",
+]  # fmt: skip
+CASES: list[Case] = [*(functools.partial(fit, module=name) for name in MODULES), shadow, on_rank_zero, finetuning]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_as_in_one_process(case: Case, tmp_path: Path) -> None:
+    for kind in ("ranks", "alone"):
+        (tmp_path / name_of(case) / kind).mkdir(parents=True)
+    Matrix([case]).compare(case, str(tmp_path))
