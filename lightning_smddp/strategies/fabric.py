@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp.communication.algorithms import AlgorithmName
@@ -16,9 +17,10 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.values import broadcast_value
 from lightning_smddp.strategies.joining import start_process_group
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, by_watch
+from lightning_smddp.strategies.option_checks import refuse_algorithm, require_known, require_timeout
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.session import Options, Session, check_devices, require_known
+from lightning_smddp.strategies.session import Options, Session, check_devices
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -30,16 +32,26 @@ else:
 class FabricDataParallel(_Base):
     """Data parallelism with optimized all-reduce, for Fabric. Arguments as those of ``SMDDPStrategy``.
 
+    By position only those of Fabric's ``DDPStrategy`` can be given, in its order.
+
     Compression's memory is not in the checkpoint by itself: save ``strategy.communication_state()`` beside the
     model and give it back to ``strategy.load_communication_state(...)``.
     """
 
     def __init__(
         self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = "auto",
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
         bucket_cap_mb: float | None = None,
-        process_group_backend: str | None = "auto",
         collective_timeout: timedelta | float | None = None,
         tuning_cache: str | Path | bool = True,
         verbose: bool = True,
@@ -57,7 +69,13 @@ class FabricDataParallel(_Base):
             verbose,
         )
         require_known(self, kwargs)
-        super().__init__(process_group_backend=options.process_group_backend, **kwargs)
+        refuse_algorithm(accelerator)
+        require_timeout(timeout)
+        super().__init__(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision=precision, timeout=timeout, start_method=start_method,
+            process_group_backend=options.process_group_backend, **kwargs,
+        )  # fmt: skip
         self._session = Session(options)
         reliability = ReliabilityOptions.parse(init_timeout, 90.0, None, on_nonfinite, False, False)
         self._guard, self._init_timeout = NonFiniteGuard(reliability.on_nonfinite), reliability.init_timeout

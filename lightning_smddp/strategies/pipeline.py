@@ -31,6 +31,7 @@ from lightning_smddp.strategies.hand_over import connected
 from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking
+from lightning_smddp.strategies.option_checks import refuse_algorithm, refuse_all, require_timeout
 from lightning_smddp.strategies.pipeline_checks import (
     callbacks_of,
     require_samplers_of_replicas,
@@ -84,7 +85,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             ``SMDDPStrategy``; they apply to the gradients of replicas.
         init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded: as of ``SMDDPStrategy``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, timeout, start_method: as
-            of ``DDPStrategy``.
+            of ``DDPStrategy``; the first five can be given by position, as there.
 
     Raises:
         ValueError: an argument is not one of the valid values; the message lists them.
@@ -92,6 +93,12 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
 
     def __init__(
         self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        *,
         pipeline_parallel_size: int | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
@@ -117,14 +124,11 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         on_nonfinite: OnNonfinite = "error",
         async_save: bool = False,
         sharded: bool = False,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **unknown: Any,
     ) -> None:
+        refuse_all(self, unknown)
         communication = Options.parse(
             algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose
         )
@@ -132,6 +136,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             pipeline_parallel_size, num_microbatches, schedule, stages_per_rank, split, placement, active_microbatches,
             activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, communication,
         )  # fmt: skip
+        refuse_algorithm(accelerator)
+        require_timeout(timeout)
         reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,

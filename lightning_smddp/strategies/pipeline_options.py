@@ -9,6 +9,7 @@ from typing import Any
 from lightning_smddp.communication import aws
 from lightning_smddp.pipeline.placement import Grid
 from lightning_smddp.pipeline.schedules import Schedule, check, parse
+from lightning_smddp.strategies.option_checks import is_positive, require_bools
 from lightning_smddp.strategies.session import Options
 
 
@@ -62,7 +63,13 @@ class PipelineOptions:
                 "process_group_backend='smddp' cannot be used with smddp_pipeline: AWS's backend has no groups but "
                 "that of all ranks, and a pipeline needs one of its own. Leave it out: 'auto' is nccl on GPUs."
             )
-        if memory_limit_gb is not None and not memory_limit_gb > 0:
+        require_bools(activation_checkpointing=activation_checkpointing, meta_init=meta_init, check=check)
+        if batch_size_fn is not None and not callable(batch_size_fn):
+            raise ValueError(
+                f"batch_size_fn={batch_size_fn!r} has to be a function that is called with a batch and returns its "
+                "number of rows, or None."
+            )
+        if memory_limit_gb is not None and not is_positive(memory_limit_gb):
             raise ValueError(f"memory_limit_gb={memory_limit_gb!r} has to be positive (GiB a rank), or None.")
         Grid.of(1, 1, placement)
         return cls(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
+from lightning_smddp.strategies.option_checks import is_positive, require_bools
+
 OnNonfinite = Literal["error", "skip", "ignore"]
 
 
@@ -39,17 +41,18 @@ class ReliabilityOptions:
             )
         if on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown. Valid: 'error', 'skip', 'ignore'.")
+        require_bools(async_save=async_save, sharded=sharded)
         if async_save and sharded:
             raise ValueError(
                 "async_save=True cannot be used with sharded=True: all ranks write a sharded checkpoint together. "
                 "Choose one: with sharded=True each rank writes its own part only, which is quick."
             )
         start = None if init_timeout is None else _duration("init_timeout", init_timeout)
-        return cls(start, _duration("stop_grace", stop_grace), resume, on_nonfinite, bool(async_save), bool(sharded))
+        return cls(start, _duration("stop_grace", stop_grace), resume, on_nonfinite, async_save, sharded)
 
 
 def _duration(name: str, value: Any) -> timedelta:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+    if not is_positive(seconds):
         raise ValueError(f"{name}={value!r} has to be positive (seconds or a timedelta).")
     return timedelta(seconds=seconds)

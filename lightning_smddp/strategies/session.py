@@ -6,11 +6,9 @@ import atexit
 import gc
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from difflib import get_close_matches
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from lightning_smddp.communication.rehearsal import settle_buckets
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
 from lightning_smddp.strategies._compat_runs import barriers_without_groups
+from lightning_smddp.strategies.option_checks import is_positive, require_bools, require_cache
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
 
@@ -62,11 +61,13 @@ class Options:
         """Check what the user wrote. Raises ``ValueError`` with the valid values."""
         if algorithm not in NAMES:
             raise ValueError(f"algorithm={algorithm!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
-        if bucket_cap_mb is not None and not _positive(bucket_cap_mb):
+        require_bools(verbose=verbose)
+        require_cache(tuning_cache)
+        if bucket_cap_mb is not None and not is_positive(bucket_cap_mb):
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} has to be positive (MiB), or None to have it tuned.")
         if isinstance(collective_timeout, timedelta):
             collective_timeout = collective_timeout.total_seconds()
-        if collective_timeout is not None and not _positive(collective_timeout):
+        if collective_timeout is not None and not is_positive(collective_timeout):
             raise ValueError(
                 f"collective_timeout={collective_timeout!r} has to be positive (seconds or a timedelta), or None for "
                 "DDP's `timeout`."
@@ -81,7 +82,7 @@ class Options:
             ) from error
         if process_group_backend == aws.NAME:
             aws.check_options(algorithm, parsed)
-        cache = Path(tuning_cache) if isinstance(tuning_cache, (str, Path)) else None
+        cache = None if isinstance(tuning_cache, bool) else Path(tuning_cache)
         return cls(
             algorithm=algorithm,
             compression=parsed,
@@ -279,21 +280,6 @@ def _leave(reference: weakref.ref[Session]) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < float("inf")
-
-
-def require_known(strategy: Any, given: Iterable[str]) -> None:
-    """Raise ``TypeError`` for arguments that neither the strategy nor ``DistributedDataParallel`` has."""
-    inits = [vars(cls).get("__init__") for cls in (*type(strategy).__mro__, DistributedDataParallel)]
-    known = {name for init in inits if init is not None for name in signature(init).parameters}
-    known -= {"self", "args", "kwargs", "module"}
-    for name in sorted(set(given) - known):
-        close = get_close_matches(name, known, 1)
-        hint = f"Did you mean {close[0]!r}?" if close else f"Valid: {', '.join(sorted(known))}."
-        raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
 
 
 def check_devices(num_processes: int, creates_processes_externally: bool) -> None:

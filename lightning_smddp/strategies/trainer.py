@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat import register_ddp_comm_hook
@@ -25,10 +26,11 @@ from lightning_smddp.strategies.exact_resume import ExactResume
 from lightning_smddp.strategies.guarded import Guarded
 from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
+from lightning_smddp.strategies.option_checks import refuse_algorithm, require_known, require_timeout
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
-from lightning_smddp.strategies.session import Options, Session, check_devices, require_known
+from lightning_smddp.strategies.session import Options, Session, check_devices
 from lightning_smddp.strategies.sharded import ShardedSaving
 from lightning_smddp.strategies.supervised import Supervised
 from lightning_smddp.strategies.tables import print_table
@@ -67,8 +69,10 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
             ``"skip"`` leaves this step out on all ranks, ``"ignore"`` does not look.
         async_save: write checkpoints in the background, from a copy.
         sharded: save a directory with a file of each rank, instead of one file gathered on rank 0.
-        **kwargs: all arguments of ``DDPStrategy`` and ``DistributedDataParallel``. ``gradient_as_bucket_view`` is
-            on unless given.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state,
+            ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, timeout, start_method: as of ``DDPStrategy``, in
+            its order; only they can be given by position.
+        **kwargs: all arguments of ``DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless given.
 
     Raises:
         ValueError: an argument is not one of the valid values; the message lists them.
@@ -76,10 +80,22 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
 
     def __init__(
         self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Any = None,
+        ddp_comm_wrapper: Any = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = "auto",
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
         bucket_cap_mb: float | None = None,
-        process_group_backend: str | None = "auto",
         collective_timeout: timedelta | float | None = None,
         tuning_cache: str | Path | bool = True,
         verbose: bool = True,
@@ -101,13 +117,21 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
             verbose,
         )
         reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
-        if kwargs.get("ddp_comm_hook") is not None and (algorithm != "auto" or compression is not None):
+        if ddp_comm_hook is not None and (algorithm != "auto" or compression is not None):
             raise ValueError(
                 f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
                 f"compression={compression!r} would have no effect. Give either the hook or these."
             )
         require_known(self, kwargs)
-        super().__init__(process_group_backend=options.process_group_backend, **kwargs)
+        refuse_algorithm(accelerator)
+        require_timeout(timeout)
+        super().__init__(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period, process_group_backend=options.process_group_backend,
+            timeout=timeout, start_method=start_method, **kwargs,
+        )  # fmt: skip
         self._session = Session(options)
         self._reliability = reliability
         self._exact_resume = ExactResume()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_smddp import SMDDPFabricStrategy, SMDDPStrategy
+from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import CLASSES, Learner, make_trainer, silent
 
@@ -46,6 +46,10 @@ CLASSES_OF_BOTH = [SMDDPStrategy, SMDDPFabricStrategy]
         ({"collective_timeout": float("inf")}, ["collective_timeout=inf", "positive"]),
         ({"collective_timeout": float("nan")}, ["collective_timeout=nan", "positive"]),
         ({"collective_timeout": "60"}, ["collective_timeout='60'", "positive"]),
+        ({"verbose": "no"}, ["verbose='no'", "True or False"]),
+        ({"tuning_cache": 3}, ["tuning_cache=3", "path", "True", "False"]),
+        ({"timeout": "x"}, ["timeout='x'", "timedelta"]),
+        ({"accelerator": "native"}, ["accelerator='native'", "write algorithm='native'"]),
     ],
     ids=str,
 )
@@ -56,12 +60,61 @@ def test_arguments(strategy: type, arguments: dict[str, Any], parts: list[str]) 
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"check": "no"}, ["check='no'", "True or False"]),
+        ({"activation_checkpointing": 1}, ["activation_checkpointing=1", "True or False"]),
+        ({"meta_init": "yes"}, ["meta_init='yes'", "True or False"]),
+        ({"sharded": "no"}, ["sharded='no'", "True or False"]),
+        ({"async_save": None}, ["async_save=None", "True or False"]),
+        ({"batch_size_fn": 3}, ["batch_size_fn=3", "function"]),
+        ({"memory_limit_gb": "x"}, ["memory_limit_gb='x'", "positive"]),
+        ({"timeout": "x"}, ["timeout='x'", "timedelta"]),
+        ({"tuning_cache": 3}, ["tuning_cache=3", "path"]),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_pipeline(arguments: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        PipelineStrategy(**arguments)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_unknown_arguments_of_a_pipeline_are_named_with_its_public_name() -> None:
+    with pytest.raises(TypeError, match="PipelineStrategy has no argument 'scedule'. Did you mean 'schedule'"):
+        PipelineStrategy(scedule="gpipe")
+    with pytest.raises(TypeError, match="PipelineStrategy has no argument 'find_unused_parameters': it is Distrib"):
+        PipelineStrategy(find_unused_parameters=True)
+
+
 @pytest.mark.parametrize("arguments", [{"algorithm": "native"}, {"compression": "int8"}], ids=str)
 def test_a_hook_and_our_communication(arguments: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="Give either the hook or these") as caught:
         SMDDPStrategy(ddp_comm_hook=lambda state, bucket: None, **arguments)
     ((name, value),) = arguments.items()
     assert f"{name}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [
+        (SMDDPStrategy, lightning.pytorch.strategies.DDPStrategy),
+        (SMDDPFabricStrategy, lightning.fabric.strategies.DDPStrategy),
+    ],
+)
+def test_arguments_by_position_are_those_of_ddp(ours: type, stock: type) -> None:
+    """In its order; all of ours are keywords."""
+    expected = [
+        p.name for p in inspect.signature(stock.__init__).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]  # type: ignore[misc]
+    actual = [p.name for p in inspect.signature(ours.__init__).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]  # type: ignore[misc]
+    assert actual == expected
+    accelerator, devices = object(), [torch.device("cpu")]
+    strategy = ours(accelerator, devices)
+    assert strategy._accelerator is accelerator
+    assert strategy.parallel_devices == devices
 
 
 @pytest.mark.parametrize(
