@@ -74,7 +74,7 @@ class GradientSynchronizer:
             self._new_step()
         size = 0 if tensor.is_sparse else tensor.numel() * tensor.dtype.itemsize
         algorithm = self._native if tensor.is_sparse else self.algorithm_for(size)
-        if self.watch.on and not isinstance(algorithm, SharedMemoryAllReduce):
+        if self.watch.on and not self._looks_itself(algorithm):
             self.watch.look(bucket)
         entered = self.recorder.bucket_started(first=bucket.index() == 0)
         future = self._sparse_mean(tensor) if tensor.is_sparse else self._dense_mean(algorithm, bucket)
@@ -183,11 +183,16 @@ class GradientSynchronizer:
 
     def _dense_mean(self, algorithm: Algorithm, bucket: GradBucket) -> Future[Any]:
         tensor, layout = bucket.buffer(), self._layout(bucket)
-        if not (self.watch.on and isinstance(algorithm, SharedMemoryAllReduce)):
+        if not (self.watch.on and self._looks_itself(algorithm)):
             return algorithm.all_reduce(tensor, layout)
+        assert isinstance(algorithm, SharedMemoryAllReduce)
         if not algorithm.mean(tensor, layout, watch=True):
             self.watch.not_finite(bucket)
         return _finished(tensor)
+
+    def _looks_itself(self, algorithm: Algorithm) -> bool:
+        """Whether averaging sees what is not finite; the bucket is lost then."""
+        return self.watch.marks and isinstance(algorithm, SharedMemoryAllReduce)
 
     def _sparse_mean(self, tensor: Tensor) -> Future[Any]:
         """The mean of sparse gradients: gloo adds them up, nobody else does."""

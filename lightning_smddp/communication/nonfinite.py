@@ -5,6 +5,9 @@ written. A rank that finds something notes which parameters, and sets the bucket
 carries that to everyone, so afterwards each rank reads one element of each bucket, and all of them see the same.
 
 Averaging through shared memory looks by itself, at sums that are still in cache, and tells all ranks.
+
+Code of the user's that cleans gradients has to find what ``ddp`` would show it: with ``marks=False`` nothing is set to
+NaN, and whoever steps the optimizer looks at the gradients themselves, after that code.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class NonFiniteWatch:
     def __init__(self, names: Mapping[int, str]) -> None:
         self.names = names
         self.on = False
+        self.marks = True  # False: averages stay as they are, for code that cleans them; `spoiled` knows nothing then
         self.findings: dict[str, str] = {}  # of this rank alone, in this step
         self._buckets: dict[int, Tensor] = {}
         self._sums: list[tuple[Tensor, Bucket]] = []  # on devices whose values are not known yet
@@ -49,6 +53,7 @@ class NonFiniteWatch:
         """A new backward pass: the buckets fill again."""
         self._buckets.clear()
         self._sums.clear()
+        self.findings = {}
 
     def look(self, bucket: Bucket) -> None:
         """Before averaging."""
@@ -59,13 +64,14 @@ class NonFiniteWatch:
             return
         total = total_of(values)
         if tensor.device.type != "cpu":  # asking would wait for the device
-            first = values.view(-1)[:1]
-            first.copy_(torch.where(total.isfinite(), first, torch.nan))
+            if self.marks:
+                first = values.view(-1)[:1]
+                first.copy_(torch.where(total.isfinite(), first, torch.nan))
             self._sums.append((total, bucket))
         elif not total.isfinite():
             found = _by_parameter(bucket, values, self.names)
             self.findings |= found
-            if found and not tensor.is_sparse:
+            if found and self.marks and not tensor.is_sparse:
                 values.view(-1)[0] = torch.nan
 
     def not_finite(self, bucket: Bucket) -> None:

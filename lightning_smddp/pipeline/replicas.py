@@ -81,6 +81,7 @@ class ReplicaGradients:
         self._hooks: list[Any] = []
         self._pending: list[futures.Future[Any]] = []
         self.watching = False  # for NaN and inf, before averaging
+        self.marking = True  # see `NonFiniteWatch.marks`
         self._launched = 0  # buckets
         self._remaining: dict[str, int] = {}  # backward passes to come
         self._build()
@@ -139,9 +140,11 @@ class ReplicaGradients:
     def take_nonfinite(self) -> dict[str, str] | None:
         """What was not finite in this rank's own gradients, by parameter; None if no replica's, nor their mean, was.
 
-        After :meth:`finish`, with ``watching``.
+        After :meth:`finish`, with ``watching``. Without ``marking``: of this rank alone, empty if there is none.
         """
         watch = None if self._synchronizer is None else self._synchronizer.watch
+        if watch is not None and not self.marking:
+            return watch.take_findings()
         return watch.take_findings() if watch is not None and watch.spoiled() else None
 
     def report(self) -> CommunicationReport | None:
@@ -241,7 +244,7 @@ class ReplicaGradients:
     def _launch(self, bucket: GradientBucket) -> None:
         assert self._synchronizer is not None
         bucket.collect()
-        self._synchronizer.watch.on = self.watching
+        self._synchronizer.watch.on, self._synchronizer.watch.marks = self.watching, self.marking
         average, as_ddp = self._synchronizer.average, cast(GradBucket, bucket)
         if self._device.type == "cpu":
             self._pending.append(self._thread.submit(average, as_ddp))

@@ -13,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.values import broadcast_value
 from lightning_smddp.strategies.joining import start_process_group
-from lightning_smddp.strategies.nonfinite import NonFiniteGuard, by_watch
+from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
 from lightning_smddp.strategies.option_checks import refuse_algorithm, require_known, require_timeout
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
@@ -107,10 +108,19 @@ class FabricDataParallel(_Base):
         super()._setup_distributed()
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Look at the gradients, then step."""
-        for synchronizer in self._session.synchronizers:
-            self._guard.check(optimizer, by_watch(synchronizer.watch), "this step", self.root_device)
+        """Look at the gradients as the user's code has left them, then step."""
+        watches = [synchronizer.watch for synchronizer in self._session.synchronizers if synchronizer.watch.on]
+        brought = {name: text for watch in watches for name, text in watch.take_findings().items()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        now = bad_gradients((self._name_of(parameter), parameter) for parameter in parameters) if watches else None
+        if now is not None and dist.group.WORLD is not None:  # as on all ranks: gradients are averages
+            found = after_changes(brought, now, dist.group.WORLD, self.root_device)
+            self._guard.check(optimizer, found, "this step", self.root_device)
         return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        watches = [synchronizer.watch for synchronizer in self._session.synchronizers]
+        return next((w.names[id(parameter)] for w in watches if id(parameter) in w.names), "an unnamed parameter")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of rank ``src`` on every rank, without pickle. Raises ``ValueError`` for objects that need it."""
@@ -122,7 +132,8 @@ class FabricDataParallel(_Base):
         """Choose the communication and wrap ``module``."""
         self._ddp_kwargs = self._session.prepare(module, self.root_device, self._user_ddp_kwargs, self._timeout)
         scaler = getattr(self.precision, "scaler", None)  # one makes inf on purpose
-        self._session.synchronizers[-1].watch.on = self._guard.mode != "ignore" and scaler is None
+        watch = self._session.synchronizers[-1].watch
+        watch.on, watch.marks = self._guard.mode != "ignore" and scaler is None, False
         model = super().setup_module(module)
         self._session.attach(model)
         if self._session.options.verbose and self.global_rank == 0:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
 from lightning_smddp.communication.models import check_same_lengths, check_same_model, check_same_optimizers
+from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.topology import discover
 from lightning_smddp.communication.values import broadcast_value
 from lightning_smddp.strategies.joining import start_process_group
-from lightning_smddp.strategies.nonfinite import NonFiniteGuard
+from lightning_smddp.strategies.nonfinite import (
+    NonFiniteGuard,
+    after_changes,
+    before_step,
+    changes_gradients,
+    let_watchers_judge,
+    loss_watchers,
+)
 from lightning_smddp.strategies.reliability import ReliabilityOptions
 
 if TYPE_CHECKING:
@@ -27,6 +36,7 @@ class Guarded(_Base):
 
     _reliability: ReliabilityOptions
     _compared_epoch: int | None = None
+    _watched_batch: Any = None  # for callbacks that watch the loss
 
     @cached_property
     def _guard(self) -> NonFiniteGuard:
@@ -67,21 +77,75 @@ class Guarded(_Base):
         """At the first batch of an epoch, compare how many there are on each rank."""
         super().on_train_batch_start(batch, batch_idx)
         trainer = cast(Any, self.lightning_module).trainer
+        self._watched_batch = batch if loss_watchers(trainer) else None
         if self.world_size > 1 and trainer.current_epoch != self._compared_epoch and dist.group.WORLD is not None:
             self._compared_epoch = trainer.current_epoch
             check_same_lengths(_batches(trainer), trainer.current_epoch, dist.group.WORLD, self.root_device)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Look at the gradients between the backward pass and the step."""
+        """Look at the gradients between the backward pass and the step, behind the hooks that may change them."""
+        if not (self._watches_gradients and dist.is_initialized()):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        looks_behind_hooks = self._changes_before_step
+        loss: Any = None
+        found: Mapping[str, str] | None = None
 
         def watched() -> Any:
-            result = closure()
-            found = self._find_nonfinite()
-            self._guard.check(optimizer, found, self._where(), self.root_device, self._finders)
-            return result
+            nonlocal loss, found
+            loss = closure()
+            found = self._find_changed() if self._changes_gradients else self._find_nonfinite()
+            if not looks_behind_hooks:
+                self._judge(optimizer, found, loss)
+            return loss
 
-        watching = self._watches_gradients and dist.is_initialized()
-        return super().optimizer_step(optimizer, watched if watching else closure, model, **kwargs)
+        def look() -> None:
+            if found is not None and self._is_still_bad():
+                self._judge(optimizer, found, loss)
+
+        with before_step(optimizer, look) if looks_behind_hooks else nullcontext():
+            return super().optimizer_step(optimizer, watched, model, **kwargs)
+
+    @property
+    def _changes_before_step(self) -> bool:
+        """Whether the user's code gets the gradients behind Lightning's closure, which ends with the backward pass."""
+        hooks = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+        return changes_gradients(cast(Any, self.lightning_module).trainer, *hooks)
+
+    @property
+    def _changes_after_backward(self) -> bool:
+        """Whether it gets them inside of it, or in a step that optimizes by hand."""
+        module = cast(Any, self.lightning_module)
+        return not module.automatic_optimization or changes_gradients(module.trainer, "on_after_backward", "backward")
+
+    @property
+    def _changes_gradients(self) -> bool:
+        return self._changes_before_step or self._changes_after_backward
+
+    def _find_changed(self) -> Mapping[str, str] | None:
+        """As :meth:`_find_nonfinite`, by what the gradients are now. Maybe collective."""
+        brought, now = self._brought(), self._bad_now()
+        if now is None and self._has_equal_gradients and not self._changes_after_backward:
+            return None
+        return after_changes(brought, now, self._group_of_finders, self.root_device)
+
+    def _is_still_bad(self) -> bool:
+        return agreed(self._bad_now() is not None, self._group_of_finders, self.root_device)
+
+    def _bad_now(self) -> dict[str, str] | None:
+        named = cast(Any, self.lightning_module).named_parameters()
+        return bad_gradients((name, p) for name, p in named if not p.is_meta)
+
+    @property
+    def _group_of_finders(self) -> dist.ProcessGroup:
+        group = self._finders or dist.group.WORLD
+        assert group is not None
+        return group
+
+    def _judge(self, optimizer: Any, found: Mapping[str, str] | None, loss: Any) -> None:
+        """Go on, leave the step out, or raise; but callbacks that watch the loss come before us."""
+        if found is not None and self._guard.mode == "error":
+            let_watchers_judge(cast(Any, self.lightning_module).trainer, loss, self._watched_batch)
+        self._guard.check(optimizer, found, self._where(), self.root_device, self._finders)
 
     def on_train_end(self) -> None:
         """Say how many steps were left out."""
@@ -98,6 +162,15 @@ class Guarded(_Base):
 
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         """What is wrong with this rank's gradients; None if no rank has found anything. Maybe collective."""
+        raise NotImplementedError
+
+    @property
+    def _has_equal_gradients(self) -> bool:
+        """Whether all ranks have the same ones after the backward pass."""
+        return False
+
+    def _brought(self) -> Mapping[str, str]:
+        """What was wrong with this rank's own gradients before averaging."""
         raise NotImplementedError
 
     @property

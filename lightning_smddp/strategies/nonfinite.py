@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_smddp.communication.nonfinite import NonFiniteWatch, agreed, diagnosis, refuse
 
@@ -72,3 +75,82 @@ def by_asking(found: Mapping[str, str] | None, device: torch.device) -> Mapping[
     """Findings where ranks have different gradients; ``found``: None if this rank's are fine. Collective."""
     assert dist.group.WORLD is not None
     return found or {} if agreed(found is not None, dist.group.WORLD, device) else None
+
+
+def after_changes(
+    brought: Mapping[str, str], now: Mapping[str, str] | None, group: dist.ProcessGroup, device: torch.device
+) -> Mapping[str, str] | None:
+    """Findings where the user's code has had the averaged gradients in its hands. Collective.
+
+    Args:
+        brought: what was wrong with this rank's own gradients before averaging.
+        now: what is wrong now; None if nothing is.
+        group: the ranks that come here together.
+        device: for messages.
+    """
+    if not agreed(now is not None, group, device):
+        return None
+    if agreed(bool(brought), group, device):
+        return brought  # it names the rank; now all ranks have the same
+    return now or {}
+
+
+@contextmanager
+def before_step(optimizer: Any, look: Callable[[], None]) -> Iterator[None]:
+    """In this context ``optimizer.step`` calls ``look`` behind its closure, just before it changes parameters.
+
+    Lightning's closure ends with the hooks that may change gradients: ``on_before_optimizer_step`` and
+    ``configure_gradient_clipping``.
+    """
+    original, was_changed = optimizer.step, "step" in vars(optimizer)
+
+    @functools.wraps(original)
+    def step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        if closure is None:
+            look()
+            return original(**options)
+
+        def looked() -> Any:
+            result = closure()
+            look()
+            return result
+
+        return original(closure=looked, **options)
+
+    optimizer.step = step
+    try:
+        yield
+    finally:
+        del optimizer.step
+        if was_changed:
+            optimizer.step = original
+
+
+def is_changed_hook(owner: Any, hook: str) -> bool:
+    """Whether a module or callback has a hook of the user's in place of Lightning's own."""
+    module = getattr(getattr(owner, hook, None), "__module__", None)
+    return not str(module).startswith(("lightning.", "pytorch_lightning."))
+
+
+def changes_gradients(trainer: Any, *hooks: str) -> bool:
+    """Whether the user's code gets the gradients in one of ``hooks``."""
+    owners = [trainer.lightning_module, *trainer.callbacks]
+    return any(hasattr(owner, hook) and is_changed_hook(owner, hook) for owner in owners for hook in hooks)
+
+
+def loss_watchers(trainer: Any) -> list[Any]:
+    """Callbacks that end a run when the loss is not finite: Lightning's ``SpikeDetection`` and what is made of it."""
+    return [callback for callback in trainer.callbacks if any(map(_is_spike_detection, type(callback).__mro__))]
+
+
+def _is_spike_detection(cls: type) -> bool:
+    return cls.__name__ == "SpikeDetection" and cls.__module__.endswith("fabric.utilities.spike")
+
+
+def let_watchers_judge(trainer: Any, loss: Any, batch: Any) -> None:
+    """Call :func:`loss_watchers` as at the end of the batch, which will not come. Collective where there are any."""
+    if not isinstance(loss, Tensor):
+        return  # manual optimization, where the batch goes on
+    for callback in loss_watchers(trainer):
+        batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+        callback.on_train_batch_end(trainer, trainer.lightning_module, {"loss": loss.detach()}, batch, batch_idx)

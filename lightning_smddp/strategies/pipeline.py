@@ -30,7 +30,7 @@ from lightning_smddp.strategies.guarded import Guarded
 from lightning_smddp.strategies.hand_over import connected
 from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.layouts import Place
-from lightning_smddp.strategies.nonfinite import by_asking
+from lightning_smddp.strategies.nonfinite import by_asking, loss_watchers
 from lightning_smddp.strategies.option_checks import refuse_algorithm, refuse_all, require_timeout
 from lightning_smddp.strategies.pipeline_checks import (
     callbacks_of,
@@ -204,7 +204,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         if fits:
             self._staged.take_optimizers(self.optimizers, self.precision_plugin)
             self._exact_resume.start(trainer, Place.of(self._groups), self.root_device)
-            self._staged.watching = self._watches_gradients
+            self._staged.watching, self._staged.marking = self._watches_gradients, not self._changes_gradients
         self.take_over(trainer)
         self._changes.enter_context(self._hook_view.installed(trainer))
 
@@ -304,15 +304,21 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         found = self._require_staged().nonfinite()
         return by_asking(found, self.root_device) if self._finders is None else found
 
+    def _brought(self) -> Mapping[str, str]:
+        return self._require_staged().nonfinite() or {}
+
     @property
     def _finders(self) -> dist.ProcessGroup | None:
         """Those of one stage: the others hear by the supervision, as asking them in each step costs more than looking.
 
-        They may have taken the step by then; nothing is saved after it.
+        They may have taken the step by then; nothing is saved after it. All ranks, where hooks that may change the
+        gradients, or callbacks that watch the loss, come in between: these are collective.
         """
         assert self._groups is not None
         alone = self._reliability.on_nonfinite == "error" and self._supervisor is not None
-        return self._groups.replicas if alone else None
+        if alone and not self._changes_gradients and not loss_watchers(self._trainer):
+            return self._groups.replicas
+        return None
 
     # ---- ranks ----
 

@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_smddp._compat import is_compiled_module
 from lightning_smddp.pipeline.structure import leaves
+from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.quiet import without_warning
 
 if TYPE_CHECKING:
@@ -77,10 +78,5 @@ def callbacks_of(trainer: Any) -> list[Any]:
 def zeroes_as_usual(trainer: Any) -> bool:
     """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
     module = trainer.lightning_module
-    changed = [hook for hook in ("on_before_zero_grad", "optimizer_zero_grad") if not _is_lightnings(module, hook)]
-    return not changed and all(_is_lightnings(c, "on_before_zero_grad") for c in callbacks_of(trainer))
-
-
-def _is_lightnings(owner: Any, hook: str) -> bool:
-    """Whether a hook is Lightning's own empty or usual one."""
-    return str(getattr(type(owner), hook).__module__).startswith(("lightning.", "pytorch_lightning."))
+    changed = [hook for hook in ("on_before_zero_grad", "optimizer_zero_grad") if is_changed_hook(module, hook)]
+    return not changed and not any(is_changed_hook(c, "on_before_zero_grad") for c in callbacks_of(trainer))

@@ -93,6 +93,7 @@ class StagedModule:
         self._weights: dict[str, Tensor] = {}
         self._plugin: Any = None
         self.watching = False  # for NaN and inf in gradients
+        self.marking = True  # see `NonFiniteWatch.marks`
 
     def to_device(self) -> None:
         """Move the module to the device if it has memory and fits as a whole; else its parts go when it is divided."""
@@ -310,7 +311,7 @@ class StagedModule:
         )
         self._weights = {}
         if self.divided.replicas is not None:
-            self.divided.replicas.watching = self.watching
+            self.divided.replicas.watching, self.divided.replicas.marking = self.watching, self.marking
         self._partition_optimizers(self.divided)
         if self.options.communication.verbose and dist.get_rank() == 0:
             weights = self.divided.weighting.describe()

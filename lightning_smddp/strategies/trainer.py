@@ -167,16 +167,24 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
         if self._ddp_comm_hook is None:
             assert self.model is not None
             self._ddp_kwargs = self._session.prepare(self.model, self.root_device, self._user_ddp_kwargs, self._timeout)
-            self._session.synchronizers[-1].watch.on = self._watches_gradients
+            watch = self._session.synchronizers[-1].watch
+            watch.on, watch.marks = self._watches_gradients, not self._changes_gradients
         elif self._session.options.bucket_cap_mb is not None:
             self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
         super().configure_ddp()
 
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        if self._session.synchronizers:
+        if self._session.synchronizers and self._session.synchronizers[-1].watch.marks:
             return by_watch(self._session.synchronizers[-1].watch)
         assert self.lightning_module is not None  # a hook of the user's own averages
         return by_asking(bad_gradients(self.lightning_module.named_parameters()), self.root_device)
+
+    @property
+    def _has_equal_gradients(self) -> bool:
+        return bool(self._session.synchronizers)
+
+    def _brought(self) -> Mapping[str, str]:
+        return self._session.synchronizers[-1].watch.take_findings() if self._session.synchronizers else {}
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.spike import TrainingSpikeException
+from lightning.pytorch.callbacks import Callback, SpikeDetection
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -44,15 +48,13 @@ class Spoiler(Learner):
 
 
 class Seeing(Spoiler):
-    """As users do to look at gradients."""
+    """As users do to look at gradients; they see what ``ddp`` shows, also in the step that is left out."""
 
-    seen = 0
+    bad_steps = 0
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.grad is not None:
-                assert parameter.grad.isfinite().all()
-                self.seen += 1
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.bad_steps += not all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 def strategy_of(name: str, **options: Any) -> Any:
@@ -158,7 +160,7 @@ def skips(name: str, options: dict[str, Any]) -> Any:
     assert all(bool(weights.isfinite().all()) for weights in (*before, *after))
     assert torch.equal(after[0], before[-1])  # the step left out
     assert not torch.equal(after[1], after[0])  # the one after it
-    return texts, strategy._guard.skipped, model.seen > 0
+    return texts, strategy._guard.skipped, model.bad_steps
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,8 @@ def test_a_step_is_left_out_on_all_ranks(name: str, options: dict[str, Any]) -> 
     first, second = run_trainer_ranks(skips, 2, name, options)
     assert (len(first[0]), len(second[0])) == (1, 0)  # said once
     assert "on rank 1 (host" in first[0][0]
-    assert first[1:] == second[1:] == (1, True)
+    assert first[1] == second[1] == 1
+    assert second[2] == 1
 
 
 def ignores() -> int:
@@ -187,6 +190,125 @@ def ignores() -> int:
 def test_ignored_it_spreads() -> None:
     """What the option protects from."""
     assert all(count > 0 for count in run_trainer_ranks(ignores, 2))
+
+
+# ---- code of the user's between the backward pass and the step ----
+
+
+def clean(module: Any, which: slice = slice(None)) -> None:
+    for parameter in list(module.parameters())[which]:
+        if parameter.grad is not None and not parameter.is_meta:
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+class CleansAfterBackward(Spoiler):
+    def on_after_backward(self) -> None:
+        clean(self)
+
+
+class CleansBeforeStep(Spoiler):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clean(self)
+
+
+class CleansInsteadOfClipping(Spoiler):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        clean(self)
+
+
+class CleansTheFirst(Spoiler):
+    """Of several parameters in a bucket, whose last stays nan."""
+
+    def on_after_backward(self) -> None:
+        clean(self, slice(1))
+
+
+class CleansAsCallback(Callback):
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        clean(pl_module)
+
+
+CLEANING = [CleansAfterBackward, CleansBeforeStep, CleansInsteadOfClipping]
+
+
+def cleans(name: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """Weights after training with code that cleans, which is not stopped."""
+    found = []
+    for make in CLEANING:
+        model = make(1, float("nan"))
+        make_trainer("ddp" if name == "ddp" else strategy_of(name, **options)).fit(model)
+        found.append({key: value.clone() for key, value in model.state_dict().items()})
+    model = Spoiler(1, float("nan"))
+    strategy = "ddp" if name == "ddp" else strategy_of(name, **options)
+    make_trainer(strategy, callbacks=[CleansAsCallback()]).fit(model)
+    found.append({key: value.clone() for key, value in model.state_dict().items()})
+    return found
+
+
+def test_gradients_are_looked_at_after_the_users_code_has_cleaned_them() -> None:
+    expected = run_trainer_ranks(cleans, 2, "ddp", {})
+    for options in ({"algorithm": "native"}, {"algorithm": "shared_memory", "gradient_as_bucket_view": False}):
+        actual = run_trainer_ranks(cleans, 2, "smddp", options)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", ["error", "skip"])
+def test_a_pipeline_looks_at_gradients_after_the_users_code_has_cleaned_them(mode: str) -> None:
+    for results in run_trainer_ranks(cleans, 2, "pipeline", {"on_nonfinite": mode}):
+        for weights in results:
+            assert all(bool(value.isfinite().all()) for value in weights.values())
+
+
+def cleans_in_part() -> str:
+    with pytest.raises(NonFiniteGradientError) as caught:
+        make_trainer(strategy_of("smddp", bucket_cap_mb=25)).fit(CleansTheFirst(1, float("nan")))
+    return str(caught.value)
+
+
+def test_what_the_users_code_leaves_is_named() -> None:
+    first, second = run_trainer_ranks(cleans_in_part, 2)
+    assert first == second
+    assert "on rank 1 (host" in first
+    assert "net.2.bias (nan in 1 of 3 elements)" in first
+
+
+class BadLoss(Spoiler):
+    """On one rank one batch gives a loss that is not finite."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.trainer.global_step == BAD_STEP and self.global_rank in (self.rank, self.rank + self.everywhere):
+            loss = loss * float("nan")
+        return loss
+
+    everywhere = 0
+
+    def spoil(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class BadLossOnAll(BadLoss):
+    everywhere = -1
+
+
+def spikes(name: str, make: Any, directory: str, mode: str) -> Any:
+    model = make(1, float("nan"))
+    strategy = "ddp" if name == "ddp" else strategy_of(name, on_nonfinite=mode)
+    path = Path(directory) / f"{name}-{mode}.json"
+    trainer = make_trainer(strategy, callbacks=[SpikeDetection(exclude_batches_path=str(path))])
+    with pytest.raises(TrainingSpikeException) as caught:
+        trainer.fit(model)
+    return str(caught.value), json.loads(path.read_text()) if trainer.global_rank == 0 else None
+
+
+@pytest.mark.filterwarnings("ignore:Gradients are not finite")
+@pytest.mark.parametrize("mode", ["error", "skip"])
+@pytest.mark.parametrize(("name", "make"), [("smddp", BadLoss), ("pipeline", BadLossOnAll)])
+def test_spike_detection_ends_the_run_as_under_ddp(name: str, make: Any, mode: str, tmp_path: Path) -> None:
+    expected = run_trainer_ranks(spikes, 2, "ddp", make, str(tmp_path), "")
+    actual = run_trainer_ranks(spikes, 2, name, make, str(tmp_path), mode)
+    assert actual == expected
+    assert expected[0] == (f"Training spike detected in batch {BAD_STEP}", [BAD_STEP - 1, BAD_STEP])
 
 
 class Manual(Spoiler):
