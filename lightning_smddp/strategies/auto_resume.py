@@ -20,6 +20,7 @@ from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.sharded import ShardedDirectories
 from lightning_smddp.sagemaker.folders import pointed_at
 from lightning_smddp.strategies._compat import around_resume_start, requeue_checkpoint
+from lightning_smddp.strategies.tables import say
 
 STOP_CHECKPOINT = "smddp-stop.ckpt"
 
@@ -67,7 +68,7 @@ def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[Non
         path = newest_checkpoint(looked, ShardedDirectories(), ranks=Ranks(dist.group.WORLD, device))
         trainer.strategy.verified_checkpoint = path
         if not dist.is_initialized() or dist.get_rank() == 0:
-            print(_line(path, looked), flush=True)
+            say(_line(path, looked))
         return path
 
     return around_resume_start(trainer, choose)

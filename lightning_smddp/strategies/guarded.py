@@ -23,6 +23,7 @@ from lightning_smddp.strategies.nonfinite import (
     loss_watchers,
 )
 from lightning_smddp.strategies.reliability import ReliabilityOptions
+from lightning_smddp.strategies.tables import say
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -152,7 +153,7 @@ class Guarded(_Base):
         super().on_train_end()
         text = self._guard.report()
         if text is not None and self.is_global_zero:
-            print(text, flush=True)
+            say(text, cast(Any, self.lightning_module).trainer)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """``obj`` of rank ``src`` on every rank, without pickle. Raises ``ValueError`` for objects that need it."""

@@ -152,6 +152,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._ended: StagedModule | None = None
         self._last_report: CommunicationReport | None = None
         self._accumulates = False
+        self._shown: set[str] = set()
         self._restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
         self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
@@ -194,6 +195,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._staged = StagedModule(
             self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
         )
+        self._staged.shown = self._shown
         if self._restored is not None:
             self._staged.load_state_dict(self._restored, strict=False)
             self._restored = None

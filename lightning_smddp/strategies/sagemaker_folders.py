@@ -26,6 +26,7 @@ from lightning_smddp.strategies._compat_runs import is_control_flow, is_stop, se
 from lightning_smddp.strategies.reliability import ReliabilityOptions
 from lightning_smddp.strategies.saving import Saving
 from lightning_smddp.strategies.supervised import Supervised
+from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure, text_of
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class SageMakerFolders(_Base):
         if self.is_global_zero:
             where = folders.checkpoints if moved else "the script's own directories"
             how = "; resume='auto', as the script does not say ('never' starts from scratch)" if by_default else ""
-            print(f"SageMaker: checkpoints in {where}, the final model in {folders.model}{how}.", flush=True)
+            say(f"SageMaker: checkpoints in {where}, the final model in {folders.model}{how}.")
 
     def _take_folders(self, folders: Folders) -> bool:
         """Let checkpoints go there, unless the Trainer was given a directory; whether any does."""

@@ -93,6 +93,7 @@ class StagedModule:
         self._weights: dict[str, Tensor] = {}
         self._plugin: Any = None
         self.watching = False  # for NaN and inf in gradients
+        self.shown: set[str] = set()  # steps whose table the strategy has printed
         self.marking = True  # see `NonFiniteWatch.marks`
 
     def to_device(self) -> None:
@@ -313,10 +314,12 @@ class StagedModule:
         if self.divided.replicas is not None:
             self.divided.replicas.watching, self.divided.replicas.marking = self.watching, self.marking
         self._partition_optimizers(self.divided)
-        if self.options.communication.verbose and dist.get_rank() == 0:
+        is_new = step.trains or not self.shown
+        self.shown.add(step.hook)
+        if self.options.communication.verbose and dist.get_rank() == 0 and is_new:
             weights = self.divided.weighting.describe()
             rows = describe(self.divided.division, self.options, resources, self.module, microbatches, weights)
-            print_table(_TITLE, rows)
+            print_table(_TITLE, rows, self.module.trainer)
         if self.divided.warning is not None and dist.get_rank() == 0:
             warnings.warn(self.divided.warning, stacklevel=2)
         return self.divided

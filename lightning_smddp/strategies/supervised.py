@@ -31,6 +31,7 @@ from lightning_smddp.strategies.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.launching import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.reliability import ReliabilityOptions
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
+from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.supervisor import Supervisor
 
@@ -207,8 +208,8 @@ class Supervised(_Base):
         if isinstance(error, SystemExit):
             error.code = 128 + signum
         if self.is_global_zero:
-            step = cast(Any, self.lightning_module).trainer.global_step
-            print(f"{signal.Signals(signum).name}: all ranks stop at step {step}; {text}.", flush=True)
+            trainer = cast(Any, self.lightning_module).trainer
+            say(f"{signal.Signals(signum).name}: all ranks stop at step {trainer.global_step}; {text}.", trainer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks, unless an exception has ended the run: they may be gone, or wait for something else."""

@@ -1,20 +1,74 @@
-"""Tables for people, with rich where it is installed."""
+"""Tables and lines for people. Nothing that is only said can fail a run."""
 
 from __future__ import annotations
 
+import io
+import os
+import shutil
+import sys
+import textwrap
 from importlib.util import find_spec
+from typing import Any
+
+_LEAST_WIDTH = 40  # of a value, however long the names are
 
 
-def print_table(title: str, rows: list[tuple[str, str]]) -> None:
-    """Print ``rows`` of name and value."""
-    if find_spec("rich") is not None:
-        from rich.console import Console
-        from rich.table import Table
+def say(text: str, trainer: Any = None) -> None:
+    """Print ``text``; where printing fails, write it to what stdout stands for, or to the process's own stderr.
 
-        table = Table(title=title, show_header=False, title_justify="left")
-        for name, value in rows:
-            table.add_row(name, value)
-        Console().print(table)
-        return
+    It does fail: the stdout that rich's progress bar sets up in a notebook prints by itself, without end, and a pipe
+    whose reader has gone raises.
+
+    Args:
+        text: lines.
+        trainer: whose progress bar may be in the middle of a line.
+    """
+    bar = None if trainer is None else trainer.progress_bar_callback
+    if bar is not None:
+        text = f"\n{text}"
+    behind = getattr(sys.stdout, "rich_proxied_file", None)
+    if not _is_printed(text, sys.stdout) and not _is_printed(text, behind):
+        os.write(2, f"{text}\n".encode(errors="replace"))
+
+
+def _is_printed(text: str, stream: Any) -> bool:
+    if stream is None:
+        return False
+    try:
+        print(text, file=stream, flush=True)
+    except Exception as error:
+        os.write(2, f"lightning-smddp: stdout raised {type(error).__name__}\n".encode())
+        return False
+    return True
+
+
+def print_table(title: str, rows: list[tuple[str, str]], trainer: Any = None) -> None:
+    """Print ``rows`` of name and value, with rich where it is installed."""
+    make = _with_rich if find_spec("rich") is not None else _plain
+    say(make(title, rows), trainer)
+
+
+def _with_rich(title: str, rows: list[tuple[str, str]]) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    encoding = str(getattr(sys.stdout, "encoding", None) or "utf-8")
+    lines = box.HEAVY_HEAD if encoding.lower().startswith("utf") else box.ASCII2
+    table = Table(title=title, show_header=False, title_justify="left", box=lines)
+    for name, value in rows:
+        table.add_row(name, value)
+    drawn = io.StringIO()  # not stdout, of which a console wants to know more than whether it can be written to
+    Console(file=drawn, width=shutil.get_terminal_size().columns).print(table)
+    return drawn.getvalue().rstrip("\n")
+
+
+def _plain(title: str, rows: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in rows)
-    print("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)]), flush=True)
+    room = max(_LEAST_WIDTH, shutil.get_terminal_size().columns - width - len("    "))
+    lines = [title]
+    for name, value in rows:
+        parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
+        lines.append(f"  {name:<{width}}  {parts[0]}")
+        lines += [f"  {'':<{width}}  {part}" for part in parts[1:]]
+    return "\n".join(lines)

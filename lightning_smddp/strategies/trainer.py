@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -33,7 +33,7 @@ from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
 from lightning_smddp.strategies.session import Options, Session, check_devices
 from lightning_smddp.strategies.sharded import ShardedSaving
 from lightning_smddp.strategies.supervised import Supervised
-from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.strategies.tables import print_table, say
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -207,15 +207,16 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
-            print_table("smddp: data parallelism", rows)
+            print_table("smddp: data parallelism", rows, trainer)
 
     def on_train_end(self) -> None:
         """Say what it cost."""
         super().on_train_end()
         if self._session.synchronizers:
+            trainer = cast(Any, self.lightning_module).trainer
             self._last_report = self._session.report()
             if self._session.options.verbose and self.is_global_zero and self.world_size > 1:
-                print(self._last_report, flush=True)
+                say(str(self._last_report), trainer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, with what compression remembers, and what it takes to go on exactly."""

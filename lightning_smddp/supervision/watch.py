@@ -280,8 +280,6 @@ class Watch:
     def _signalled(self, signum: int) -> None:
         if self.state.failure is None and self.stop_signal is None:
             self._ask_to_stop(signum)
-            line = f"lightning-smddp: {signal.Signals(signum).name}: all ranks stop at one of the next steps, within "
-            os.write(2, f"{line}{self._stop_grace:g} s. A second signal ends this one at once.\n".encode())
         elif self.stop_signal is None or time.monotonic() - self._stop_at >= SECOND_SIGNAL_AFTER_S:
             name = signal.Signals(signum).name
             failure = self.state.failure
@@ -302,6 +300,11 @@ class Watch:
             self.stop_signal, self._stop_at = signum, time.monotonic()
             text = f"it did not stop within {self._stop_grace:g} s of {signal.Signals(signum).name}"
             self._loop.later(self._stop_grace, self._force, text)
+            if self.rank == 0:  # once for the job: Ctrl+C reaches all ranks of a terminal
+                line = (
+                    f"lightning-smddp: {signal.Signals(signum).name}: all ranks stop at one of the next steps, within "
+                )
+                os.write(2, f"{line}{self._stop_grace:g} s. A second signal ends a rank at once.\n".encode())
 
     def _force(self, text: str) -> None:
         if not self.ending.is_over:

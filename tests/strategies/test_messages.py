@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_smddp import CommunicationMonitor
+from lightning_smddp import CommunicationMonitor, PipelineStrategy, SMDDPStrategy
 from lightning_smddp.strategies import tables
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
+from tests.strategies.pipeline_learners import Evaluated, Net
 
 
 def fit_and_read(strategy_options: dict[str, Any], rich: bool) -> tuple[list[str], Any]:
@@ -63,13 +64,82 @@ def test_table_and_report(rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(report).splitlines()[0] == "gradient communication over 4 steps"
 
 
-def test_auto_names_an_algorithm_for_each_bucket_size_and_notes() -> None:
+def test_auto_names_an_algorithm_for_each_bucket_size_and_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     (lines, _), _ = run_trainer_ranks(fit_and_read, 2, {"verbose": True, "compression": "int8"}, False)
     (algorithm,) = [line for line in lines if line.startswith("algorithm ")]
     assert "(all sizes)" in algorithm or "up to" in algorithm
     assert algorithm.endswith(("measured", "cached"))
     (wire,) = [line for line in lines if line.startswith("wire dtype")]
     assert "int8 applies between nodes, and there is one node" in wire
+
+
+class Recursing(io.StringIO):
+    """As the stdout of rich's progress bar in a notebook: it prints what it is given to show, to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rich_proxied_file = io.StringIO()
+
+    def write(self, text: str) -> int:
+        return self.write(text)
+
+
+def fit_without_stdout(strategy: Any) -> tuple[int, str, str]:
+    closed = io.StringIO()
+    closed.close()
+    with contextlib.redirect_stdout(Recursing()) as stdout:
+        trainer = make_trainer(strategy())
+        trainer.fit(Net())
+        with contextlib.redirect_stdout(closed):
+            make_trainer(strategy()).fit(Net())
+        return trainer.global_step, stdout.rich_proxied_file.getvalue(), str(trainer.strategy.communication_report)
+
+
+@pytest.mark.parametrize("strategy", [SMDDPStrategy, PipelineStrategy])
+def test_a_report_that_cannot_be_printed_fails_no_run(strategy: Any) -> None:
+    first, second = run_trainer_ranks(fit_without_stdout, 2, strategy)
+    assert first[0] == second[0] > 0
+    title = "data parallelism" if strategy is SMDDPStrategy else "pipeline parallelism"
+    assert title in first[1]
+    assert second[1] == ""
+    if strategy is SMDDPStrategy:
+        assert first[2] in first[1]
+
+
+def test_what_is_said_starts_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    class Progressing:
+        progress_bar_callback = object()
+
+    tables.say("text", Progressing())
+    tables.say("more")
+    assert capsys.readouterr().out == "\ntext\nmore\n"
+
+
+def test_plain_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(tables, "find_spec", lambda name: None)
+    words = " ".join(f"word-{index:02}" for index in range(40))
+    tables.print_table("title", [("name", words), ("other name", "value")])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(" ".join(lines[1:-1]).split()) == f"name {words}"
+    assert lines[-1] == "  other name  value"
+
+
+def fit_then_validate() -> str:
+    trainer, model = make_trainer(PipelineStrategy(check=False)), Evaluated()
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        trainer.fit(model)
+        trainer.validate(model)
+        trainer.test(model)
+    return text.getvalue()
+
+
+def test_the_table_of_a_pipeline_comes_once() -> None:
+    first, second = run_trainer_ranks(fit_then_validate, 2)
+    assert first.count("pipeline parallelism") == 1
+    assert "pipeline parallelism" not in second
 
 
 def test_silence() -> None:

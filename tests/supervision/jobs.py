@@ -75,7 +75,7 @@ class Job:
         )
 
     def until_heard(self, number: int) -> None:
-        """Until rank ``number`` has said on stderr that all ranks stop."""
+        """Until rank ``number`` has said on stderr that all ranks stop, as the first one does."""
         self._until(lambda rank: "all ranks stop at" in rank.err, [self.ranks[number]], "hear of the signal")
 
     def _until(self, ready: Callable[[Rank], object], ranks: list[Rank], what: str, timeout: float = 20.0) -> None:
