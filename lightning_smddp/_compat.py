@@ -137,11 +137,12 @@ class WithoutFunctionMode:
     def __init__(self, mode: TorchFunctionMode) -> None:
         self.mode, self.innermost = mode, False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
         depth = torch._C._len_torch_function_stack()
         self.innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self.mode
         if self.innermost:
             torch._C._pop_torch_function_stack()
+        return self.innermost
 
     def __exit__(self, *error: object) -> None:
         if self.innermost:
@@ -302,6 +303,20 @@ def computes_batch_value(metric: Metric) -> bool:
 def keep_compute_groups(collection: MetricCollection) -> None:
     """Give ``collection`` a copy of its compute groups, as it changes them in place. They have a public getter only."""
     collection._groups = copy.deepcopy(collection.compute_groups)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` calls instead of the module; None without, or where hooks are compiled with it.
+
+    Private because a compiled module has no public sign of it. Remove when it has.
+    """
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return None if hooked else module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Replace it."""
+    module.__dict__["_compiled_call_impl"] = call
 
 
 def is_compiled_module(module: Any) -> bool:

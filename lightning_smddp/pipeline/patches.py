@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_smddp._compat import visible_autograd_functions
+from lightning_smddp._compat import compiled_call, set_compiled_call, visible_autograd_functions
 
 
 @contextmanager
@@ -17,12 +17,15 @@ def patched_forwards(
     root: nn.Module,
     wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]],
     names: Mapping[str, Any] | None = None,
+    compiled: bool = False,
 ) -> Iterator[None]:
     """Replace the ``forward`` of each submodule (or of those in ``names``) by ``wrap(name, forward)``.
 
-    Hooks still fire. While active, function modes see each ``autograd.Function`` as one operation.
+    Hooks still fire. While active, function modes see each ``autograd.Function`` as one operation. With ``compiled``,
+    a module that was compiled by its ``compile()`` is replaced as that, so that it still runs compiled.
     """
     patched: list[tuple[nn.Module, Any]] = []
+    calls: list[tuple[nn.Module, Any]] = []
     try:
         with visible_autograd_functions():
             for name, module in root.named_modules():
@@ -31,13 +34,34 @@ def patched_forwards(
                 own = module.__dict__.get("forward")
                 module.__dict__["forward"] = wrap(name, module.forward)
                 patched.append((module, own))
+                call = compiled_call(module) if compiled else None
+                if call is not None:
+                    set_compiled_call(module, wrap(name, _with_forward(module, own, call)))
+                    calls.append((module, call))
             yield
     finally:
+        for module, call in calls:
+            set_compiled_call(module, call)
         for module, own in patched:
             if own is None:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = own
+
+
+def _with_forward(module: nn.Module, own: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call`` while ``module`` has its own ``forward`` again, so that it is what is compiled."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        wrapper = module.__dict__.pop("forward")
+        if own is not None:
+            module.__dict__["forward"] = own
+        try:
+            return call(*args, **kwargs)
+        finally:
+            module.__dict__["forward"] = wrapper
+
+    return called
 
 
 def user_place() -> str:

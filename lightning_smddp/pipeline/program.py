@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+
 from lightning_smddp._compat import BACKWARD_HOOK
 from lightning_smddp.pipeline.functions import is_autograd_function
 from lightning_smddp.pipeline.modules import Modules
@@ -183,6 +185,7 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         SplitError: a module can neither be a unit nor be opened, or the step does what no split can follow.
     """
     _refuse(trace)
+    _refuse_scripted(modules)
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
     units = tuple(dict.fromkeys(item.module for item in builder.items if item.module is not None))
@@ -210,6 +213,16 @@ def _refuse(trace: Trace) -> None:
             "The step draws from Python's `random` or numpy's random numbers outside of any module. Each stage runs "
             "this code and would draw other numbers. Draw with torch instead, or in the dataset."
         )
+
+
+def _refuse_scripted(modules: Modules) -> None:
+    """Parameters of a scripted module are its own copies: another rank's cannot be taken out of it."""
+    for name, module in modules.by_name.items():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise SplitError(
+                f"Module {name!r} is scripted (`torch.jit.script`), so its parameters cannot be placed on one rank of "
+                "a pipeline. Train the module that it was made of, and script it afterwards, or use strategy='smddp'."
+            )
 
 
 class _Builder:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat import WithoutFunctionMode
+from lightning_smddp.pipeline.eager import Compiled, Eager
 from lightning_smddp.pipeline.ghosts import Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import patched_forwards
 from lightning_smddp.pipeline.program import Program
@@ -111,7 +112,7 @@ class Replay:
         outer, _active.run = getattr(_active, "run", None), run
         result = None
         try:
-            with run:
+            with Eager(), run:
                 result = step()
             self._check_end(run)
             if self.is_last:
@@ -163,10 +164,10 @@ def patched_units(root: nn.Module, units: Sequence[str]) -> Iterator[None]:
             run: Run | None = getattr(_active, "run", None)
             if run is None or run.inside:
                 return forward(*args, **kwargs)
-            with WithoutFunctionMode(run):
+            with WithoutFunctionMode(run) as unseen, Compiled(unseen):
                 return run.unit(name, forward, args, kwargs)
 
         return unit
 
-    with patched_forwards(root, wrap, dict.fromkeys(units)):
+    with patched_forwards(root, wrap, dict.fromkeys(units), compiled=True):
         yield

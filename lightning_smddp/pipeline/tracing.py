@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_smddp._compat import DispatchMode, has_full_backward_hooks, in_checkpoint, without_torch_function
+from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.patches import patched_forwards, user_place
 from lightning_smddp.pipeline.python_random import python_random_state, same_random_state, set_python_random_state
@@ -75,7 +76,7 @@ class _Tracer(TorchFunctionMode, Tracking):
     def run(self, step: Callable[[], Any]) -> Trace:
         start = self._now()
         saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
-        with patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
+        with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
             result = step()
         self._note_python_draws()
         found = [self.find(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
@@ -330,10 +331,15 @@ class _Unseen(DispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if not self.tracer.busy:
+        tracer = self.tracer
+        inside, tracer.inside = tracer.inside, True  # function modes see what is called here, but not as the user's
+        try:
+            result = function(*args, **(kwargs or {}))
+        finally:
+            tracer.inside = inside
+        if not tracer.busy:
             with without_torch_function():
-                self.tracer.saw_unseen(args, kwargs, result)
+                tracer.saw_unseen(args, kwargs, result)
         return result
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from lightning_smddp._compat import is_compiled_module
@@ -22,7 +24,7 @@ _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 
 
 def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: bool) -> None:
-    """Raise ``ValueError`` for what no split can run."""
+    """Raise ``ValueError`` for what no split can run; warn of what runs otherwise."""
     name = type(module).__name__
     if fits and not module.automatic_optimization:
         raise ValueError(
@@ -30,10 +32,12 @@ def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: b
             "alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from within the "
             "step. Use automatic optimization, or strategy='smddp'."
         )
-    if is_compiled_module(module):
-        raise ValueError(
-            f"{name} was compiled with `torch.compile`. A pipeline runs parts of its step on different ranks; "
-            "compile submodules instead, for example `self.encoder.compile()` in `configure_model`."
+    if is_compiled_module(module) and dist.get_rank() == 0:
+        warnings.warn(
+            f"{name} was compiled with `torch.compile`. A pipeline runs parts of its step on different ranks, so the "
+            "step runs as plain Python. Modules that are placed whole can be compiled: call "
+            "`self.encoder.compile()` for each of them instead.",
+            stacklevel=2,
         )
     for callback in callbacks if fits else ():
         if any(cls.__name__ in _AVERAGING for cls in type(callback).__mro__):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.structure import copied, map_leaves, tensors
 from lightning_smddp.strategies.step_capture import StepCapture
@@ -97,7 +98,7 @@ class LightningStep:
         """What a run for nothing would have shown to Lightning."""
         copy = replace(microbatch, value=copied(microbatch.value))
         try:
-            with self.around(0, copy, keep=True):
+            with Eager(), self.around(0, copy, keep=True):
                 result = self(copy)
             return self.capture.results([map_leaves(_detached, result)])
         finally:

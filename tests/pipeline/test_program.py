@@ -221,3 +221,11 @@ def test_times_are_those_of_the_module_not_of_the_trace() -> None:
     assert 0 < found.items[0].seconds < 50 * operations
     assert found.items[0].activation_bytes == 30 * 4 * D * 4
     assert found.forward_seconds >= found.items[0].seconds
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripted_parameters_stay_where_they_are() -> None:
+    with pytest.raises(SplitError, match=r"'net.inner' is scripted .* script it afterwards"):
+        program(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=torch.jit.script(nn.Linear(D, D)))
+    relu = torch.jit.script(nn.ReLU())
+    assert "net.relu" in names(program(lambda s, x: s.b(s.relu(s.a(x))).mean(), relu=relu))

@@ -46,10 +46,6 @@ class Manual(Net):
         self.automatic_optimization = False
 
 
-def compiled() -> Any:
-    return torch.compile(Net(), backend="eager")
-
-
 class FromIterator(Net):
     def training_step(self, dataloader_iter: Any) -> Any:
         return self.loss(next(dataloader_iter)[0])
@@ -97,7 +93,6 @@ def weight_averaging() -> Any:
     ("expected", "make"),
     [
         ("Manual uses manual optimization (automatic_optimization=False)", Manual),
-        ("Net was compiled with `torch.compile`", compiled),
         ("FromIterator.training_step takes `dataloader_iter`", FromIterator),
         ("LBFGS cannot be used with a pipeline", Huge),
         ("`training_step` returned is a tensor of shape", NoScalar),
