@@ -33,8 +33,6 @@ class Modules:
         for call in self.trace.calls:
             if call.obstacle is not None:
                 self.obstacles.setdefault(call.module, call.obstacle)
-            if call.draws_in_python:
-                self.seals[call.module] = "it draws from Python's or numpy's random numbers"
         for name, calls in self.calls.items():
             if not all(call.last > call.first and call.returned is not None for call in calls):
                 self.obstacles.setdefault(name, "its result depends on the batch alone")

@@ -80,6 +80,7 @@ class Program:
         ties: which items must stay together.
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
         returned: the values that the step returns.
+        draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
     """
 
     items: list[Item]
@@ -93,6 +94,7 @@ class Program:
     ties: list[Tie] = field(default_factory=list)
     reads_of_batch: tuple[str, ...] = ()
     returned: tuple[int, ...] = ()
+    draws: bool = False
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
@@ -198,6 +200,7 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         ties=builder.backward_hooks(),
         returned=trace.returned,
         reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
+        draws=trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
     )
 
 
@@ -207,11 +210,6 @@ def _refuse(trace: Trace) -> None:
             f"The step runs a backward pass of its own at {trace.backward_places[0]} (`torch.autograd.grad` or "
             "`backward`). A pipeline's backward passes through several processes, so it cannot be started inside the "
             "step. Use strategy='smddp'."
-        )
-    if trace.draws_in_python:
-        raise SplitError(
-            "The step draws from Python's `random` or numpy's random numbers outside of any module. Each stage runs "
-            "this code and would draw other numbers. Draw with torch instead, or in the dataset."
         )
 
 

@@ -1,25 +1,200 @@
-"""The states of Python's and numpy's random numbers."""
+"""Random numbers that Python code draws: from ``random``, from numpy, and from generators that modules hold."""
 
 from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+from torch import nn
+
+States: TypeAlias = dict[str, Any]
+"""By source, what it goes on from."""
+
+_LONG = 10  # tuples that are longer hold numbers
 
 
-def python_random_state() -> Any:
-    """Both states; numpy's is None while nobody imported it."""
+class PythonRandom:
+    """The sources that Python code under ``root`` may draw from.
+
+    Generators are looked for among the attributes of its modules, once; an attribute may hold another one later.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._held = [
+            (f"{path}.{name}", module, name)
+            for path, module in root.named_modules()
+            for name, value in vars(module).items()
+            if _is_generator(value)
+        ]
+
+    def get(self) -> States:
+        """What all sources go on from."""
+        states: States = {"random": random.getstate()}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            states["numpy"] = numpy.random.get_state()
+        for path, module, name in self._held:
+            states[f"held {path}"] = _state_of(getattr(module, name, None))
+        return states
+
+    def set(self, states: Mapping[str, Any]) -> None:
+        """Let them go on from there."""
+        random.setstate(states["random"])
+        if "numpy" in states:
+            import numpy
+
+            numpy.random.set_state(states["numpy"])
+        for path, module, name in self._held:
+            generator, state = getattr(module, name, None), states.get(f"held {path}")
+            if state is not None and _is_generator(generator):
+                _set_state_of(generator, state)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """What is drawn inside counts for nothing outside."""
+        before = self.get()
+        try:
+            yield
+        finally:
+            self.set(before)
+
+    def derived(self, states: Mapping[str, Any], number: int) -> States:
+        """Other states, the same ones for the same ``states`` and ``number``."""
+        with self.put_back():
+            self.set(states)
+            self.seed(digest(states) + number)
+            return self.get()
+
+    def seed(self, number: int) -> None:
+        """Start all sources anew."""
+        random.seed(number)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(number % 2**32)
+        for position, (_, module, name) in enumerate(self._held, start=1):
+            generator = getattr(module, name, None)
+            if isinstance(generator, random.Random) or hasattr(generator, "get_state"):
+                generator.seed((number + position) % 2**32)  # type: ignore[union-attr]
+            elif generator is not None:
+                bits = type(generator.bit_generator)((number + position) % 2**32)
+                generator.bit_generator.state = bits.state
+
+
+class SharedRandom:
+    """What the micro-batches of a batch draw in Python: the same on all ranks of a pipeline, whatever is run when.
+
+    The first micro-batch draws what the whole batch would draw in one process; the others have numbers of their own.
+
+    Args:
+        sources: of the module.
+        states: at the begin of the step, the same on all ranks.
+    """
+
+    def __init__(self, sources: PythonRandom, states: States) -> None:
+        self.sources, self._states = sources, {0: states}
+        self.end = states
+
+    @contextmanager
+    def around(self, index: int, sees_end: bool, inner: AbstractContextManager[object]) -> Iterator[None]:
+        """Around ``inner`` and a run of the step on micro-batch ``index``."""
+        if index not in self._states:
+            self._states[index] = self.sources.derived(self._states[0], index)
+        with self.sources.put_back():
+            self.sources.set(self._states[index])
+            with inner:
+                yield
+            if sees_end and index == 0:
+                self.end = self.sources.get()
+
+
+def digest(states: Mapping[str, Any]) -> int:
+    """A number that differs where ``states`` do."""
+    return zlib.crc32(repr([(source, _brief(state)) for source, state in sorted(states.items())]).encode())
+
+
+def same_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether no number was drawn between the two. A source that is in one alone counts for nothing."""
+    return all(_same(state, b[source]) for source, state in a.items() if source in b)
+
+
+def to_json(states: Mapping[str, Any]) -> dict[str, Any]:
+    """As plain data."""
+    return {source: _plain(state) for source, state in states.items()}
+
+
+def from_json(data: Mapping[str, Any]) -> States:
+    """The inverse of :func:`to_json`."""
+    return {source: _object(state) for source, state in data.items()}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) < _LONG:
+        return len(a) == len(b) and all(_same(one, other) for one, other in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if hasattr(a, "tolist") and hasattr(b, "tolist"):
+        return bool((a == b).all())
+    return bool(a == b)
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, random.Random):
+        return True
     numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy.random.get_state() if numpy is not None else None
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
-def set_python_random_state(state: Any) -> None:
-    """Put them back."""
-    random.setstate(state[0])
-    if state[1] is not None:
-        sys.modules["numpy"].random.set_state(state[1])
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state() if _is_generator(generator) else None
 
 
-def same_random_state(a: Any, b: Any) -> bool:
-    """Whether no number was drawn between the two."""
-    return a[0] == b[0] and (a[1] is None or b[1] is None or (a[1][2] == b[1][2] and (a[1][1] == b[1][1]).all()))
+def _set_state_of(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _brief(value: Any) -> Any:
+    """A part of a state that differs from draw to draw: all of it takes long."""
+    if isinstance(value, tuple) and len(value) < _LONG:
+        return [_brief(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _brief(part) for key, part in value.items()}
+    if isinstance(value, tuple) or hasattr(value, "tolist"):
+        return [int(number) for number in (*value[:4], *value[-4:])]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """As data that JSON can hold."""
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(part) for part in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: _plain(part) for key, part in value.items()}}
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers
+        return {"array": value.tolist(), "dtype": str(value.dtype)}
+    return value
+
+
+def _object(value: Any) -> Any:
+    """The inverse of :func:`_plain`."""
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(_object(part) for part in value["tuple"])
+    if "dict" in value:
+        return {key: _object(part) for key, part in value["dict"].items()}
+    import numpy
+
+    return numpy.array(value["array"], dtype=value["dtype"])

@@ -22,6 +22,7 @@ from lightning_smddp.pipeline.eager import Compiled, Eager
 from lightning_smddp.pipeline.ghosts import Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import patched_forwards
 from lightning_smddp.pipeline.program import Program
+from lightning_smddp.pipeline.python_random import PythonRandom
 from lightning_smddp.pipeline.stage_run import OTHER_COURSE, Observer, Run, StageDone
 
 __all__ = [
@@ -69,6 +70,7 @@ class Replay:
     ) -> None:
         self.program, self.plan, self.root, self.device = program, plan, root, device
         self.checkpointing = checkpointing
+        self.python_random = PythonRandom(root) if program.draws else None
         buffers = {name for item in program.items for name in item.buffers}
         self.sources = {id(p) for p in root.parameters()} | {id(b) for n, b in root.named_buffers() if n in buffers}
         self.is_last = plan.end == len(program.items)

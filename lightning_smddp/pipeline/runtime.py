@@ -164,19 +164,21 @@ class PipelineRuntime:
         running.results[index] = map_leaves(_detached, result)
         return () if loss is None else (loss,)
 
-    def survey(self, staged: StagedStep, step: Step, microbatch: MicroBatch, train: bool) -> Shapes | None:
-        """What values look like for a micro-batch: one forward pass, each stage telling the next. Collective.
+    def survey(
+        self, staged: StagedStep, step: Step, microbatch: MicroBatch, train: bool, index: int = 0
+    ) -> Shapes | None:
+        """What values look like for micro-batch ``index``: one forward pass, each stage telling the next. Collective.
 
         Returns:
             None on every rank if the step takes another course.
         """
-        shapes = Shapes(values={})
+        shapes, numbered = Shapes(values={}), (microbatch, index)
         received: list[Tensor] = []
         with untouched(self.root, self.device), patched_units(self.root, staged.program.units):
             for stage, rank in enumerate(self.rank_of_stage):
                 report: Any = None
                 if rank == self.groups.place:
-                    report = self._survey_stage(staged.replays[stage], step, microbatch, train, received, shapes)
+                    report = self._survey_stage(staged.replays[stage], step, numbered, train, received, shapes)
                 report = broadcast_structure(report, self.groups.pipeline, rank, self.device)
                 if report["other_course"]:
                     return None
@@ -192,14 +194,14 @@ class PipelineRuntime:
         self,
         replay: Replay,
         step: Step,
-        microbatch: MicroBatch,
+        numbered: tuple[MicroBatch, int],
         train: bool,
         received: Sequence[Tensor],
         shapes: Shapes,
     ) -> dict[str, Any]:
-        found = Shapes(values={})
+        found, (microbatch, index) = Shapes(values={}), numbered
         try:
-            with torch.set_grad_enabled(train), step.around(0, microbatch, keep=replay.is_last):
+            with torch.set_grad_enabled(train), step.around(index, microbatch, keep=replay.is_last):
                 sent, _ = replay.run(lambda: step(microbatch), received, shapes, record=found)
         except ReplayError:
             return {"other_course": True}

@@ -19,6 +19,7 @@ from lightning_smddp.pipeline.functions import Kind, asks_for_place, kind_of, na
 from lightning_smddp.pipeline.ghosts import AS_TRACED, Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.program import Item
+from lightning_smddp.pipeline.python_random import digest
 from lightning_smddp.pipeline.structure import leaves, map_leaves, rebuild
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Run(TorchFunctionMode):
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
         self.cursor, self.inside, self.diverged, self.done = 0, False, False, False
+        self.random = replay.python_random
+        self.seed = 0 if self.random is None else digest(self.random.get())
 
     # ---- what user code calls ----
 
@@ -71,6 +74,14 @@ class Run(TorchFunctionMode):
             return self._stand_in(item, args, kwargs)
         if item.inputs:
             args, kwargs = self.present(args, kwargs)
+        if self.random is None:
+            return self._unit(item, forward, args, kwargs)
+        with self.random.put_back():  # what units draw is not drawn on other stages
+            self.random.seed(self.seed + 1 + item.index)
+            return self._unit(item, forward, args, kwargs)
+
+    def _unit(self, item: Item, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do it."""
         if self.observe is not None:
             self.observe(item, False, None)
         wanted = self.replay.checkpointing or (item.checkpointed and in_checkpoint())
@@ -119,8 +130,12 @@ class Run(TorchFunctionMode):
     def _free(self, function: Any, args: Any, kwargs: Any) -> Any:
         """An operation on the batch alone."""
         result = function(*args, **kwargs)
-        if self.reads is not None and not any(isinstance(leaf, Tensor) for leaf in leaves(result)):
-            self.reads.append(repr(result))
+        if self.reads is not None:
+            made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+            if not made:
+                self.reads.append(repr(result))
+            elif self.random is not None:  # which may be of any size
+                self.reads.append(str([tuple(tensor.shape) for tensor in made]))
         return result
 
     # ---- items ----
@@ -199,6 +214,8 @@ class Run(TorchFunctionMode):
 
     def _stand_in(self, item: Item, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an item of another stage returns."""
+        if self.reads is not None and self.random is not None:
+            self.reads.append(f"{item.name}{_sizes((args, kwargs))}")
         if item.free and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
             item.function(*args, **kwargs)  # a generator of the step's own goes on from here on each stage
         if item.rebinds:
@@ -360,6 +377,11 @@ class Run(TorchFunctionMode):
         if (type(subject) is Ghost or subject.device.type == "meta") and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.replay.device}
         return function(*map_leaves(_pattern, args), **map_leaves(_pattern, kwargs))
+
+
+def _sizes(arguments: Any) -> list[Any]:
+    """Whole numbers and slices among ``arguments``, on which the shape of a result may depend."""
+    return [str(leaf) for leaf in leaves(arguments) if isinstance(leaf, (int, slice))]
 
 
 def _pattern(leaf: Any) -> Any:

@@ -22,7 +22,7 @@ from lightning_smddp._compat import DispatchMode, has_full_backward_hooks, in_ch
 from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.patches import patched_forwards, user_place
-from lightning_smddp.pipeline.python_random import python_random_state, same_random_state, set_python_random_state
+from lightning_smddp.pipeline.python_random import PythonRandom, same_states
 from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
 from lightning_smddp.pipeline.structure import items, leaves, map_leaves
 from lightning_smddp.pipeline.tracking import EXTENSION, Tracking, is_plain
@@ -51,12 +51,9 @@ def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetc
     """
     known = Trace()
     while True:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            python_state = python_random_state()
-            try:
-                result = _Tracer(module, device, known, fetch).run(step)
-            finally:
-                set_python_random_state(python_state)
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), PythonRandom(module).put_back():
+            result = _Tracer(module, device, known, fetch).run(step)
         if result.random_functions <= known.random_functions and result.changed_buffers <= known.changed_buffers:
             return result
         known.random_functions |= result.random_functions  # their calls that drew nothing have to be recorded too
@@ -71,7 +68,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.inside = False  # a function that was seen
         self.busy = False  # with our own bookkeeping
         self.overhead = 0.0  # seconds
-        self.python_state = python_random_state()
+        self.python_random = PythonRandom(module)
+        self.python_states = self.python_random.get()
 
     def run(self, step: Callable[[], Any]) -> Trace:
         start = self._now()
@@ -142,13 +140,19 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _note_python_draws(self) -> None:
         """Charge the innermost call with Python's random numbers drawn since the last look."""
-        state = python_random_state()
-        if not same_random_state(state, self.python_state):
-            self.python_state = state
-            if self.stack:
-                self.stack[-1].draws_in_python = True
-            else:
-                self.trace.draws_in_python = True
+        begin = self._now()
+        states = self.python_random.get()
+        same = same_states(states, self.python_states)
+        self.overhead += self._now() - begin
+        if same:
+            return
+        self.python_states = states
+        for call in self.stack:
+            call.reads = True  # what it returns may be a number that was drawn
+        if self.stack:
+            self.stack[-1].draws_in_python = True
+        else:
+            self.trace.draws_in_python = True
 
     # ---- operations ----
 

@@ -1,8 +1,9 @@
 """The courses that a step takes, and what its values look like on each: known, or found out before the schedule starts.
 
 What a step does between its units may depend on the batch: on its shapes, and on its values where Python code reads
-them (is anything padded? how long is the longest row?). All ranks of a pipeline have the same batch, so all find the
-same course, without talking to each other: they run the step's code once with nothing but ghosts.
+them (is anything padded? how long is the longest row?), or on what Python draws. All ranks of a pipeline have the same
+batch and draw the same, so all find the same course, without talking to each other: they run the step's code once with
+nothing but ghosts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from lightning_smddp.pipeline.stage import Boundary, TensorSpec
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.runtime import PipelineRuntime, Step
 
-_KEPT = 256  # courses of micro-batches that are remembered
+_KEPT = 256  # kinds of micro-batches that are remembered,
+_KEPT_OF_A_KIND = 16  # and courses of each
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Variants:
 
     runtime: PipelineRuntime
     steps: list[StagedStep]
-    retrace: Callable[[Any, MicroBatch], StagedStep]
+    retrace: Callable[[Any, MicroBatch, int], StagedStep]
     train: bool
     _courses: dict[str, dict[tuple[str, ...], Course]] = field(default_factory=dict)
     _parameters: list[nn.Parameter] = field(init=False)
@@ -77,12 +79,12 @@ class Variants:
         """Collect the parameters once: it takes longer than to look at them."""
         self._parameters = list(self.runtime.root.parameters())
 
-    def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch) -> Course:
+    def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int = 0) -> Course:
         """``staged`` was traced with a micro-batch like this."""
-        return self._keep(self._key(microbatch), (staged, Shapes.of(staged.program)), step, microbatch)
+        return self._keep(self._key(microbatch), (staged, Shapes.of(staged.program)), step, microbatch, index)
 
-    def find(self, step: Step, microbatch: MicroBatch) -> Course:
-        """The course that ``step`` takes on ``microbatch``. Collective over the pipeline if it is new.
+    def find(self, step: Step, microbatch: MicroBatch, index: int = 0) -> Course:
+        """The course that ``step`` takes on micro-batch ``index``. Collective over the pipeline if it is new.
 
         Raises:
             ReplayError: on every rank, if it takes another course each time.
@@ -92,21 +94,21 @@ class Variants:
         if () in known:
             return known[()]
         for course in list(known.values()):
-            history = self._rehearse(course, step, microbatch)
+            history = self._rehearse(course, step, microbatch, index)
             if history is not None and history in known:
                 return known[history]
         for staged in self.steps:
-            shapes = self.runtime.survey(staged, step, microbatch, self.train)
+            shapes = self.runtime.survey(staged, step, microbatch, self.train, index)
             if shapes is not None:
-                return self._keep(key, (staged, shapes), step, microbatch)
-        staged = self.retrace(step, microbatch)
+                return self._keep(key, (staged, shapes), step, microbatch, index)
+        staged = self.retrace(step, microbatch, index)
         self.steps.append(staged)
-        return self.remember(staged, step, microbatch)
+        return self.remember(staged, step, microbatch, index)
 
-    def _keep(self, key: str, course: Course, step: Step, microbatch: MicroBatch) -> Course:
+    def _keep(self, key: str, course: Course, step: Step, microbatch: MicroBatch, index: int) -> Course:
         history: tuple[str, ...] | None = ()
-        if any(staged.program.reads_of_batch for staged in self.steps):
-            history = self._rehearse(course, step, microbatch)
+        if any(staged.program.reads_of_batch or staged.program.draws for staged in self.steps):
+            history = self._rehearse(course, step, microbatch, index)
             if history is None:
                 raise ReplayError(
                     "The step takes another course each time that it is run on the same batch, so that stages "
@@ -115,10 +117,14 @@ class Variants:
         while len(self._courses) >= _KEPT and key not in self._courses:
             del self._courses[next(iter(self._courses))]
         assert history is not None
-        self._courses.setdefault(key, {})[history] = course
+        known = self._courses.setdefault(key, {})
+        known.pop((), None)  # from before it was known that the course depends on more
+        while len(known) >= _KEPT_OF_A_KIND:
+            del known[next(iter(known))]
+        known[history] = course
         return course
 
-    def _rehearse(self, course: Course, step: Step, microbatch: MicroBatch) -> tuple[str, ...] | None:
+    def _rehearse(self, course: Course, step: Step, microbatch: MicroBatch, index: int) -> tuple[str, ...] | None:
         """What Python code reads of the batch on this course; None if the step leaves it."""
         staged, shapes = course
         reads: list[str] = []
@@ -127,7 +133,7 @@ class Variants:
                 torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(self.train),
                 patched_units(self.runtime.root, staged.program.units),
-                step.around(0, microbatch, keep=False),
+                step.around(index, microbatch, keep=False),
             ):
                 staged.rehearsal.run(lambda: step(microbatch), (), shapes, reads=reads)
         except ReplayError:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.broadcast import broadcast_structure
 from lightning_smddp.pipeline.division import (
     CHECK_SEED,
@@ -29,6 +29,7 @@ from lightning_smddp.pipeline.microbatches import MicroBatch, split
 from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import Modules, build_program
+from lightning_smddp.pipeline.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.reference import seeding
 from lightning_smddp.pipeline.replicas import ReplicaGradients
 from lightning_smddp.pipeline.runtime import PipelineRuntime
@@ -111,7 +112,7 @@ class DividedModule:
         self.view = GlobalView(module, ownership, groups.pipeline, device)
         self._variants: dict[Any, Variants] = {}
         staged = self.runtime.stage(self.division.program, self.division.splitting)
-        self._add(step, staged).remember(staged, step, microbatches[-1])
+        self._add(step, staged).remember(staged, step, microbatches[-1], len(microbatches) - 1)
         self.findings: list[Finding] = []
         if step.trains and options.check and self.division.reference is not None:
             self._check(step, microbatches[0])
@@ -121,11 +122,29 @@ class DividedModule:
     def courses(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
         """The course of ``step`` on each micro-batch. Collective over the pipeline where it is new."""
         variants = self._variants.get(step.key)
+        draws = variants is None or any(staged.program.draws for staged in variants.steps)
+        step.random = self._share_random(self.groups.pipeline) if draws else None
+        return self._find(step, microbatches)
+
+    def _find(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
+        variants = self._variants.get(step.key)
         if variants is None:
             staged = self._trace(step, microbatches[0])
             variants = self._add(step, staged)
             variants.remember(staged, step, microbatches[0])
-        return [variants.find(step, microbatch) for microbatch in microbatches]
+        return [variants.find(step, microbatch, index) for index, microbatch in enumerate(microbatches)]
+
+    def _share_random(self, group: dist.ProcessGroup) -> SharedRandom:
+        """The first rank's random numbers of Python, for all. Collective over ``group``."""
+        sources = PythonRandom(self.module)
+        states = broadcast_json(to_json(sources.get()), group, self.device)
+        return SharedRandom(sources, from_json(states))
+
+    def go_on(self, step: LightningStep) -> None:
+        """What Python draws after ``step`` follows what it drew in it. Collective over the pipeline."""
+        if step.random is not None:
+            end = broadcast_json(to_json(step.random.end), self.groups.pipeline, self.device, self.runtime.last_rank)
+            step.random.sources.set(from_json(end))
 
     def try_out(self, step: LightningStep, microbatch: MicroBatch) -> StepResults:
         """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective."""
@@ -137,19 +156,21 @@ class DividedModule:
                 step.forget()
 
     def _add(self, step: LightningStep, staged: StagedStep) -> Variants:
-        retrace: Callable[[LightningStep, MicroBatch], StagedStep] = self._trace
+        retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace
         self._variants[step.key] = variants = Variants(self.runtime, [staged], retrace, step.trains)
         return variants
 
-    def _trace(self, step: LightningStep, microbatch: MicroBatch) -> StagedStep:
+    def _trace(self, step: LightningStep, microbatch: MicroBatch, index: int = 0) -> StagedStep:
         """Another step, or another course of one, that follows the parameters. Collective over the pipeline.
 
         Raises:
             SplitError: on every rank of the pipeline: it does not fit the stages.
         """
         group = self.groups.pipeline
+        if step.random is None:
+            step.random = self._share_random(group)
         with torch.set_grad_enabled(step.trains):
-            traced = record(step.alone(microbatch), self.module, self.device, group, self._fetch)
+            traced = record(step.alone(microbatch, index), self.module, self.device, group, self._fetch)
         program = build_program(traced, Modules(traced, self.module), is_within(self._units()))
         require_same(program, group, self.device)
         return self.runtime.stage(program, follow(program, self.division.homes, self.runtime.num_stages))
@@ -206,8 +227,11 @@ class DividedModule:
         world = dist.group.WORLD
         assert world is not None
         first, last = microbatches[0], microbatches[-1]
+        step.random = self._share_random(world)
         trial = Trial(
-            step.alone(last), step.alone(first), lambda result: loss_of(result, step.hook) if step.trains else None
+            step.alone(last, len(microbatches) - 1),
+            step.alone(first),
+            lambda result: loss_of(result, step.hook) if step.trains else None,
         )
         whole = is_whole(self.module, self.device)
         with torch.set_grad_enabled(step.trains):
@@ -274,7 +298,7 @@ class DividedModule:
         assert division.reference is not None
         alone, trial = self._everyones(first), step.unscaled()
         with untouched(self.module, self.device):
-            outputs = self.runtime.run(self.courses(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
+            outputs = self.runtime.run(self._find(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
             self.window.tied.sum()
             norms = gradient_norms(self.window.parameters.items())
         trial.forget()

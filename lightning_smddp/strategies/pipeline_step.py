@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.python_random import SharedRandom
 from lightning_smddp.pipeline.structure import copied, map_leaves, tensors
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_results import StepResults
@@ -46,6 +47,7 @@ class LightningStep:
         self.module, self.hook, self.arguments = module, hook, tuple(arguments)
         self.precision, self.capture, self.scale = precision, capture, scale
         self.offset = 0  # of the micro-batches that run now among the batch's
+        self.random: SharedRandom | None = None  # where it draws random numbers in Python
 
     @property
     def trains(self) -> bool:
@@ -59,7 +61,9 @@ class LightningStep:
 
     def unscaled(self) -> LightningStep:
         """The same step with its loss as it is."""
-        return LightningStep(self.module, self.hook, self.arguments, self.precision, self.capture)
+        step = LightningStep(self.module, self.hook, self.arguments, self.precision, self.capture)
+        step.random = self.random
+        return step
 
     def __call__(self, microbatch: MicroBatch) -> Any:
         """Run the method's code once; on a copy if it changes batches in place, as each stage runs it."""
@@ -70,20 +74,22 @@ class LightningStep:
 
     def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
         """See ``pipeline.runtime.Step``."""
-        return self.capture.microbatch(self.offset + index, microbatch.size, keep, microbatch.weight)
+        index += self.offset
+        capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight)
+        return capture if self.random is None else self.random.around(index, keep, capture)
 
     def forget(self) -> None:
         """See ``pipeline.runtime.Step``."""
         self.capture.clear()
 
-    def alone(self, microbatch: MicroBatch) -> Callable[[], Any]:
-        """A run for nothing: what it logs, and what it does to metrics, is thrown away."""
+    def alone(self, microbatch: MicroBatch, index: int = 0) -> Callable[[], Any]:
+        """A run of micro-batch ``index`` for nothing: what it logs, and what it does to metrics, is thrown away."""
 
         def run() -> Any:
             copy = replace(microbatch, value=copied(microbatch.value))
             before = [_version(tensor) for tensor in tensors(copy.value)]
             try:
-                with self.around(0, copy, keep=True):
+                with self.around(index, copy, keep=True):
                     result = self(copy)
                 self.capture.examples[self.key] = map_leaves(lambda _: None, result)
                 return result

@@ -277,6 +277,7 @@ class StagedModule:
         for begin in range(0, len(microbatches), size):
             step.offset, now = begin, slice(begin, begin + size)
             outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains)
+        divided.go_on(step)
         return outputs
 
     def _share(self, step: LightningStep, outputs: list[Any]) -> Any:

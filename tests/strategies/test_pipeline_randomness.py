@@ -1,0 +1,121 @@
+"""Random numbers that the step draws in Python: the same on all ranks, and with one micro-batch one process's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, assert_same, name_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:The loss of:UserWarning")  # rows are mixed with others
+ONE = {"num_microbatches": 1, "schedule": "gpipe"}
+
+
+def seeded(model: Net) -> Net:
+    random.seed(1)
+    np.random.seed(2)
+    return model
+
+
+class Mixup(Net):
+    """Mixes and masks its inputs, weighs its loss by the same number, and draws between modules and at the end."""
+
+    def __init__(self, held: bool = False) -> None:
+        super().__init__(layers=5)
+        self.rng = np.random.default_rng(3) if held else None
+        self.drawn: list[Any] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        lam = float(np.random.beta(0.4, 0.4) if self.rng is None else self.rng.beta(0.4, 0.4))
+        order = list(range(len(x)))
+        random.shuffle(order)
+        mixed = lam * x + (1 - lam) * x[order]
+        mixed[np.random.rand(len(x)) < 0.3, :2] = 0
+        out = self.net[4:](self.net[:4](mixed) * random.uniform(0.9, 1.1))
+        loss = lam * F.cross_entropy(out, y) + (1 - lam) * F.cross_entropy(out, y[order])
+        loss = loss * random.uniform(0.9, 1.1)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.drawn.append((random.random(), float(np.random.rand())))
+
+
+def mixup(bench: Bench) -> Any:
+    model = seeded(Mixup())
+    return bench.fit(model, ONE, max_epochs=1), model.drawn  # type: ignore[attr-defined]
+
+
+def mixup_with_a_generator(bench: Bench) -> Any:
+    model = seeded(Mixup(held=True))
+    return bench.fit(model, ONE, max_epochs=1), model.drawn  # type: ignore[attr-defined]
+
+
+class Course(Net):
+    """Numbers that are drawn decide on modules and sizes."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        h = self.net[:4](batch[0])
+        if random.random() < 0.5:
+            h = h * 2
+        count = random.randint(1, 3)
+        h = torch.cat([h[:, count:], h[:, :count]], 1)
+        if count == 2:
+            h = self.net[2](h)
+        loss = F.cross_entropy(self.net[4:](h), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+def course(bench: Bench) -> Any:
+    return bench.fit(seeded(Course(layers=5)), ONE, max_epochs=3)
+
+
+class Dropped(nn.Module):
+    """Drops itself, in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x) * float(random.random() < 0.5) * float(np.random.uniform(0.5, 1))
+
+
+class Layers(Mixup):
+    def __init__(self) -> None:
+        super().__init__(held=True)
+        self.net[2], self.net[4] = Dropped(), Dropped()
+
+
+def many(bench: Bench) -> Any:
+    """More micro-batches, and modules that draw: the check at the start compares losses and gradients."""
+    model = seeded(Layers())
+    return bench.fit(model, {"num_microbatches": 4}, max_epochs=2), model.drawn  # type: ignore[attr-defined]
+
+
+CASES = [mixup, mixup_with_a_generator, course]
+TWO = Matrix([*CASES, many])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_one_microbatch_draws_what_one_process_draws(case: Case) -> None:
+    TWO.compare(case)
+
+
+@pytest.mark.slow
+def test_ranks_draw_the_same() -> None:
+    (first, drawn), (second, others) = TWO.results(many)
+    assert_same(first, second, 0.0)
+    assert drawn == others
+    assert len(set(first["losses"])) == len(first["losses"])
