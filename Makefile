@@ -2,25 +2,33 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed.stamp
+PUBLIC := .venv-public/installed.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick exhaustive lint types bench clean
+.PHONY: help demo test quick exhaustive public lint types bench clean
 
 help:
 	@echo "make demo   train on this machine and show what the strategy does"
 	@echo "make test   the whole test suite"
 	@echo "make quick  the everyday part of the test suite"
 	@echo "make exhaustive  every kill, layout and resumed step, beside the test suite"
+	@echo "make public  modules of public packages under pipelines, in an environment of their own"
 	@echo "make lint   ruff check, ruff format --check"
 	@echo "make types  mypy --strict on the package"
 	@echo "make bench  list the benchmark commands"
-	@echo "make clean  remove caches and build output (not .venv)"
+	@echo "make clean  remove caches and build output (not .venv, .venv-public)"
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test,plot]'
+	@touch $@
+
+$(PUBLIC): pyproject.toml constraints.txt $(wildcard tests/public/*.txt tests/public/*/*.py)
+	$(PYTHON) -m venv .venv-public
+	.venv-public/bin/python -m pip install -c constraints.txt -r tests/public/requirements.txt -e '.[test]' \
+		tests/public/torchvision_on_cpu
 	@touch $@
 
 demo: $(INSTALLED)
@@ -35,6 +43,9 @@ quick: $(INSTALLED)
 exhaustive: $(INSTALLED)
 	$(BIN)/python -m pytest -m exhaustive
 
+public: $(PUBLIC)
+	.venv-public/bin/python -m pytest tests/public
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,4 +59,4 @@ bench: $(INSTALLED)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache lightning_logs checkpoints demo_output
-	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

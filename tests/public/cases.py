@@ -1,0 +1,171 @@
+"""What a case is, and how one is trained in one process and in the ranks of pipelines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_smddp import PipelineStrategy
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.learners import make_trainer
+from tests.strategies.pipeline_learners import assert_same
+
+WHOLE = {"num_microbatches": 1, "schedule": "gpipe"}  # BatchNorm and losses between rows see the whole batch
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2, "num_microbatches": 4}
+ZERO_BUBBLE = {"schedule": "zbv_zero_bubble", "num_microbatches": 4}
+REPLICAS = {"pipeline_parallel_size": 2, "num_microbatches": 2}
+TIMEOUT_S = 80.0
+# Everything in this directory: warnings of packages are theirs, and ranks import many of them.
+MARKS = [
+    pytest.mark.public,
+    pytest.mark.timeout(4 * TIMEOUT_S),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module and how it is trained.
+
+    Attributes:
+        make: makes the LightningModule, with its data.
+        pipeline: arguments of ``PipelineStrategy``.
+        trainer: arguments of ``Trainer``.
+        ranks: how many; with two replicas, twice the stages.
+        refused: a pattern of the message with which training has to stop; empty where it has to be equal.
+        drawn: whether the step draws random numbers, which a pipeline draws anew for each micro-batch: then ranks have
+            to agree with each other, and to learn.
+        variant: part of the name, where a module is trained in several ways.
+    """
+
+    make: Callable[[], LightningModule]
+    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+    refused: str = ""
+    drawn: bool = False
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, [self.make.__name__, self.variant]))
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks // int(self.pipeline.get("pipeline_parallel_size", self.ranks))
+
+
+def replicas() -> int:
+    """Those of the run that this process belongs to."""
+    return int(os.environ.get("PUBLIC_REPLICAS", "1"))
+
+
+def loader(data: Any, rows: int = 8, loaders: type = DataLoader, **options: Any) -> Any:
+    """Batches of ``rows`` rows in order, over all replicas. Lightning's own sampler would shuffle."""
+    count = replicas()
+    if count > 1:
+        replica = int(os.environ["RANK"]) * count // int(os.environ["WORLD_SIZE"])
+        options["sampler"] = DistributedSampler(data, num_replicas=count, rank=replica, shuffle=False)
+    return loaders(data, batch_size=rows // count, **options)
+
+
+class Losses(Callback):
+    """The loss of each batch, as Lightning hands it to callbacks."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
+        self.values.append(float(outputs["loss"]))
+
+
+class Learner(LightningModule):
+    """The usual form: a loss of a batch, logged in training and in validation."""
+
+    rows = 8
+    rate = 0.05
+
+    def loss(self, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def data(self) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        return loader(self.data(), self.rows)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.data()[: 2 * self.rows], self.rows)
+
+
+def train(case: Case, pipelined: bool) -> dict[str, Any]:
+    """Body of a rank: what training leaves, for the comparison."""
+    torch.manual_seed(1)
+    model = case.make()
+    torch.manual_seed(2)
+    strategy: Any = "auto"
+    if pipelined:
+        strategy = PipelineStrategy(**{"verbose": False, "tuning_cache": False, "resume": "never", **case.pipeline})
+    losses = Losses()
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
+    options["callbacks"] = [make() for make in options.pop("callbacks", [])] + [losses]
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(model)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items() if torch.is_tensor(value)}
+    shown = getattr(model, "shown", None)  # what a case wants to be compared beside
+    return {"losses": losses.values, "metrics": metrics, "weights": weights, "shown": shown}
+
+
+def run(case: Case) -> list[dict[str, Any]]:
+    return run_trainer_ranks(
+        train, case.ranks, case, True, timeout=TIMEOUT_S, env={"PUBLIC_REPLICAS": str(case.replicas)}
+    )
+
+
+def check(case: Case) -> None:
+    """The one test: a case's ranks against one process."""
+    if case.refused:
+        with pytest.raises(RanksFailedError, match=case.refused) as caught:
+            run(case)
+        assert not caught.value.hung
+        return
+    results = run(case)
+    if case.drawn:
+        for rank, result in enumerate(results):
+            assert_same(result, results[0], where=f"rank {rank}")
+        assert all(torch.isfinite(torch.tensor(results[0]["losses"])))
+        return
+    (expected,) = run_trainer_ranks(train, 1, case, False, timeout=TIMEOUT_S)
+    assert torch.isfinite(torch.tensor(expected["losses"])).all(), "this case does not train in one process"
+    assert expected["losses"], "this case does not train"
+    if case.replicas > 1:
+        mean = torch.tensor([result["losses"] for result in results]).mean(0).tolist()
+        assert_same(mean, expected["losses"], where="the replicas' mean loss")
+        expected, results = {"weights": expected["weights"]}, [{"weights": r["weights"]} for r in results]
+    for rank, result in enumerate(results):
+        assert_same(result, expected, where=f"rank {rank}")
+
+
+def table(*cases: Case) -> Any:
+    """The cases of a file, as a decorator."""
+    return pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in cases])

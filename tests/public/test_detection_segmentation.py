@@ -1,0 +1,312 @@
+"""Masks and boxes: lists of images with targets, matching, dice losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.public.cases import MARKS, WHOLE, ZERO_BUBBLE, Case, Learner, check, loader, table
+
+transformers = pytest.importorskip("transformers")
+torchvision = pytest.importorskip("torchvision")
+detection = pytest.importorskip("torchvision.models.detection")
+smp = pytest.importorskip("segmentation_models_pytorch")
+monai_losses = pytest.importorskip("monai.losses")
+monai_nets = pytest.importorskip("monai.networks.nets")
+boxes_module = pytest.importorskip("torchvision.ops.boxes")
+
+pytestmark = MARKS
+
+if torch.version.cuda is None:
+    boxes_module._assert_has_ops = lambda: None  # torchvision_on_cpu has them
+
+
+def squares(count: int = 16, size: int = 32) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Images with a bright square: image, mask, box."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index in range(count):
+        image = 0.1 * torch.randn(3, size, size, generator=generator)
+        low, high = 2 + index % 8, 20 + index % 11
+        image[:, low:high, low + 1 : high] += 1
+        mask = torch.zeros(1, size, size)
+        mask[:, low:high, low + 1 : high] = 1
+        rows.append((image, mask, torch.tensor([low + 1.0, low, high, high])))
+    return rows
+
+
+class Segmenter(Learner):
+    rate = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = self.build()
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self.model(batch[0]), batch[1])
+
+    def data(self) -> Any:
+        return [(image, mask) for image, mask, _ in squares()]
+
+
+class SmpUnet(Segmenter):
+    """As segmentation-models-pytorch's example with Lightning: statistics of an epoch from lists."""
+
+    def build(self) -> Any:
+        self.dice = smp.losses.DiceLoss(smp.losses.BINARY_MODE, from_logits=True)
+        self.outputs: list[Any] = []
+        return smp.Unet("resnet18", encoder_weights=None, decoder_channels=(32, 16, 16, 8, 8), classes=1)
+
+    def shared_step(self, batch: Any) -> dict[str, Tensor]:
+        image, mask = batch
+        logits = self.model(image)
+        predicted = (logits.sigmoid() > 0.5).float()
+        tp, fp, fn, tn = smp.metrics.get_stats(predicted.long(), mask.long(), mode="binary")
+        return {"loss": self.dice(logits, mask), "tp": tp, "fp": fp, "fn": fn, "tn": tn}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.shared_step(batch)
+        self.outputs.append(out)
+        return out
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(self.shared_step(batch))
+
+    def on_train_epoch_end(self) -> None:
+        self.finish("train")
+
+    def on_validation_epoch_end(self) -> None:
+        self.finish("val")
+
+    def finish(self, stage: str) -> None:
+        counts = [torch.cat([out[name] for out in self.outputs]) for name in ("tp", "fp", "fn", "tn")]
+        self.log(f"{stage}_iou", smp.metrics.iou_score(*counts, reduction="micro"))
+        self.outputs.clear()
+
+
+class SmpFpn(Segmenter):
+    def build(self) -> Any:
+        return smp.FPN(
+            "timm-mobilenetv3_small_minimal_100", encoder_weights=None, decoder_pyramid_channels=16,
+            decoder_segmentation_channels=16, decoder_dropout=0.0, classes=1,
+        )  # fmt: skip
+
+
+class SmpSegformer(Segmenter):
+    """The decoder's dropout is on in training: nothing here but agreement can be asked for."""
+
+    def build(self) -> Any:
+        return smp.Segformer("resnet18", encoder_weights=None, decoder_segmentation_channels=16, classes=1)
+
+
+class MonaiUnet(Segmenter):
+    """Instance norm: no row sees another."""
+
+    def build(self) -> Any:
+        self.criterion = monai_losses.DiceCELoss(sigmoid=True)
+        return monai_nets.UNet(
+            spatial_dims=2, in_channels=3, out_channels=1, channels=(8, 16, 32), strides=(2, 2), num_res_units=1
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.criterion(self.model(batch[0]), batch[1])
+
+
+class MonaiSwinUnetr(Segmenter):
+    def build(self) -> Any:
+        return monai_nets.SwinUNETR(in_channels=3, out_channels=1, feature_size=12, spatial_dims=2)
+
+
+class MonaiSegResNet(Segmenter):
+    def build(self) -> Any:
+        return monai_nets.SegResNet(
+            spatial_dims=2, init_filters=8, in_channels=3, out_channels=1, blocks_down=(1, 1), blocks_up=(1,)
+        )
+
+
+class TorchvisionFcn(Segmenter):
+    """Returns a dict; an auxiliary head."""
+
+    def build(self) -> Any:
+        model = torchvision.models.segmentation.fcn_resnet50(
+            weights=None, weights_backbone=None, num_classes=1, aux_loss=True
+        )
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model
+
+    def loss(self, batch: Any) -> Tensor:
+        out = self.model(batch[0])
+        return sum(
+            weight * F.binary_cross_entropy_with_logits(out[name], batch[1])
+            for name, weight in (("out", 1.0), ("aux", 0.5))
+        )
+
+
+def tower() -> nn.Module:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(),
+    )  # fmt: skip
+    model.out_channels = 16
+    return model
+
+
+def lists(batch: Any) -> Any:
+    return tuple(zip(*batch, strict=True))
+
+
+class Detector(Learner):
+    """Lists of images and of targets, a dict of losses, predictions in evaluation."""
+
+    rate = 0.002
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = self.build()
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, targets = batch
+        losses = self.model(list(images), list(targets))
+        loss = sum(losses.values())
+        self.log_dict(losses)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, _ = batch
+        found = self.model(list(images))
+        self.log("val_count", torch.tensor([float(len(one["boxes"])) for one in found]).mean())
+
+    def data(self) -> Any:
+        return [(image, {"boxes": box[None], "labels": torch.tensor([1])}) for image, _, box in squares()]
+
+    def train_dataloader(self) -> Any:
+        return loader(self.data(), 4, collate_fn=lists)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.data()[:4], 4, collate_fn=lists)
+
+
+SIZES = {"min_size": 32, "max_size": 32}
+
+
+def anchors() -> Any:
+    return detection.anchor_utils.AnchorGenerator(sizes=((8, 16),), aspect_ratios=((1.0,),))
+
+
+class Fcos(Detector):
+    def build(self) -> Any:
+        one = detection.anchor_utils.AnchorGenerator(sizes=((8,),), aspect_ratios=((1.0,),))
+        return detection.FCOS(tower(), num_classes=2, anchor_generator=one, **SIZES)
+
+
+class RetinaNet(Detector):
+    def build(self) -> Any:
+        return detection.RetinaNet(tower(), num_classes=2, anchor_generator=anchors(), **SIZES)
+
+
+class FasterRcnn(Detector):
+    """Samples its proposals by torch's random numbers."""
+
+    def build(self) -> Any:
+        pooler = torchvision.ops.MultiScaleRoIAlign(["0"], output_size=3, sampling_ratio=1)
+        return detection.FasterRCNN(
+            tower(), num_classes=2, rpn_anchor_generator=anchors(), box_roi_pool=pooler, rpn_post_nms_top_n_train=20, **SIZES
+        )
+
+
+class Detr(Learner):
+    """Hungarian matching inside the model's loss; labels are a list of dicts."""
+
+    rate = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_queries": 5}
+        sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32}
+        backbone = transformers.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+        )
+        config = transformers.DetrConfig(
+            use_timm_backbone=False, backbone=None, backbone_config=backbone, use_pretrained_backbone=False, num_labels=2,
+            decoder_ffn_dim=32, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, **sizes,
+        )  # fmt: skip
+        self.model = transformers.DetrForObjectDetection(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.model(pixel_values=batch["pixel_values"], pixel_mask=batch["pixel_mask"], labels=batch["labels"])
+        self.log("train_loss", out.loss)
+        for name, value in out.loss_dict.items():
+            self.log(f"train_{name}", value)
+        return out.loss
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(**batch).loss
+
+    def data(self) -> Any:
+        rows = []
+        for image, _, box in squares():
+            centred = torch.cat([(box[:2] + box[2:]) / 2, box[2:] - box[:2]]) / 32
+            rows.append((image, {"class_labels": torch.tensor([1]), "boxes": centred[None]}))
+        return rows
+
+    def train_dataloader(self) -> Any:
+        return loader(self.data(), 4, collate_fn=self.collate)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.data()[:4], 4, collate_fn=self.collate)
+
+    @staticmethod
+    def collate(rows: Any) -> Any:
+        images = torch.stack([image for image, _ in rows])
+        mask = torch.ones(images.shape[0], *images.shape[2:], dtype=torch.long)
+        return {"pixel_values": images, "pixel_mask": mask, "labels": [labels for _, labels in rows]}
+
+
+class Segformer(Learner):
+    rate = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        drop = {"hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
+        config = transformers.SegformerConfig(
+            hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16,
+            num_labels=2, **drop,
+        )  # fmt: skip
+        self.model = transformers.SegformerForSemanticSegmentation(config)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(pixel_values=batch[0], labels=batch[1][:, 0].long()).loss
+
+    def data(self) -> Any:
+        return [(image, mask) for image, mask, _ in squares()]
+
+
+@table(
+    Case(SmpUnet, WHOLE),
+    Case(SmpFpn, WHOLE),
+    Case(SmpSegformer, WHOLE, drawn=True),
+    Case(MonaiUnet),
+    Case(MonaiUnet, ZERO_BUBBLE, variant="zero_bubble"),
+    Case(MonaiSwinUnetr),
+    Case(MonaiSegResNet),
+    Case(TorchvisionFcn, WHOLE),
+    Case(Fcos, WHOLE),
+    Case(RetinaNet, WHOLE),
+    Case(FasterRcnn, WHOLE, drawn=True),
+    Case(Detr, WHOLE),
+    Case(Segformer, WHOLE),
+)
+def test_detection_segmentation(case: Case) -> None:
+    check(case)

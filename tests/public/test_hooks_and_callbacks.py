@@ -1,0 +1,403 @@
+"""What people write around the step: averages of weights, clipping, norms, other optimizers, freezing, samples."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
+from tests.public.test_vision import digits
+
+timm = pytest.importorskip("timm")
+timm_utils = pytest.importorskip("timm.utils")
+timm_optim = pytest.importorskip("timm.optim")
+torch_ema = pytest.importorskip("torch_ema")
+ema_pytorch = pytest.importorskip("ema_pytorch")
+optimizers = pytest.importorskip("pytorch_optimizer")
+schedulefree = pytest.importorskip("schedulefree")
+
+pytestmark = MARKS
+
+
+class Vit(Learner):
+    """A transformer of timm; what differs is around it."""
+
+    rate = 0.02
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
+        self.model = timm.models.VisionTransformer(**sizes, num_classes=10)
+        self.shown: list[Any] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    def data(self) -> Any:
+        return digits(size=16, channels=1)
+
+
+class TimmEma(Vit):
+    """timm's average, a second model that is evaluated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = timm_utils.ModelEmaV3(self.model, decay=0.9)
+        self.average.requires_grad_(False)
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.average.update(self.model)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_ema", F.cross_entropy(self.average(batch[0]), batch[1]))
+
+
+class TorchEma(Vit):
+    """Weights are exchanged for their averages in validation."""
+
+    def on_fit_start(self) -> None:
+        self.ema = torch_ema.ExponentialMovingAverage(self.parameters(), decay=0.9)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ema.update()
+
+    def on_validation_epoch_start(self) -> None:
+        self.ema.store()
+        self.ema.copy_to()
+
+    def on_validation_epoch_end(self) -> None:
+        self.ema.restore()
+
+    def on_train_end(self) -> None:
+        self.shown = [float(weight.sum()) for weight in self.ema.shadow_params]
+
+
+class EmaPytorch(Vit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ema = ema_pytorch.EMA(self.model, beta=0.9, update_every=1, update_after_step=0, include_online_model=False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.ema.update()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_ema", F.cross_entropy(self.ema(batch[0]), batch[1]))
+
+
+class TorchAveraged(Vit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.average.requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.average.update_parameters(self.model)
+
+
+class ByHand(Vit):
+    """The loop over pairs that everybody writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        for slow, fast in zip(self.teacher.parameters(), self.model.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+
+
+class MeanTeacher(ByHand):
+    """The teacher's answers are part of the loss."""
+
+    def loss(self, batch: Any) -> Tensor:
+        scores = self.model(batch[0])
+        with torch.no_grad():
+            wanted = self.teacher(batch[0]).softmax(1)
+        return F.cross_entropy(scores, batch[1]) + F.mse_loss(scores.softmax(1), wanted)
+
+
+class EmaCallback(Callback):
+    """The average as state_dict tensors in a callback, exchanged around validation, in checkpoints."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        with torch.no_grad():
+            for name, value in pl_module.state_dict().items():
+                self.average[name].mul_(0.9).add_(value, alpha=0.1)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+        pl_module.load_state_dict(self.average)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.load_state_dict(self.kept)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.shown = [float(value.sum()) for value in self.average.values()]
+
+
+class WithEmaCallback(Vit):
+    pass
+
+
+class ClippedByHand(Vit):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+        self.log("total", total)
+
+
+class NormsLogged(Vit):
+    """As Lightning's documentation shows it, and a norm of all weights."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        self.log("weights", sum(weight.detach().pow(2).sum() for weight in self.parameters()).sqrt())
+
+
+class AdaptiveClipping(Vit):
+    """timm's."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        timm_utils.adaptive_clip_grad(self.parameters(), clip_factor=0.02)
+
+
+class GradientsCleaned(Vit):
+    def on_after_backward(self) -> None:
+        for weight in self.parameters():
+            if weight.grad is not None:
+                weight.grad.nan_to_num_(0.0)
+                weight.grad.add_(weight.detach(), alpha=0.01)
+
+
+class NoisyWeights(Vit):
+    """Noise with a generator of its own, clamping, weights of one layer written anew."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        generator = torch.Generator().manual_seed(batch_idx)
+        with torch.no_grad():
+            for weight in self.parameters():
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=1e-3)
+                weight.clamp_(-2, 2)
+            self.model.head.weight.copy_(0.5 * self.model.head.weight + 0.01)
+
+
+class WeightsSaved(Vit):
+    """Weights copied by hand, counted and compared."""
+
+    def on_train_epoch_end(self) -> None:
+        state = {name: value.cpu().clone() for name, value in self.state_dict().items()}
+        self.shown.append({name: float(value.double().sum()) for name, value in state.items()})
+        self.shown.append(sum(weight.numel() for weight in self.parameters()))
+        if hasattr(self, "before"):
+            moved = [not torch.equal(state[name], self.before[name]) for name in state]
+            self.shown.append(moved)
+        self.before = state
+
+
+class Sam(Vit):
+    """Two passes in one step, as pytorch_optimizer's documentation has it with a closure: a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return optimizers.SAM(self.parameters(), base_optimizer=torch.optim.SGD, rho=0.05, lr=0.02)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.first_step(zero_grad=True)
+        self.manual_backward(self.loss(batch))
+        optimizer.second_step(zero_grad=True)
+        return loss
+
+
+class Manual(Vit):
+    """Manual optimization with one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.log("train_loss", loss)
+        return loss
+
+
+class Lamb(Vit):
+    """A trust ratio for each tensor, clipped by the norm of all gradients."""
+
+    def configure_optimizers(self) -> Any:
+        return timm_optim.Lamb(self.parameters(), lr=0.01, max_grad_norm=0.5, eps=1e-4)
+
+
+class Lamb2(Vit):
+    def configure_optimizers(self) -> Any:
+        return optimizers.Lamb(self.parameters(), lr=0.01, eps=1e-4)
+
+
+class Lion(Vit):
+    """Moves by signs: compared in double precision."""
+
+    def configure_optimizers(self) -> Any:
+        return optimizers.Lion(self.parameters(), lr=0.001)
+
+
+class Adan(Vit):
+    def configure_optimizers(self) -> Any:
+        return optimizers.Adan(self.parameters(), lr=0.001, max_grad_norm=0.5)
+
+
+class Prodigy(Vit):
+    """Its step size comes from sums over all parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return optimizers.Prodigy(self.parameters(), lr=1.0)
+
+
+class ScheduleFree(Vit):
+    """The optimizer has two modes, and weights are others in evaluation."""
+
+    def configure_optimizers(self) -> Any:
+        return schedulefree.SGDScheduleFree(self.parameters(), lr=0.05)
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().optimizer.train()
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().optimizer.eval()
+
+    def on_validation_epoch_end(self) -> None:
+        self.optimizers().optimizer.train()
+
+
+class LookAhead(Vit):
+    def configure_optimizers(self) -> Any:
+        return optimizers.Lookahead(torch.optim.SGD(self.parameters(), lr=0.05), k=2, alpha=0.5)
+
+
+class LayerDecay(Vit):
+    """timm's parameter groups, with a rate for each layer."""
+
+    def configure_optimizers(self) -> Any:
+        groups = timm_optim.param_groups_layer_decay(self.model, weight_decay=0.05, layer_decay=0.7)
+        return torch.optim.AdamW(groups, lr=0.005, eps=1e-3)
+
+
+class Finetuned(Vit):
+    """Lightning's BackboneFinetuning: batch norm that is frozen first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = timm.create_model("resnet10t", num_classes=0, in_chans=1)
+        self.model = nn.Linear(512, 10)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.model(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.02)
+
+    def data(self) -> Any:
+        return digits(size=32, channels=1)
+
+
+class Unfreezing(Vit):
+    """Freezes by hand and unfreezes after an epoch."""
+
+    def on_fit_start(self) -> None:
+        self.model.blocks.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.model.blocks.requires_grad_(True)
+
+
+class Pruned(Vit):
+    pass
+
+
+class Sampled(Vit):
+    """The model is called in hooks."""
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        self.model.eval()
+        images = torch.stack([image for image, _ in digits(4, size=16, channels=1)])
+        self.log("sampled", self.model(images).softmax(1).max())
+        self.model.train()
+
+
+class Reinitialised(Vit):
+    def on_train_epoch_start(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            self.model.head.weight.copy_(0.1 * torch.randn(self.model.head.weight.shape, generator=generator))
+            nn.init.zeros_(self.model.head.bias)
+
+
+def unfreeze_at_one() -> Callback:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.1)
+
+
+def prune_by_size() -> Callback:
+    return ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=False)
+
+
+def prune_globally() -> Callback:
+    return ModelPruning("l1_unstructured", amount=0.3)
+
+
+@table(
+    Case(TimmEma),
+    Case(TorchEma),
+    Case(EmaPytorch),
+    Case(TorchAveraged),
+    Case(ByHand),
+    Case(MeanTeacher),
+    Case(WithEmaCallback, trainer={"callbacks": [EmaCallback]}),
+    Case(ClippedByHand),
+    Case(NormsLogged),
+    Case(AdaptiveClipping),
+    Case(GradientsCleaned),
+    Case(NoisyWeights),
+    Case(WeightsSaved),
+    Case(Sam),
+    Case(Manual),
+    Case(Lamb),
+    Case(Lamb2),
+    Case(Lion, trainer={"precision": "64-true"}),
+    Case(Adan, trainer={"precision": "64-true"}),
+    Case(Prodigy, trainer={"precision": "64-true"}),
+    Case(ScheduleFree),
+    Case(LookAhead),
+    Case(LayerDecay),
+    Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_at_one], "max_epochs": 3}),
+    Case(Unfreezing),
+    Case(Pruned, trainer={"callbacks": [prune_by_size]}),
+    Case(Pruned, trainer={"callbacks": [prune_globally]}, variant="globally"),
+    Case(Sampled),
+    Case(Reinitialised),
+)
+def test_hooks_and_callbacks(case: Case) -> None:
+    check(case)

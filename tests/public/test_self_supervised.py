@@ -1,0 +1,256 @@
+"""lightly's examples, in the shape of its documentation, and lucidrains' BYOL."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
+
+lightly = pytest.importorskip("lightly")
+lightly_loss = pytest.importorskip("lightly.loss")
+heads = pytest.importorskip("lightly.models.modules.heads")
+model_utils = pytest.importorskip("lightly.models.utils")
+scheduler = pytest.importorskip("lightly.utils.scheduler")
+byol_pytorch = pytest.importorskip("byol_pytorch")
+
+pytestmark = MARKS
+
+WIDTH = 16
+
+
+def views(count: int = 24, number: int = 2, size: int = 16) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 3, size, size, generator=generator)
+    noise = torch.randn(count, number, 3, size, size, generator=generator)
+    return [[image + 0.3 * one for one in each] for image, each in zip(images, noise, strict=True)]
+
+
+def backbone() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, WIDTH, 3, stride=2, padding=1), nn.BatchNorm2d(WIDTH), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
+class SelfSupervised(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = backbone()
+        self.build()
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def data(self) -> Any:
+        return views()
+
+    val_dataloader = None  # these have no validation
+
+
+class SimClr(SelfSupervised):
+    def build(self) -> None:
+        self.projection_head = heads.SimCLRProjectionHead(WIDTH, 16, 8)
+        self.criterion = lightly_loss.NTXentLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection_head(self.backbone(x))
+
+    def loss(self, batch: Any) -> Tensor:
+        x0, x1 = batch
+        return self.criterion(self.forward(x0), self.forward(x1))
+
+
+class BarlowTwins(SimClr):
+    def build(self) -> None:
+        self.projection_head = heads.BarlowTwinsProjectionHead(WIDTH, 16, 8)
+        self.criterion = lightly_loss.BarlowTwinsLoss()
+
+
+class Vicreg(SimClr):
+    def build(self) -> None:
+        self.projection_head = heads.VICRegProjectionHead(WIDTH, 16, 8, num_layers=2)
+        self.criterion = lightly_loss.VICRegLoss()
+
+
+class SimSiam(SelfSupervised):
+    def build(self) -> None:
+        self.projection_head = heads.SimSiamProjectionHead(WIDTH, 16, 8)
+        self.prediction_head = heads.SimSiamPredictionHead(8, 4, 8)
+        self.criterion = lightly_loss.NegativeCosineSimilarity()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.projection_head(self.backbone(x))
+        p = self.prediction_head(z)
+        return z.detach(), p
+
+    def loss(self, batch: Any) -> Tensor:
+        x0, x1 = batch
+        z0, p0 = self.forward(x0)
+        z1, p1 = self.forward(x1)
+        return 0.5 * (self.criterion(z0, p1) + self.criterion(z1, p0))
+
+
+class Byol(SelfSupervised):
+    """The momentum encoder is updated inside the step, as in lightly's example."""
+
+    def build(self) -> None:
+        self.projection_head = heads.BYOLProjectionHead(WIDTH, 16, 8)
+        self.prediction_head = heads.BYOLPredictionHead(8, 16, 8)
+        self.backbone_momentum = copy.deepcopy(self.backbone)
+        self.projection_head_momentum = copy.deepcopy(self.projection_head)
+        model_utils.deactivate_requires_grad(self.backbone_momentum)
+        model_utils.deactivate_requires_grad(self.projection_head_momentum)
+        self.criterion = lightly_loss.NegativeCosineSimilarity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.prediction_head(self.projection_head(self.backbone(x)))
+
+    def forward_momentum(self, x: Tensor) -> Tensor:
+        return self.projection_head_momentum(self.backbone_momentum(x)).detach()
+
+    def update(self) -> None:
+        momentum = scheduler.cosine_schedule(self.current_epoch, 10, 0.9, 1)
+        model_utils.update_momentum(self.backbone, self.backbone_momentum, m=momentum)
+        model_utils.update_momentum(self.projection_head, self.projection_head_momentum, m=momentum)
+
+    def similarity(self, batch: Any) -> Tensor:
+        x0, x1 = batch
+        p0, p1 = self.forward(x0), self.forward(x1)
+        z0, z1 = self.forward_momentum(x0), self.forward_momentum(x1)
+        return 0.5 * (self.criterion(p0, z1) + self.criterion(p1, z0))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.update()
+        return self.similarity(batch)
+
+
+class ByolHook(Byol):
+    """The same with the update in a hook."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.similarity(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.update()
+
+
+class Moco(SelfSupervised):
+    """Keys of a momentum encoder, negatives from a queue in the loss."""
+
+    def build(self) -> None:
+        self.projection_head = heads.MoCoProjectionHead(WIDTH, 16, 8)
+        self.backbone_momentum = copy.deepcopy(self.backbone)
+        self.projection_head_momentum = copy.deepcopy(self.projection_head)
+        model_utils.deactivate_requires_grad(self.backbone_momentum)
+        model_utils.deactivate_requires_grad(self.projection_head_momentum)
+        self.criterion = lightly_loss.NTXentLoss(memory_bank_size=(32, 8))
+
+    def loss(self, batch: Any) -> Tensor:
+        query, key = batch
+        model_utils.update_momentum(self.backbone, self.backbone_momentum, 0.9)
+        model_utils.update_momentum(self.projection_head, self.projection_head_momentum, 0.9)
+        query = self.projection_head(self.backbone(query).flatten(start_dim=1))
+        key = self.projection_head_momentum(self.backbone_momentum(key).flatten(start_dim=1)).detach()
+        return self.criterion(query, key)
+
+
+class Dino(SelfSupervised):
+    """Teacher and student heads, a centre that is a buffer of the loss, multi-crop."""
+
+    def build(self) -> None:
+        self.student_head = heads.DINOProjectionHead(WIDTH, 16, 8, 32, freeze_last_layer=1)
+        self.teacher_backbone = copy.deepcopy(self.backbone)
+        self.teacher_head = heads.DINOProjectionHead(WIDTH, 16, 8, 32)
+        model_utils.deactivate_requires_grad(self.teacher_backbone)
+        model_utils.deactivate_requires_grad(self.teacher_head)
+        self.criterion = lightly_loss.DINOLoss(output_dim=32, warmup_teacher_temp_epochs=5)
+
+    def loss(self, batch: Any) -> Tensor:
+        model_utils.update_momentum(self.backbone, self.teacher_backbone, m=0.9)
+        model_utils.update_momentum(self.student_head, self.teacher_head, m=0.9)
+        with torch.no_grad():
+            teacher = [self.teacher_head(self.teacher_backbone(view)) for view in batch[:2]]
+        student = [self.student_head(self.backbone(view)) for view in batch]
+        return self.criterion(teacher, student, epoch=self.current_epoch)
+
+    def on_after_backward(self) -> None:
+        self.student_head.cancel_last_layer_gradients(current_epoch=self.current_epoch)
+
+    def data(self) -> Any:
+        return views(number=3)
+
+
+class Swav(SelfSupervised):
+    """Prototypes that are normalised before each step; assignments over the batch."""
+
+    def build(self) -> None:
+        self.projection_head = heads.SwaVProjectionHead(WIDTH, 16, 8)
+        self.prototypes = heads.SwaVPrototypes(8, n_prototypes=12)
+        self.criterion = lightly_loss.SwaVLoss()
+
+    def loss(self, batch: Any) -> Tensor:
+        self.prototypes.normalize()
+        scores = [
+            self.prototypes(nn.functional.normalize(self.projection_head(self.backbone(view)), dim=1)) for view in batch
+        ]
+        return self.criterion(scores[:2], scores[2:])
+
+    def data(self) -> Any:
+        return views(number=3)
+
+
+class SwavHook(Swav):
+    def loss(self, batch: Any) -> Tensor:
+        scores = [
+            self.prototypes(nn.functional.normalize(self.projection_head(self.backbone(view)), dim=1)) for view in batch
+        ]
+        return self.criterion(scores[:2], scores[2:])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.prototypes.normalize()
+
+
+class LucidrainsByol(Learner):
+    """A learner that takes the model's hidden layer by a hook; its README updates the average after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learner = byol_pytorch.BYOL(
+            backbone(), image_size=16, hidden_layer=-1, projection_size=8, projection_hidden_size=16,
+            augment_fn=nn.Identity(), augment_fn2=nn.Identity(),
+        )  # fmt: skip
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.learner(batch[0])
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        if self.learner.use_momentum:
+            self.learner.update_moving_average()
+
+    def data(self) -> Any:
+        return views()
+
+    val_dataloader = None
+
+
+@table(
+    Case(SimClr, WHOLE),
+    Case(BarlowTwins, WHOLE),
+    Case(Vicreg, WHOLE),
+    Case(SimSiam, WHOLE),
+    Case(Byol, WHOLE),
+    Case(ByolHook, WHOLE),
+    Case(Moco, WHOLE),
+    Case(Dino, WHOLE),
+    Case(Swav, WHOLE),
+    Case(SwavHook, WHOLE),
+    Case(LucidrainsByol, WHOLE),
+)
+def test_self_supervised(case: Case) -> None:
+    check(case)

@@ -1,0 +1,254 @@
+"""Image classifiers, with mixup, label smoothing, augmentation and batch norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.public.cases import MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Case, Learner, check, table
+
+timm = pytest.importorskip("timm")
+timm_losses = pytest.importorskip("timm.loss")
+transformers = pytest.importorskip("transformers")
+torchvision = pytest.importorskip("torchvision")
+vit_pytorch = pytest.importorskip("vit_pytorch")
+kornia = pytest.importorskip("kornia")
+open_clip = pytest.importorskip("open_clip")
+datasets = pytest.importorskip("sklearn.datasets")
+
+pytestmark = MARKS
+
+CLASSES = 10
+
+
+def digits(count: int = 24, size: int = 32, channels: int = 3) -> list[tuple[Tensor, Tensor]]:
+    """scikit-learn's, enlarged."""
+    found = datasets.load_digits()
+    images = torch.tensor(found.images[:count], dtype=torch.float32)[:, None] / 16
+    images = F.interpolate(images, size=(size, size), mode="bilinear").expand(-1, channels, -1, -1).contiguous()
+    return list(zip(images, torch.tensor(found.target[:count]), strict=True))
+
+
+class Classifier(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = self.build()
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
+
+    def data(self) -> Any:
+        return digits()
+
+
+class TimmVit(Classifier):
+    def build(self) -> Any:
+        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
+        return timm.models.VisionTransformer(**sizes, num_classes=CLASSES)
+
+
+class TimmConvNext(Classifier):
+    def build(self) -> Any:
+        return timm.models.ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 16, 24, 32), num_classes=CLASSES)
+
+
+class TimmSwin(Classifier):
+    def build(self) -> Any:
+        sizes = {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16}
+        return timm.models.SwinTransformer(
+            **sizes, depths=(2, 2), num_heads=(2, 2), num_classes=CLASSES, drop_path_rate=0.0
+        )
+
+
+class TimmResnet(Classifier):
+    rate = 0.01
+
+    def build(self) -> Any:
+        return timm.create_model("resnet10t", num_classes=CLASSES)
+
+
+class TimmEfficientnet(Classifier):
+    rate = 0.01
+
+    def build(self) -> Any:
+        return timm.create_model("efficientnet_lite0", num_classes=CLASSES)
+
+
+class TimmMixup(TimmVit):
+    """timm's own mixup, which draws numpy's random numbers, in the step as its training script has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixup = timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, num_classes=CLASSES)
+        self.criterion = timm_losses.SoftTargetCrossEntropy()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = self.mixup(*batch)
+        return self.criterion(self.model(images), labels)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        self.log("val_accuracy", (self.model(images).argmax(1) == labels).float().mean())
+
+
+class TimmFeatures(Classifier):
+    """Features of several levels, one head."""
+
+    def build(self) -> Any:
+        backbone = timm.create_model("convnext_atto", features_only=True, out_indices=(0, 1))
+        self.head = nn.Linear(sum(backbone.feature_info.channels()), CLASSES)
+        return backbone
+
+    def loss(self, batch: Any) -> Tensor:
+        images, labels = batch
+        features = torch.cat([level.mean((2, 3)) for level in self.model(images)], 1)
+        return F.cross_entropy(self.head(features), labels, label_smoothing=0.1)
+
+
+class TorchvisionResnet(Classifier):
+    rate = 0.01
+
+    def build(self) -> Any:
+        return torchvision.models.resnet18(num_classes=CLASSES)
+
+
+class TorchvisionVit(Classifier):
+    def build(self) -> Any:
+        sizes = {"image_size": 32, "patch_size": 8, "num_layers": 4, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 48}
+        return torchvision.models.VisionTransformer(**sizes, num_classes=CLASSES)
+
+
+class TorchvisionInception(Classifier):
+    """Two heads while training, one in evaluation."""
+
+    rate = 0.01
+
+    def build(self) -> Any:
+        return torchvision.models.GoogLeNet(num_classes=CLASSES, init_weights=False, dropout=0.0, dropout_aux=0.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, labels = batch
+        out = self.model(images)
+        loss = F.cross_entropy(out.logits, labels)
+        loss = loss + 0.3 * F.cross_entropy(out.aux_logits1, labels) + 0.3 * F.cross_entropy(out.aux_logits2, labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def data(self) -> Any:
+        return digits(16, size=64)
+
+
+class SimpleVit(Classifier):
+    def build(self) -> Any:
+        sizes = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 4, "heads": 2, "mlp_dim": 48}
+        return vit_pytorch.SimpleViT(**sizes, num_classes=CLASSES)
+
+
+class HuggingFaceVit(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
+        config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=CLASSES, **sizes)
+        self.model = transformers.ViTForImageClassification(config)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(**batch).loss
+
+    def data(self) -> Any:
+        return [{"pixel_values": image, "labels": label} for image, label in digits()]
+
+
+class KorniaAugmented(TimmVit):
+    """kornia's augmentation in the step, which draws torch's random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.augment = nn.Sequential(
+            kornia.augmentation.RandomHorizontalFlip(p=0.5), kornia.augmentation.RandomAffine(degrees=10.0, p=0.7)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step([self.augment(batch[0]), batch[1]], batch_idx)
+
+
+class KorniaTransferred(TimmVit):
+    """The same behind the transfer of the batch, as kornia's documentation has it for Lightning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalize = kornia.augmentation.Normalize(mean=torch.tensor([0.5] * 3), std=torch.tensor([0.5] * 3))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [self.normalize(batch[0]), batch[1]]
+
+
+class KorniaTotalVariation(Learner):
+    """Denoising with a structural loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 1, 3, padding=1))
+        self.structure = kornia.losses.SSIMLoss(window_size=5)
+
+    def loss(self, batch: Any) -> Tensor:
+        images, _ = batch
+        out = self.model(images + 0.1)
+        return self.structure(out, images) + 0.01 * kornia.losses.total_variation(out, reduction="mean").mean()
+
+    def data(self) -> Any:
+        return digits(size=16, channels=1)
+
+
+class OpenClip(Learner):
+    """Image and text towers; the loss compares all rows of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+        text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 2}
+        self.model = open_clip.CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text)
+        self.criterion = open_clip.ClipLoss()
+
+    def loss(self, batch: Any) -> Tensor:
+        images, texts = batch
+        return self.criterion(*self.model(images, texts))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.model.logit_scale.clamp_(0, 2.6)
+
+    def data(self) -> Any:
+        texts = torch.randint(1, 50, (24, 8), generator=torch.Generator().manual_seed(3))
+        return [(image, text) for (image, _), text in zip(digits(), texts, strict=True)]
+
+
+@table(
+    Case(TimmVit),
+    Case(TimmVit, REPLICAS, ranks=4, variant="replicas"),
+    Case(TimmConvNext),
+    Case(TimmSwin),
+    Case(TimmSwin, ZERO_BUBBLE, variant="zero_bubble"),
+    Case(TimmResnet, WHOLE),
+    Case(TimmEfficientnet, WHOLE),
+    Case(TimmMixup, WHOLE),
+    Case(TimmFeatures),
+    Case(TorchvisionResnet, WHOLE),
+    Case(TorchvisionVit),
+    Case(TorchvisionInception, WHOLE),
+    Case(SimpleVit),
+    Case(HuggingFaceVit),
+    Case(KorniaAugmented, drawn=True),
+    Case(KorniaTransferred),
+    Case(KorniaTotalVariation),
+    Case(OpenClip, WHOLE),
+)
+def test_vision(case: Case) -> None:
+    check(case)
