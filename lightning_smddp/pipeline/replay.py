@@ -138,8 +138,12 @@ class Replay:
 
     def _check_end(self, run: Run) -> None:
         missing = self.program.items[run.cursor : self.plan.end]
-        if run.done or (self.is_last and all(item.module is None for item in missing)):
-            return  # done: the user's code caught StageDone
+        if run.done:
+            return  # the user's code caught StageDone
+        if self.is_last and all(item.module is None for item in missing):
+            return
+        if not missing and all(item.module is None for item in self.program.items[self.plan.end :]):
+            return  # what follows is what logging does with a value, which only the last stage comes to
         if not self.is_last and not missing:
             expected = f"{self.program.items[self.plan.end].name}, the next stage's first item"
         else:

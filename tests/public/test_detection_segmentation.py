@@ -61,7 +61,7 @@ class SmpUnet(Segmenter):
 
     def build(self) -> Any:
         self.dice = smp.losses.DiceLoss(smp.losses.BINARY_MODE, from_logits=True)
-        self.outputs: list[Any] = []
+        self.outputs: dict[str, list[Any]] = {"train": [], "val": []}
         return smp.Unet("resnet18", encoder_weights=None, decoder_channels=(32, 16, 16, 8, 8), classes=1)
 
     def shared_step(self, batch: Any) -> dict[str, Tensor]:
@@ -73,11 +73,11 @@ class SmpUnet(Segmenter):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.shared_step(batch)
-        self.outputs.append(out)
+        self.outputs["train"].append(out)
         return out
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.outputs.append(self.shared_step(batch))
+        self.outputs["val"].append(self.shared_step(batch))
 
     def on_train_epoch_end(self) -> None:
         self.finish("train")
@@ -86,16 +86,16 @@ class SmpUnet(Segmenter):
         self.finish("val")
 
     def finish(self, stage: str) -> None:
-        counts = [torch.cat([out[name] for out in self.outputs]) for name in ("tp", "fp", "fn", "tn")]
+        counts = [torch.cat([out[name] for out in self.outputs[stage]]) for name in ("tp", "fp", "fn", "tn")]
         self.log(f"{stage}_iou", smp.metrics.iou_score(*counts, reduction="micro"))
-        self.outputs.clear()
+        self.outputs[stage].clear()
 
 
 class SmpFpn(Segmenter):
     def build(self) -> Any:
         return smp.FPN(
-            "timm-mobilenetv3_small_minimal_100", encoder_weights=None, decoder_pyramid_channels=16,
-            decoder_segmentation_channels=16, decoder_dropout=0.0, classes=1,
+            "resnet18", encoder_weights=None, decoder_pyramid_channels=32, decoder_segmentation_channels=32,
+            decoder_dropout=0.0, classes=1,
         )  # fmt: skip
 
 
@@ -119,9 +119,12 @@ class MonaiUnet(Segmenter):
         return self.criterion(self.model(batch[0]), batch[1])
 
 
-class MonaiSwinUnetr(Segmenter):
+class MonaiUnetr(Segmenter):
+    """A transformer whose levels are skip connections."""
+
     def build(self) -> Any:
-        return monai_nets.SwinUNETR(in_channels=3, out_channels=1, feature_size=12, spatial_dims=2)
+        sizes = {"img_size": (32, 32), "feature_size": 4, "hidden_size": 16, "mlp_dim": 32, "num_heads": 2}
+        return monai_nets.UNETR(in_channels=3, out_channels=1, spatial_dims=2, **sizes)
 
 
 class MonaiSegResNet(Segmenter):
@@ -153,10 +156,10 @@ class TorchvisionFcn(Segmenter):
 
 def tower() -> nn.Module:
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, stride=2, padding=1), nn.ReLU(),
     )  # fmt: skip
-    model.out_channels = 16
+    model.out_channels = 32
     return model
 
 
@@ -222,7 +225,12 @@ class FasterRcnn(Detector):
     def build(self) -> Any:
         pooler = torchvision.ops.MultiScaleRoIAlign(["0"], output_size=3, sampling_ratio=1)
         return detection.FasterRCNN(
-            tower(), num_classes=2, rpn_anchor_generator=anchors(), box_roi_pool=pooler, rpn_post_nms_top_n_train=20, **SIZES
+            tower(),
+            num_classes=2,
+            rpn_anchor_generator=anchors(),
+            box_roi_pool=pooler,
+            rpn_post_nms_top_n_train=20,
+            **SIZES,
         )
 
 
@@ -239,8 +247,8 @@ class Detr(Learner):
             embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
         )
         config = transformers.DetrConfig(
-            use_timm_backbone=False, backbone=None, backbone_config=backbone, use_pretrained_backbone=False, num_labels=2,
-            decoder_ffn_dim=32, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, **sizes,
+            use_timm_backbone=False, backbone=None, backbone_config=backbone, use_pretrained_backbone=False,
+            num_labels=2, decoder_ffn_dim=32, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, **sizes,
         )  # fmt: skip
         self.model = transformers.DetrForObjectDetection(config)
 
@@ -299,7 +307,7 @@ class Segformer(Learner):
     Case(SmpSegformer, WHOLE, drawn=True),
     Case(MonaiUnet),
     Case(MonaiUnet, ZERO_BUBBLE, variant="zero_bubble"),
-    Case(MonaiSwinUnetr),
+    Case(MonaiUnetr),
     Case(MonaiSegResNet),
     Case(TorchvisionFcn, WHOLE),
     Case(Fcos, WHOLE),

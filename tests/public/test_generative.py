@@ -109,7 +109,9 @@ class Unet2dSampling(Unet2d):
         self.scheduler.set_timesteps(3)
         with torch.no_grad():
             for time in self.scheduler.timesteps:
-                image = self.scheduler.step(self.model(image, time).sample, time, image, generator=generator).prev_sample
+                image = self.scheduler.step(
+                    self.model(image, time).sample, time, image, generator=generator
+                ).prev_sample
         self.log("sample_mean", image.mean())
 
 

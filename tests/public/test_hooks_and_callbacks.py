@@ -84,7 +84,9 @@ class TorchEma(Vit):
 class EmaPytorch(Vit):
     def __init__(self) -> None:
         super().__init__()
-        self.ema = ema_pytorch.EMA(self.model, beta=0.9, update_every=1, update_after_step=0, include_online_model=False)
+        self.ema = ema_pytorch.EMA(
+            self.model, beta=0.9, update_every=1, update_after_step=0, include_online_model=False
+        )
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.ema.update()

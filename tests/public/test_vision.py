@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Case, Learner, check, table
+from tests.public.cases import EXACT, MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Case, Learner, check, table
 
 timm = pytest.importorskip("timm")
 timm_losses = pytest.importorskip("timm.loss")
@@ -101,6 +101,8 @@ class TimmMixup(TimmVit):
 
 class TimmFeatures(Classifier):
     """Features of several levels, one head."""
+
+    rate = 0.01
 
     def build(self) -> Any:
         backbone = timm.create_model("convnext_atto", features_only=True, out_indices=(0, 1))
@@ -239,7 +241,7 @@ class OpenClip(Learner):
     Case(TimmResnet, WHOLE),
     Case(TimmEfficientnet, WHOLE),
     Case(TimmMixup, WHOLE),
-    Case(TimmFeatures),
+    Case(TimmFeatures, trainer=EXACT),
     Case(TorchvisionResnet, WHOLE),
     Case(TorchvisionVit),
     Case(TorchvisionInception, WHOLE),

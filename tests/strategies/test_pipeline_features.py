@@ -320,6 +320,20 @@ def validating_without_modules(bench: Bench) -> Any:
     return bench.fit(WithoutModules())
 
 
+class FirstModulesValidated(Net):
+    """Validation calls modules of the first stage alone, and logs what they make."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_size", self.net[:2](batch[0]).norm(dim=1).mean())
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def validating_first_modules(bench: Bench) -> Any:
+    return bench.fit(FirstModulesValidated())
+
+
 class Closure(Net):
     """An own ``optimizer_step``: warms the rate up, and skips every other step."""
 
@@ -384,6 +398,7 @@ CASES = [
     own_optimizer_step,
     reading,
     validating_without_modules,
+    validating_first_modules,
     buffers,
 ]
 TOLERANCE = {bf16_mixed: 0.02, bf16_true: 0.05, fp16_with_overflow: 5e-3, fp16_accumulation: 5e-3}

@@ -1,0 +1,199 @@
+"""Graphs: batches of PyTorch Geometric, node and graph tasks, molecules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.public.cases import MARKS, WHOLE, Case, Learner, check, loader, table
+
+geometric = pytest.importorskip("torch_geometric")
+geometric_data = pytest.importorskip("torch_geometric.data")
+geometric_loader = pytest.importorskip("torch_geometric.loader")
+gnn = pytest.importorskip("torch_geometric.nn")
+chemprop = pytest.importorskip("chemprop")
+
+pytestmark = MARKS
+
+
+def graphs(count: int = 16) -> list[Any]:
+    """Random graphs of different sizes with a number and a class each."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for index in range(count):
+        nodes = 5 + index % 4
+        x = torch.randn(nodes, 6, generator=generator)
+        edges = torch.randint(0, nodes, (2, 3 * nodes), generator=generator)
+        atoms = torch.randint(1, 9, (nodes,), generator=generator)
+        places = 2 * torch.randn(nodes, 3, generator=generator)
+        graph = geometric_data.Data(x=x, edge_index=edges, z=atoms, pos=places)
+        graph.y = torch.tensor([index % 3])
+        graph.target = x.sum().view(1) / 10
+        rows.append(graph)
+    return rows
+
+
+class GraphLearner(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.build()
+
+    def build(self) -> None:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, batch_size=batch.num_graphs)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=batch.num_graphs)
+
+    def data(self) -> Any:
+        return graphs()
+
+    def train_dataloader(self) -> Any:
+        return loader(self.data(), 8, geometric_loader.DataLoader)
+
+    def val_dataloader(self) -> Any:
+        return loader(self.data()[:8], 8, geometric_loader.DataLoader)
+
+
+class Gcn(GraphLearner):
+    """Graph classification: layers, pooling, head."""
+
+    def build(self) -> None:
+        self.first, self.second = gnn.GCNConv(6, 16), gnn.GCNConv(16, 16)
+        self.head = nn.Linear(16, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.first(batch.x, batch.edge_index).relu()
+        x = self.second(x, batch.edge_index).relu()
+        return F.cross_entropy(self.head(gnn.global_mean_pool(x, batch.batch)), batch.y)
+
+
+class Gat(Gcn):
+    def build(self) -> None:
+        self.first, self.second = gnn.GATv2Conv(6, 8, heads=2), gnn.GATv2Conv(16, 16)
+        self.head = nn.Linear(16, 3)
+
+
+class Gin(GraphLearner):
+    """Batch norm in its layers."""
+
+    def build(self) -> None:
+        self.model = gnn.GIN(6, 16, num_layers=3, norm="batch_norm")
+        self.head = nn.Linear(16, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.model(batch.x, batch.edge_index, batch=batch.batch)
+        return F.cross_entropy(self.head(gnn.global_add_pool(x, batch.batch)), batch.y)
+
+
+class SchNet(GraphLearner):
+    """Distances of atoms; the model makes the graph itself in a module."""
+
+    rate = 0.001
+
+    def build(self) -> None:
+        self.model = gnn.SchNet(
+            hidden_channels=16, num_filters=16, num_interactions=2, num_gaussians=8, interaction_graph=AllPairs()
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.l1_loss(self.model(batch.z, batch.pos, batch.batch)[:, 0], batch.target)
+
+
+class AllPairs(nn.Module):
+    def forward(self, pos: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        same = (batch[:, None] == batch[None]) & ~torch.eye(len(batch), dtype=torch.bool)
+        edges = same.nonzero().T
+        return edges, (pos[edges[0]] - pos[edges[1]]).norm(dim=1)
+
+
+class Autoencoder(GraphLearner):
+    """Negative edges are drawn by numpy-like samplers in the loss; here they come from a fixed shift."""
+
+    def build(self) -> None:
+        self.model = gnn.GAE(gnn.GCN(6, 16, num_layers=3, out_channels=8))
+
+    def loss(self, batch: Any) -> Tensor:
+        z = self.model.encode(batch.x, batch.edge_index)
+        negative = torch.stack([batch.edge_index[0], batch.edge_index[1].flip(0)])
+        return self.model.recon_loss(z, batch.edge_index, negative)
+
+
+class NodesOfOneGraph(Learner):
+    """One large graph, a mask of rows to train on: nothing can be cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gnn.GraphSAGE(6, 16, num_layers=3, out_channels=3)
+
+    def loss(self, batch: Any) -> Tensor:
+        out = self.model(batch.x, batch.edge_index)
+        return F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, batch_size=1)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=1)
+
+    def data(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(30, 6, generator=generator)
+        edges = torch.randint(0, 30, (2, 90), generator=generator)
+        mask = torch.arange(30) % 2 == 0
+        return [geometric_data.Data(x=x, edge_index=edges, y=x[:, :3].argmax(1), train_mask=mask)]
+
+    def train_dataloader(self) -> Any:
+        return geometric_loader.DataLoader(self.data(), batch_size=1)
+
+    val_dataloader = train_dataloader
+
+
+SMILES = ["CCO", "CCN", "CCC", "c1ccccc1", "CC(=O)O", "CCCl", "CO", "CCCC", "CN", "c1ccncc1", "C1CCC1", "CCOC"]
+
+
+def molecules(rows: int) -> Any:
+    points = [chemprop.data.MoleculeDatapoint.from_smi(smi, [len(smi) / 5.0]) for smi in SMILES]
+    return chemprop.data.build_dataloader(chemprop.data.MoleculeDataset(points), batch_size=rows, shuffle=False)
+
+
+class Chemprop(chemprop.models.MPNN):
+    """A LightningModule of the package itself: its batch is a named tuple with a graph object."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            chemprop.nn.BondMessagePassing(d_h=16, depth=2), chemprop.nn.MeanAggregation(),
+            chemprop.nn.RegressionFFN(input_dim=16, hidden_dim=16), batch_norm=False, warmup_epochs=1,
+        )  # fmt: skip
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return molecules(6)
+
+    val_dataloader = train_dataloader
+
+
+@table(
+    Case(Gcn),
+    Case(Gcn, WHOLE, variant="whole"),
+    Case(Gat, WHOLE),
+    Case(Gin, WHOLE),
+    Case(SchNet, WHOLE),
+    Case(Autoencoder, WHOLE),
+    Case(NodesOfOneGraph, WHOLE),
+    Case(Chemprop, WHOLE),
+)
+def test_graphs(case: Case) -> None:
+    check(case)

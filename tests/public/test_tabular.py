@@ -1,0 +1,158 @@
+"""Tables: attention over features, embeddings of categories, ordered boosting-like networks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.public.cases import MARKS, REPLICAS, WHOLE, Case, Learner, check, table
+
+tabnet = pytest.importorskip("pytorch_tabnet.tab_network")
+tab_transformer = pytest.importorskip("tab_transformer_pytorch")
+rtdl = pytest.importorskip("rtdl_revisiting_models")
+tensordict = pytest.importorskip("tensordict")
+pandas = pytest.importorskip("pandas")
+
+pytestmark = MARKS
+
+
+def rows_of(count: int = 32) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Categories, numbers, target."""
+    generator = torch.Generator().manual_seed(0)
+    categories = torch.randint(0, 4, (count, 3), generator=generator)
+    numbers = torch.randn(count, 5, generator=generator)
+    target = numbers[:, :2].sum(1) + categories[:, 0] / 2
+    return list(zip(categories, numbers, target, strict=True))
+
+
+class Tabular(Learner):
+    rate = 0.01
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = self.build()
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        categories, numbers, target = batch
+        return F.mse_loss(self.model(categories, numbers)[:, 0], target)
+
+    def data(self) -> Any:
+        return rows_of()
+
+
+class TabTransformer(Tabular):
+    def build(self) -> Any:
+        return tab_transformer.TabTransformer(
+            categories=(4, 4, 4), num_continuous=5, dim=16, depth=3, heads=2, dim_head=8, mlp_act=torch.nn.ReLU(),
+            attn_dropout=0.0, ff_dropout=0.0,
+        )  # fmt: skip
+
+
+class FtTransformer(Tabular):
+    def build(self) -> Any:
+        return tab_transformer.FTTransformer(
+            categories=(4, 4, 4),
+            num_continuous=5,
+            dim=16,
+            depth=3,
+            heads=2,
+            dim_head=8,
+            attn_dropout=0.0,
+            ff_dropout=0.0,
+        )
+
+
+class RtdlTransformer(Tabular):
+    def build(self) -> Any:
+        options = rtdl.FTTransformer.get_default_kwargs(2)
+        options |= {"d_block": 16, "attention_n_heads": 2, "attention_dropout": 0.0, "ffn_dropout": 0.0}
+        return rtdl.FTTransformer(n_cont_features=5, cat_cardinalities=[4, 4, 4], d_out=1, **options)
+
+    def loss(self, batch: Any) -> Tensor:
+        categories, numbers, target = batch
+        return F.mse_loss(self.model(numbers, categories)[:, 0], target)
+
+
+class RtdlResNet(Tabular):
+    def build(self) -> Any:
+        return rtdl.ResNet(
+            d_in=5, d_out=1, n_blocks=3, d_block=16, d_hidden=None, d_hidden_multiplier=2.0, dropout1=0.0, dropout2=0.0
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.model(batch[1])[:, 0], batch[2])
+
+
+class TabNet(Tabular):
+    """Ghost batch norm, masks, a sparsity that is part of the loss."""
+
+    def build(self) -> Any:
+        return tabnet.TabNet(
+            8, 1, n_d=8, n_a=8, n_steps=2, cat_idxs=[0, 1, 2], cat_dims=[4, 4, 4], cat_emb_dim=[2, 2, 2],
+            virtual_batch_size=4, group_attention_matrix=torch.eye(8),
+        )  # fmt: skip
+
+    def loss(self, batch: Any) -> Tensor:
+        categories, numbers, target = batch
+        out, sparsity = self.model(torch.cat([categories.float(), numbers], 1))
+        return F.mse_loss(out[:, 0], target) - 1e-3 * sparsity
+
+
+class OfTensorDict(RtdlResNet):
+    """The batch is a TensorDict, as torchrl's collate functions make them."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.model(batch["numbers"])[:, 0], batch["target"])
+
+    def data(self) -> Any:
+        return [{"numbers": numbers, "target": target} for _, numbers, target in rows_of()]
+
+    def train_dataloader(self) -> Any:
+        def collate(rows: Any) -> Any:
+            fields = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            return tensordict.TensorDict(fields, batch_size=[len(rows)])
+
+        return torch.utils.data.DataLoader(self.data(), batch_size=8, collate_fn=collate)
+
+    val_dataloader = train_dataloader
+
+
+class WithIndex(RtdlResNet):
+    """A pandas index comes along with the tensors, as forecasting packages do it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.model(batch["numbers"])[:, 0], batch["target"])
+
+    def data(self) -> Any:
+        return [{"numbers": numbers, "target": target} for _, numbers, target in rows_of()]
+
+    def train_dataloader(self) -> Any:
+        def collate(rows: Any) -> Any:
+            fields: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            fields["index"] = pandas.DataFrame({"row": range(len(rows))})
+            return fields
+
+        return torch.utils.data.DataLoader(self.data(), batch_size=8, collate_fn=collate)
+
+    val_dataloader = train_dataloader
+
+
+@table(
+    Case(TabTransformer),
+    Case(TabTransformer, REPLICAS, ranks=4, variant="replicas"),
+    Case(FtTransformer),
+    Case(RtdlTransformer),
+    Case(RtdlResNet, WHOLE),
+    Case(TabNet, WHOLE),
+    Case(OfTensorDict, WHOLE),
+    Case(WithIndex, WHOLE),
+)
+def test_tabular(case: Case) -> None:
+    check(case)
