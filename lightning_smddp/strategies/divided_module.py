@@ -25,7 +25,7 @@ from lightning_smddp.pipeline.division import (
 from lightning_smddp.pipeline.full_state import release, set_contents
 from lightning_smddp.pipeline.gradient_window import GradientWindow
 from lightning_smddp.pipeline.materialise import materialise
-from lightning_smddp.pipeline.microbatches import MicroBatch, split
+from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import Modules, build_program
@@ -40,11 +40,11 @@ from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
 from lightning_smddp.pipeline.verification import EXACT, MIXED, Finding, compare, gradient_norms, require_equal
 from lightning_smddp.pipeline.view.global_view import GlobalView
-from lightning_smddp.pipeline.weighting import Weighting, find_weighting, warning_without_trial
-from lightning_smddp.strategies.log_rules import learn_rules
+from lightning_smddp.pipeline.weighting import warning_without_trial
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.step_results import StepResults
+from lightning_smddp.strategies.weighing import Weighed, Weighing
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -93,7 +93,9 @@ class DividedModule:
         self.module, self.options, self.groups, self.device = module, options, groups, device
         self._weights, self._seed = weights, seed
         self.division = self._divide(step, microbatches, resources, known)
-        self.weighting, self.warning = self._weigh(step, pair)
+        weighed = self._weigh(step, pair)
+        self.weighting, self.warnings = weighed.weighting, weighed.warnings
+        step.capture.rules |= weighed.rules
         self._place()
         ownership, rank = self.division.ownership, groups.place
         held = held_parameters(module, ownership, rank)
@@ -192,30 +194,25 @@ class DividedModule:
 
     # ---- division ----
 
-    def _weigh(self, step: LightningStep, pair: MicroBatch | None) -> tuple[Weighting, str | None]:
+    def _weigh(self, step: LightningStep, pair: MicroBatch | None) -> Weighed:
         """How micro-batches' losses and logs make up the batch's: found by the first rank. Collective."""
         world = dist.group.WORLD
         assert world is not None
         if pair is None or not self.options.check:
-            return Weighting(), None
+            return Weighed()
         if not is_whole(self.module, self.device):
-            return Weighting(), warning_without_trial(pair)
+            why = "with a model that is never whole on a rank"
+            warning = warning_without_trial(pair, why)
+            return Weighed(warnings=[] if warning is None else [warning])
+        buffers = sorted({name for item in self.division.program.items for name in item.buffers})
+        size_of = self.options.batch_size_fn
+        weighing = Weighing(self.module, self.device, step, pair, size_of, self._is_exact(), buffers)
+        return Weighed.from_json(first_decides(lambda: weighing.run().to_json(), world, self.device))
 
-        def loss(microbatch: MicroBatch) -> float:
-            return float(loss_of(step.observed(microbatch).output, step.hook, detached=True))
-
-        def decide() -> Any:
-            with untouched(self.module, self.device), torch.no_grad():
-                self.module.eval()  # without dropout; steps that draw random numbers all the same are not compared
-                weighting, warning = find_weighting(loss, pair)
-                parts = split(pair.value, 2)
-                seen = [step.observed(part) for part in parts]
-                rules = learn_rules(step.observed(pair), seen, [part.size for part in parts])
-            return [weighting.to_json(), warning, rules]
-
-        found, warning, rules = first_decides(decide, world, self.device)
-        step.capture.rules |= rules
-        return Weighting.from_json(found), warning
+    def _is_exact(self) -> bool:
+        """Whether all floating-point values of the step have at least 32 bits."""
+        values = self.division.program.values
+        return all(value.dtype.itemsize >= 4 for value in values if value.dtype.is_floating_point)
 
     def _divide(
         self,
@@ -313,8 +310,7 @@ class DividedModule:
             division.reference.norms,
             {name: norm for part in reports for name, norm in part["norms"].items()},
         )
-        exact = all(value.dtype.itemsize >= 4 for value in division.program.values if value.dtype.is_floating_point)
-        require_equal(self.findings, EXACT if exact else MIXED)
+        require_equal(self.findings, EXACT if self._is_exact() else MIXED)
 
     def _everyones(self, first: MicroBatch) -> MicroBatch:
         """The micro-batch of the very first rank, which made the reference."""

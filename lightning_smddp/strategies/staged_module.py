@@ -207,9 +207,13 @@ class StagedModule:
         parts = [] if pair is None else split(pair.value, 2, self._size(pair.value))
         if pair is None or len(parts) < 2 or not self.options.check or step.hook == "predict_step":
             return
-        whole, *halves = [divided.try_out(step, rows) for rows in (pair, *parts)]
+        parts = divided.weighting.apply(parts)
+        whole, again, *halves = [divided.try_out(step, rows) for rows in (pair, pair, *parts)]
         if divided.runtime.ends_here:
-            self.capture.rules |= learn_rules(whole, halves, [part.size for part in parts])
+            learned = learn_rules(whole, halves, parts, again)
+            self.capture.rules |= learned.rules
+            if self.groups.replica == 0 and (warning := learned.warning()) is not None:
+                warnings.warn(warning, stacklevel=2)
 
     def scale(self) -> float:
         """What a gradient scaler multiplies losses by."""
@@ -321,8 +325,8 @@ class StagedModule:
             weights = self.divided.weighting.describe()
             rows = describe(self.divided.division, self.options, resources, self.module, microbatches, weights)
             print_table(_TITLE, rows, self.module.trainer)
-        if self.divided.warning is not None and dist.get_rank() == 0:
-            warnings.warn(self.divided.warning, stacklevel=2)
+        for warning in self.divided.warnings if dist.get_rank() == 0 else ():
+            warnings.warn(warning, stacklevel=2)
         return self.divided
 
     # ---- optimizers and precision ----

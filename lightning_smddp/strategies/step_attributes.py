@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.microbatches import combine
 from lightning_smddp.pipeline.structure import leaves, map_leaves, tensors
+from lightning_smddp.strategies.step_values import is_loss, reduce_losses
 
 Place: TypeAlias = tuple[Any, ...]  # (attribute,), or (attribute, key or position in it)
 _MISSING = object()
@@ -94,7 +95,7 @@ class AttributeWatch:
 
 
 def combine_changes(
-    changes: Sequence[Changes], sizes: Sequence[int], per_row: dict[Place, bool]
+    changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float], per_row: dict[Place, bool]
 ) -> tuple[list[tuple[Place, list[Any]]], dict[str, Any]]:
     """What the batch would have appended and set, from what its micro-batches did.
 
@@ -104,6 +105,7 @@ def combine_changes(
     Args:
         changes: by micro-batch.
         sizes: rows of the micro-batches.
+        weights: of their losses, for what is named so.
         per_row: which lists gain an item for each row, and which integers count rows. Kept from step to step:
             micro-batches of one row do not show it.
     """
@@ -111,6 +113,10 @@ def combine_changes(
     for place in dict.fromkeys(place for change in changes for place in change.appended):
         found = [(c.appended[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.appended]
         tails, its_sizes = [tail for tail, _ in found], [size for _, size in found]
+        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if place in c.appended]
+        if is_loss(place[0]) and (losses := _combine_losses(tails, its_weights)) is not None:
+            appended.append((place, losses))
+            continue
         if max(its_sizes) > 1:
             per_row[place] = _is_per_row(tails, its_sizes)
         appended.append((place, _combine_tails(tails, its_sizes, per_row.get(place, False))))
@@ -125,8 +131,10 @@ def combine_changes(
                 per_row[name,] = steps == its_sizes
             adds_up = per_row.get((name,), False) or len(set(steps)) > 1
             values[name] = before + (sum(steps) if adds_up else steps[0])
-        else:
-            values[name] = _combine_values(after, its_sizes)
+            continue
+        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if name in c.values]
+        losses = _combine_losses([[value] for value in after], its_weights) if is_loss(name) else None
+        values[name] = _combine_values(after, its_sizes) if losses is None else losses[0]
     return appended, values
 
 
@@ -160,6 +168,18 @@ def _combine_tails(tails: list[list[Any]], sizes: list[int], per_row: bool) -> l
         return [combine([tail[i] for tail in tails], sizes) for i in range(len(tails[0]))]
     except ValueError:  # no value stands for all micro-batches', so the list gets each of them
         return everything
+
+
+def _combine_losses(tails: list[list[Any]], weights: Sequence[float]) -> list[Any] | None:
+    """Losses that each micro-batch appended or set, as the loss is weighted; None if they are no single numbers."""
+    numbers_only = all(
+        isinstance(item, float) or (isinstance(item, Tensor) and item.dim() == 0 and item.is_floating_point())
+        for tail in tails
+        for item in tail
+    )
+    if not numbers_only or len({len(tail) for tail in tails}) > 1:
+        return None
+    return [reduce_losses([tail[index] for tail in tails], weights) for index in range(len(tails[0]))]
 
 
 def _combine_values(values: list[Any], sizes: list[int]) -> Any:

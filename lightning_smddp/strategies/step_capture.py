@@ -28,7 +28,14 @@ from lightning_smddp.strategies.step_metrics import (
     patched,
 )
 from lightning_smddp.strategies.step_results import Log, StepResults
-from lightning_smddp.strategies.step_values import Rule, reduce_values, reduction_name, whole_batch_size
+from lightning_smddp.strategies.step_values import (
+    Rule,
+    is_loss,
+    reduce_losses,
+    reduce_values,
+    reduction_name,
+    whole_batch_size,
+)
 
 _Key: TypeAlias = tuple[Hashable, ...]  # what was called, and how often before in this micro-batch
 _Returned: TypeAlias = dict[_Key, list[Any]]  # by call of a metric, the leaves of its result for the batch
@@ -128,7 +135,8 @@ class StepCapture:
         looked at. If the step raises, nothing is kept.
         """
         metrics = self._find_metrics()
-        record, watch = _Record(size, size if weight is None else weight), AttributeWatch(self.module, self._ignored)
+        share = 2.0 * size if weight is None else weight  # 1 would mean that losses are added up
+        record, watch = _Record(size, share), AttributeWatch(self.module, self._ignored)
         recorder = MetricRecorder(metrics, record.add_call if keep else None, self._known)
         log = self._recording_log(record, self.module.log) if keep else _ignore
         self._running = (record, watch) if keep else None
@@ -174,9 +182,10 @@ class StepCapture:
             logs, metrics, returned = self._combine_events(records)
             marks = _Marks(returned)
             changes = [marks.put_on_changes(record) for record in records]
-            appended, attributes = marks.take_off(combine_changes(changes, sizes, self._per_row))
+            weights = [record.weight for record in records]
+            appended, attributes = marks.take_off(combine_changes(changes, sizes, weights, self._per_row))
             marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
-            output = marks.take_off(_with_losses(combine(marked, sizes), marked, [record.weight for record in records]))
+            output = marks.take_off(_with_losses(combine(marked, sizes), marked, weights))
         self.clear()
         return StepResults(logs, metrics, appended, attributes, output)
 
@@ -263,11 +272,14 @@ class StepCapture:
             return Log(first.name, None, first.metric, detached(forward_cache(metric)), options)
         if first.source is not None and all(log.source == first.source for log in logs):
             key, leaf = first.source
-            return Log(first.name, returned[key][leaf], None, None, options)
-        if is_loss(first.name):
-            weights = [log.weight for log in logs]
-        rule = self.rules.get(first.name, options["reduce_fx"])
-        return Log(first.name, reduce_values(rule, [log.value for log in logs], weights), None, None, options)
+            return Log(first.name, returned[key][leaf], None, None, options, is_whole=True)
+        rule = self.rules.get(first.name)
+        values = [log.value for log in logs]
+        if rule == "loss" or (rule is None and is_loss(first.name) and options["reduce_fx"] == "mean"):
+            value = reduce_losses(values, [log.weight for log in logs])
+        else:
+            value = reduce_values(rule or options["reduce_fx"], values, weights)
+        return Log(first.name, value, None, None, options)
 
     def _progress(self, called: set[str]) -> dict[str, tuple[int, Any]]:
         """Update counts and forward caches of all metrics that share a collection or wrapper with a called one."""
@@ -334,15 +346,10 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-def is_loss(name: object) -> bool:
-    """Whether a value of that name is taken for a loss, which is weighted as the loss is."""
-    return isinstance(name, str) and "loss" in name.lower()
-
-
 def _with_losses(output: Any, outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     """``output`` with its losses weighted: a scalar that the step returned, or members of a dict that are called so."""
     if isinstance(output, Tensor) and output.dim() == 0 and output.is_floating_point():
-        return reduce_values("mean", outputs, weights).to(output.dtype)
+        return reduce_losses(outputs, weights).to(output.dtype)
     if isinstance(output, dict):
         for key, value in output.items():
             if is_loss(key):

@@ -19,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_smddp._compat import keep_compute_groups, without_torch_functions
 from lightning_smddp.pipeline.microbatches import combine
-from lightning_smddp.pipeline.structure import map_leaves
+from lightning_smddp.pipeline.structure import map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
 _METHODS = ("forward", "update", "compute", "reset")
@@ -98,8 +98,7 @@ class MetricRecorder:
                 return original(*args, **kwargs)
             self.busy = True
             try:
-                with without_torch_functions():
-                    return self._call(name, metric, method, original, args, kwargs)
+                return self._call(name, metric, method, original, args, kwargs)
             finally:
                 self.busy = False
 
@@ -114,12 +113,16 @@ class MetricRecorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if self.record is None:
-            return self._zeros(name, metric, method)
-        result = self._value(name, metric, method, lambda: original(*args, **kwargs))
+        with without_torch_functions():
+            if self.record is None:
+                return self._zeros(name, metric, method)
+            result = self._value(name, metric, method, lambda: original(*args, **kwargs))
+        if any(tensor.requires_grad for tensor in tensors(result)):  # it may be the loss: a part of the step as others
+            result = self._value(name, metric, method, lambda: original(*args, **kwargs))
         call = MetricCall(name, method, args, kwargs, result)
-        self.calls.append(call)
-        self.record(call)
+        with without_torch_functions():
+            self.calls.append(call)
+            self.record(call)
         return result
 
     def _value(self, name: str, metric: AnyMetric, method: str, function: Callable[[], Any]) -> Any:

@@ -21,13 +21,17 @@ from lightning_smddp.strategies.step_attributes import Place, apply_changes
 
 @dataclass
 class Log:
-    """One call of ``self.log``: the value, or the name of the metric that was logged and what it showed then."""
+    """One call of ``self.log``: the value, or the name of the metric that was logged and what it showed then.
+
+    ``is_whole`` if the value is what a metric returned for the whole batch.
+    """
 
     name: str
     value: Any
     metric: str | None
     cache: Any
     options: dict[str, Any]
+    is_whole: bool = False
 
 
 @dataclass

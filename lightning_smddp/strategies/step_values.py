@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-Rule: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
+Rule: TypeAlias = Literal["mean", "sum", "max", "min", "last", "loss"]  # "loss": weighted as losses are
 _REDUCTIONS: list[tuple[Callable[..., Any], Rule]] = [
     (torch.mean, "mean"),
     (torch.sum, "sum"),
@@ -58,6 +58,17 @@ def _reduce_numbers(rule: Rule, values: Sequence[Any], weights: Sequence[float])
             return values[0]
         return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
     return sum(values) if rule == "sum" else max(values) if rule == "max" else min(values)
+
+
+def reduce_losses(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The batch's loss out of those of micro-batches: their mean by weight, or their sum where each weighs 1."""
+    adds_up = len(values) > 1 and all(weight == 1.0 for weight in weights)
+    return reduce_values("sum" if adds_up else "mean", values, weights)
+
+
+def is_loss(name: object) -> bool:
+    """Whether a value of that name is taken for a loss, which is weighted as the loss is."""
+    return isinstance(name, str) and "loss" in name.lower()
 
 
 def whole_batch_size(given: Sequence[int], sizes: Sequence[int], constant: int | None) -> tuple[int, int | None]:
