@@ -29,6 +29,7 @@ from lightning_smddp.pipeline.full_state import (
 from lightning_smddp.pipeline.microbatches import MicroBatch, split
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
 from lightning_smddp.pipeline.placement import Groups
+from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.view.global_view import GlobalView
@@ -36,6 +37,7 @@ from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, looks_at_other_rows, resources_for
 from lightning_smddp.strategies.hand_over import factor_of
+from lightning_smddp.strategies.lockstep import Lockstep
 from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
@@ -92,6 +94,7 @@ class StagedModule:
         self._states: Sequence[Mapping[str, Any]] | None = None
         self._weights: dict[str, Tensor] = {}
         self._plugin: Any = None
+        self.lockstep = Lockstep()
         self.watching = False  # for NaN and inf in gradients
         self.shown: set[str] = set()  # steps whose table the strategy has printed
         self.marking = True  # see `NonFiniteWatch.marks`
@@ -192,15 +195,42 @@ class StagedModule:
         batch = self._agreed(batch, hook)
         step = self._step(hook, arguments)
         if self.divided is None and may_wait and is_whole(self.module, self.device):
-            with self.context(hook):
-                return getattr(self.module, hook)(batch, *arguments)
+            return self._by_itself(step, batch)
+        if self.lockstep.has(step):
+            return self._in_lockstep(step, batch)
         microbatches = self._microbatches(batch)
-        divided = self.divided or self._divide(step, microbatches, None)
-        if step.key not in self._tried:
-            self._tried.add(step.key)
-            self._try(divided, step, self._pair(batch, len(microbatches)))
-        outputs = self._run(divided, divided.courses(step, microbatches), step, microbatches)
+        try:
+            divided = self.divided or self._divide(step, microbatches, None)
+        except SplitError as error:
+            if not is_whole(self.module, self.device):
+                raise
+            self.lockstep.take(step, error)
+            return self._in_lockstep(step, batch)
+        try:
+            courses = divided.courses(step, microbatches)
+            if step.key not in self._tried:
+                self._tried.add(step.key)
+                self._try(divided, step, self._pair(batch, len(microbatches)))
+        except Exception as error:  # also an error of the user's own, which then comes again
+            self.lockstep.take(step, error)
+            return self._in_lockstep(step, batch)
+        outputs = self._run(divided, courses, step, microbatches)
         return self._share(step, outputs)
+
+    def _by_itself(self, step: LightningStep, batch: Any) -> Any:
+        """The step on the whole batch, by each rank with the whole module."""
+        with self.context(step.hook):
+            return getattr(self.module, step.hook)(batch, *step.arguments)
+
+    def _in_lockstep(self, step: LightningStep, batch: Any) -> Any:
+        """An evaluation step that cannot be cut, on the whole batch, by all ranks together."""
+        view = self.view
+        if view is None:
+            return self._by_itself(step, batch)
+        [whole] = split(batch, 1, self._size(batch))
+        with self.inside_view():
+            results = self.lockstep.run(step, whole.value, whole.size, view)
+        return results.apply(self.module, self.metrics)
 
     def _try(self, divided: DividedModule, step: LightningStep, pair: MicroBatch | None) -> None:
         """Learn how what ``step`` logs for micro-batches makes up what it logs for a batch. Collective."""

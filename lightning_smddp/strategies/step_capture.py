@@ -89,6 +89,15 @@ class _Record:
             if isinstance(event, MetricCall):
                 event.args, event.kwargs = detached((event.args, event.kwargs))
 
+    def apply(self, function: Callable[[Any], Any]) -> None:
+        """Replace all values by what ``function`` makes of them."""
+        for event in self.events.values():
+            if isinstance(event, MetricCall):
+                event.args, event.kwargs = function(event.args), function(event.kwargs)
+            else:
+                event.value = function(event.value)
+        self.changes = function(self.changes)
+
     def _add(self, what: _Key, event: _Logged | MetricCall) -> _Key:
         key = (*what, self.counts[what])
         self.counts[what] += 1
@@ -166,16 +175,21 @@ class StepCapture:
         """Forget what was kept."""
         self._kept, self._metrics = {}, None
 
-    def results(self, outputs: Sequence[Any]) -> StepResults:
+    def results(self, outputs: Sequence[Any], plain: Callable[[Any], Any] | None = None) -> StepResults:
         """Combine the kept micro-batches, and update metrics. On the rank where the step ends; others :meth:`clear`.
 
         Args:
             outputs: what the step returned for each micro-batch, in the order of their indices.
+            plain: applied to all that was kept, and to ``outputs``, first.
 
         Raises:
             ValueError: there is no rule for what the step returned, or for the arguments of a metric.
         """
         records = [self._kept[index] for index in sorted(self._kept)]
+        if plain is not None:
+            for record in records:
+                record.apply(plain)
+            outputs = plain(list(outputs))
         sizes = [record.size for record in records]
         assert len(outputs) == len(records), f"{len(outputs)} outputs of {len(records)} micro-batches"
         with self._without_pipeline(), torch.no_grad():

@@ -72,8 +72,9 @@ class Leaves:
         shown = leaf.shown
         if shown is None or shown.shape != tensor.shape or shown.dtype != tensor.dtype:
             shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            shown = GlobalTensor(self.view, leaf.home, shape, tensor.detach() if mine else None, leaf.memory)
-            shown.requires_grad_(tensor.requires_grad)
+            with torch.inference_mode(False):  # it stays when a validation is over
+                shown = GlobalTensor(self.view, leaf.home, shape, tensor.detach() if mine else None, leaf.memory)
+                shown.requires_grad_(tensor.requires_grad)
             leaf.shown = shown
         elif mine:
             assert shown.local is not None

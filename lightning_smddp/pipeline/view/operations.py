@@ -101,7 +101,7 @@ class Operations:
         elif facts.draws:  # every rank's generator goes on alike
 
             def stand_in(leaf: Any) -> Any:
-                return self._zeros(leaf) if isinstance(leaf, GlobalTensor) else leaf
+                return self._ones(leaf) if isinstance(leaf, GlobalTensor) else leaf
 
             function(*map_arguments(stand_in, args), **map_arguments(stand_in, kwargs))
         for tensor in written:
@@ -119,8 +119,9 @@ class Operations:
             return {}
         return {id(t): copy for t, copy in zip(elsewhere, self.view.fetch(elsewhere), strict=True)}
 
-    def _zeros(self, tensor: GlobalTensor) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.view.device)
+    def _ones(self, tensor: GlobalTensor) -> Tensor:
+        """Something to draw by: valid as a probability, a weight and a deviation."""
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.view.device)
 
     def _wrap(self, shapes: Any, real: Any, home: int, found: Sequence[GlobalTensor]) -> Any:
         """Global tensors for the tensors in ``shapes``; ``real`` has their values, on the home."""

@@ -95,8 +95,10 @@ class GlobalTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Called outside of the view only: inside, its mode comes first."""
+        """Called outside of the view, and inside of it where modes are off."""
         tensor = next(leaf for leaf in _flat((args, kwargs or {})) if isinstance(leaf, GlobalTensor))
+        if tensor.global_view.is_entered:
+            return tensor.global_view.operations.run(function, tuple(args), dict(kwargs or {}))
         if function is torch.ops.aten.detach.default:  # autograd's own, which reads nothing
             return tensor.global_view.alias(tensor)
         raise GlobalViewError(

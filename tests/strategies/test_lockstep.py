@@ -1,0 +1,134 @@
+"""Validation, test and prediction steps that cannot be cut into stages run all the same, in lockstep."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+from tests.strategies.learners import CLASSES
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, name_of
+
+LOCKSTEP = "runs in lockstep"
+
+
+class Texts(Net):
+    """Language models, which generate in validation and prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.model = self.build()
+        self.texts: list[Any] = []
+
+    def build(self) -> Any:
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 23, "n_positions": 32}
+        return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, **dropout))
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        texts = self.model.generate(batch[:, :3], max_new_tokens=4, do_sample=False)
+        self.texts.append(texts)
+        self.log("length", float(texts.shape[1]))
+        self.log("sum", texts.sum().float())
+        self.log("val_loss", self.loss(batch))
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.model.generate(batch[:, :3], max_new_tokens=3, num_beams=2)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(torch.randint(3, 23, (12, 8), generator=generator), batch_size=4)
+
+    val_dataloader = predict_dataloader = train_dataloader
+
+
+class Seq2Seq(Texts):
+    def build(self) -> Any:
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 23}
+        return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        texts = self.model.generate(batch, max_new_tokens=4, do_sample=False)
+        self.texts.append(texts)
+
+
+class Samples(Net):
+    """Draws tokens one after the other, and measures them with metrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=CLASSES)
+        self.seen = torchmetrics.CatMetric()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x, target = batch
+        torch.manual_seed(batch_idx)
+        for _ in range(3):
+            probabilities = self.net(x).softmax(1)
+            drawn = torch.multinomial(probabilities, 1)
+            if drawn.float().mean() > 4:
+                x = x * 0.5
+            x = x + 0.1 * drawn
+        self.accuracy(probabilities, target)
+        self.seen.update(drawn.float())
+        self.log("accuracy", self.accuracy)
+        self.log("drawn", drawn.float().mean())
+        return {"drawn": drawn}
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("all", self.seen.compute().sum())
+        self.seen.reset()
+
+    val_dataloader = Evaluated.val_dataloader
+
+
+class InputGradient(Net):
+    """Takes a gradient in the step."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.net(x).logsumexp(1).sum(), x)
+        self.log("saliency", gradient.abs().mean())
+
+    val_dataloader = Evaluated.val_dataloader
+
+
+MODULES = {cls.__name__: cls for cls in (Texts, Seq2Seq, Samples, InputGradient)}
+
+
+def fit(bench: Bench, module: str) -> Any:
+    model = MODULES[module]()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = bench.fit(model, max_epochs=2, num_sanity_val_steps=0, inference_mode=module != "InputGradient")
+        trainer = model.trainer
+        result["texts"] = getattr(model, "texts", [])
+        if module in ("Texts", "Seq2Seq"):
+            result["predicted"] = trainer.predict(model)
+    said = [str(w.message) for w in caught if LOCKSTEP in str(w.message)]
+    if bench.pipeline is not None and trainer.global_rank == 0:
+        assert len(said) == (2 if module in ("Texts", "Seq2Seq") else 1), said
+    return result
+
+
+CASES: list[Case] = [functools.partial(fit, module=name) for name in MODULES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_as_in_one_process(case: Case) -> None:
+    Matrix([case]).compare(case)
