@@ -17,6 +17,7 @@ from os import PathLike
 from typing import IO, Any
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.places import locate
@@ -59,6 +60,12 @@ def read_checkpoint(
             )
         file.seek(0)
         return _load(file, str(path), map_location, weights_only is not False, mmap)
+
+
+def refused_objects(path: str | PathLike[str]) -> list[str]:
+    """Classes and functions in a local file that :func:`read_checkpoint` will refuse; of a remote one none is known."""
+    fs, name = locate(path)
+    return sorted(get_unsafe_globals_in_checkpoint(name)) if fs is None else []
 
 
 def verify_checkpoint(path: str | PathLike[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.messages import gather_json
@@ -28,6 +29,19 @@ def describe_parameters(module: nn.Module) -> list[str]:
 def describe_buffers(module: nn.Module) -> list[str]:
     """One line for each buffer: name, shape, dtype."""
     return [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
+
+
+def require_initialized(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a lazy layer has not seen an input yet, which tells it its shape."""
+    for name, parameter in itertools.chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(parameter):
+            layer = name.rpartition(".")[0]
+            kind = type(module.get_submodule(layer)).__name__
+            raise ValueError(
+                f"{name!r} of {type(module).__name__} has no shape yet: {layer or 'the module'!r} is a {kind}. Ranks "
+                "have to know the model before its first batch. Call the module once with an example in `__init__` or "
+                "`configure_model`, such as `with torch.no_grad(): self(torch.zeros(1, 8))`, the same on every rank."
+            )
 
 
 def check_trainable(module: nn.Module) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from lightning_smddp.checkpoint.background import BackgroundWriter
-from lightning_smddp.checkpoint.contents import Snapshot, bytes_needed, dump_of
+from lightning_smddp.checkpoint.contents import Dump, Snapshot, bytes_needed, dump_of
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.places import remove_checkpoint, write_checkpoint
-from lightning_smddp.checkpoint.reading import read_checkpoint
+from lightning_smddp.checkpoint.reading import read_checkpoint, refused_objects
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO as _Base
@@ -39,7 +40,12 @@ class SafeFiles(_Base):
 
     def __init__(self, asynchronous: bool = False, verify: bool = True) -> None:
         self.asynchronous, self._verify = asynchronous, verify
+        self._refused: set[str] = set()  # said already
         self._writer: BackgroundWriter | None = None  # made when needed: it cannot be sent to a spawned process
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``pickle`` and ``copy.deepcopy``: without the thread."""
+        return {**vars(self), "_writer": None}
 
     @property
     def failure(self) -> BaseException | None:
@@ -69,10 +75,25 @@ class SafeFiles(_Base):
                 self._writer = BackgroundWriter()
             self._writer.close()  # before there are two copies in memory
             snapshot = Snapshot(checkpoint)
-            self._writer.submit(partial(write_checkpoint, snapshot.dump, path, snapshot.size, self._verify))
+            self._writer.submit(partial(self._write, snapshot.dump, path, snapshot.size))
         else:
             self._settle()
-            write_checkpoint(dump_of(checkpoint), path, bytes_needed(checkpoint), self._verify)
+            self._write(dump_of(checkpoint), path, bytes_needed(checkpoint))
+
+    def _write(self, dump: Dump, path: Path, size: int) -> None:
+        """Write, and say once which objects resuming from it will refuse."""
+        write_checkpoint(dump, path, size, self._verify)
+        refused = [name for name in refused_objects(path) if name not in self._refused]
+        if refused:
+            self._refused.update(refused)
+            names = ", ".join(refused)
+            warnings.warn(
+                f"{path} contains {names}, which is not plain data, and resuming will refuse it. Save it as numbers, "
+                "strings and tensors, leave it out (`save_hyperparameters(ignore=[...])`), or before you "
+                f"resume call `torch.serialization.add_safe_globals([{names}])`; or give `fit` weights_only=False, "
+                "which runs code that the file contains.",
+                stacklevel=2,
+            )
 
     def load_checkpoint(self, path: Path, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Verify and load, to the CPU unless ``map_location`` says otherwise.

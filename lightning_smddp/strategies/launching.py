@@ -85,7 +85,8 @@ class ScriptLaunching:
             return _ranked(function, trainer)(*args, **kwargs)
         except BaseException as error:
             if not is_control_flow(error):
-                atexit.register(end_processes, self.procs)
+                own_s = 0.0 if trainer is None else trainer.strategy.hooks_after_exception_s
+                atexit.register(end_processes, self.procs, max(_LINGER_S, own_s))
             raise
         finally:
             joined.set()

@@ -24,6 +24,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.full_state import broadcast_initial
 from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.placement import Groups
+from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.verification import Finding
 from lightning_smddp.strategies.exact_resume import ExactResume
 from lightning_smddp.strategies.guarded import Guarded
@@ -45,7 +46,7 @@ from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options, Session, check_devices
-from lightning_smddp.strategies.staged_module import StagedModule
+from lightning_smddp.strategies.staged_module import StagedModule, require_whole
 from lightning_smddp.strategies.supervised import Supervised
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         grid = self.options.grid(self.num_nodes * self.num_processes)
         super().setup_environment()
         self._session.process_group_started()
-        if self.lightning_module is not None:
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
         if self._groups is None:
             self._groups = Groups.create(grid, self.options.communication.collective_timeout or self._timeout)
@@ -183,6 +184,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
+        require_whole(self.lightning_module)
         require_supported(self.lightning_module, callbacks_of(trainer), fits)
         if fits:
             self.require_no_links(trainer)
@@ -330,6 +332,16 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         assert self._groups is not None
         return {"num_replicas": self._groups.grid.num_replicas, "rank": self._groups.replica}
 
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks. Raises ``ValueError`` inside of a step, whose micro-batches reach each rank in turn."""
+        if self._staged is not None and self._staged.capture.runs_step:
+            raise SplitError(
+                "`strategy.barrier()` is called inside of a step that runs as a pipeline. Each rank is at another "
+                "micro-batch then, and they would wait for each other for ever. Call it in a hook around the step, "
+                "such as `on_train_batch_start`, where all ranks come together."
+            )
+        super().barrier(*args, **kwargs)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over replicas, as all ranks of a pipeline have the same values; over ``group`` if given."""
         chosen = group if group is not None or self._groups is None else self._groups.replicas
@@ -340,6 +352,17 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         return int(votes) == dist.get_world_size() if all else bool(votes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process and its run."""
+        ended: dict[str, Any] = {
+            "_groups": None,
+            "_staged": None,
+            "_ended": None,
+            "_changes": ExitStack(),
+            "_shown": set(),
+        }
+        return {**super().__getstate__(), **ended}
 
     # ---- what users see ----
 

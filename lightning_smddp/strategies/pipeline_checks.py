@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from lightning_smddp._compat import is_compiled_module
+from lightning_smddp.communication.models import require_initialized
 from lightning_smddp.pipeline.structure import leaves
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.quiet import without_warning
@@ -26,6 +27,7 @@ _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: bool) -> None:
     """Raise ``ValueError`` for what no split can run; warn of what runs otherwise."""
     name = type(module).__name__
+    require_initialized(module)
     if fits and not module.automatic_optimization:
         raise ValueError(
             f"{name} uses manual optimization (automatic_optimization=False). A pipeline's forward and backward passes "
@@ -47,7 +49,8 @@ def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: b
                 "strategy='smddp'."
             )
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):
-        if "dataloader_iter" in inspect.signature(getattr(module, hook)).parameters:
+        step = getattr(module, hook)
+        if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
             raise ValueError(
                 f"{name}.{hook} takes `dataloader_iter`. A pipeline has to see the batch to cut it into micro-batches: "
                 "take `batch` instead."

@@ -70,7 +70,12 @@ class LightningStep:
         changes = self.key in self.capture.changing_steps
         value = copied(microbatch.value) if changes else microbatch.value
         with self.precision():
-            return self.capture.finish(getattr(self.module, self.hook)(value, *self.arguments))
+            self.capture.runs_step = True
+            try:
+                result = getattr(self.module, self.hook)(value, *self.arguments)
+            finally:
+                self.capture.runs_step = False
+            return self.capture.finish(result)
 
     def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
         """See ``pipeline.runtime.Step``."""

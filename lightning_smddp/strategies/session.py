@@ -25,7 +25,12 @@ from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import METHODS, Compression
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.communication.models import check_compression, check_same_model, check_trainable
+from lightning_smddp.communication.models import (
+    check_compression,
+    check_same_model,
+    check_trainable,
+    require_initialized,
+)
 from lightning_smddp.communication.rehearsal import settle_buckets
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
@@ -146,6 +151,7 @@ class Session:
                 "`process_group` and `device_mesh` are not supported: the gradients of all ranks are averaged. "
                 "Use Lightning's DDPStrategy for gradients of a part of the ranks."
             )
+        require_initialized(module)
         group = dist.group.WORLD
         assert group is not None
         if self.communicator is None or self.recorder is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -51,6 +52,19 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 _TITLE = "smddp_pipeline: pipeline parallelism"
+
+
+_in_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def require_whole(module: nn.Module) -> None:
+    """Raise ``ValueError`` if an exception has left ``module`` in parts, of which this rank has its own."""
+    if module in _in_parts and any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} is in parts: an exception ended the run that had divided it, and other ranks may "
+            "have been gone, so that this rank has its own stages only. Make a new module, and give `fit` the last "
+            "checkpoint as `ckpt_path`."
+        )
 
 
 class StagedModule:
@@ -464,6 +478,8 @@ class StagedModule:
                 self.divided.view.close()
                 gather_full(self.module, self.divided.division.ownership, self.groups.pipeline, self.device)
                 self.divided = None
+            elif not gather:
+                _in_parts.add(self.module)
         self.metrics.close()
         if self._plugin is not None:
             vars(self._plugin).pop("clip_grad_by_norm", None)

@@ -127,6 +127,7 @@ class StepCapture:
         self.examples: dict[Any, Any] = {}  # containers of what a step returns, by step
         self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
         self.changing_steps: set[Any] = set()  # by their keys: those that change their batch in place
+        self.runs_step = False  # whether the user's code of a step runs now, on a micro-batch
         self._kept: dict[int, _Record] = {}
         self._metrics: dict[str, AnyMetric] | None = None  # None between steps
         self._names: dict[int, str] = {}

@@ -28,9 +28,11 @@ from lightning_smddp.strategies._compat_runs import (
     will_step,
 )
 from lightning_smddp.strategies.auto_resume import stop_checkpoint
+from lightning_smddp.strategies.exact_resume import ExactResume
 from lightning_smddp.strategies.launching import end_processes, launcher_pid, may_be_ended
+from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.reliability import ReliabilityOptions
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Session
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.supervisor import Supervisor
@@ -45,6 +47,7 @@ _PHASE_OF = {"validate": "validation", "test": "test"}
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
 _VALIDATED = 2**32 - 1
 _END = 2**62  # a place to stop at, behind all others
+_GOODBYES_S = 5.0  # for the other ranks' ends
 _SAVING_S = 60.0  # for a checkpoint that is written because of an exception
 
 
@@ -57,6 +60,7 @@ class Supervised(_Base):
     _supervisor: Supervisor | None = None
     _stops: ExitStack | None = None
     _stopped: bool | None = None  # by a signal: whether the ranks agreed
+    _failed_run = False  # the last one ended with an exception
     _runs = False  # inside of explained_errors
     started_ranks: Any = ()  # processes that this one has started
 
@@ -146,18 +150,26 @@ class Supervised(_Base):
     def _end_supervision(self) -> None:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
-            supervisor.close()
+            supervisor.close(max(_GOODBYES_S, self.hooks_after_exception_s if self._failed_run else 0.0))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""
+        ours = cast(Any, self)
+        ended = {"_supervisor": None, "_stops": None, "started_ranks": ()}
+        fresh = {"_session": Session(ours._session.options), "_exact_resume": ExactResume()}
+        return {**super().__getstate__(), **ended, **fresh}
 
     # ---- errors ----
 
     @contextmanager
     def explained_errors(self) -> Iterator[None]:
         """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
-        self._stopped, self._runs = None, True
+        self._stopped, self._runs, self._failed_run = None, True, False
         try:
             yield
             self._end_run()
         except BaseException as error:
+            self._failed_run = True
             explained = self._explain(error)
             if explained is error:
                 raise
@@ -169,6 +181,8 @@ class Supervised(_Base):
         supervisor = self._supervisor
         if supervisor is None or is_control_flow(error):
             return error
+        if self.hooks_after_exception_s > 0.0:
+            supervisor.postpone(self.hooks_after_exception_s)
         if self._stopped is not None and is_stop(error):
             self._save_for_stop(error, supervisor)
             return error
@@ -179,6 +193,18 @@ class Supervised(_Base):
         if explained is error:
             _require_failure_code(error)
         return explained
+
+    @property
+    def hooks_after_exception_s(self) -> float:
+        """How long the user's own ``on_exception`` may take, such as an upload, before a process is ended by force."""
+        module = self.lightning_module
+        if module is None or module._trainer is None:
+            return 0.0
+        trainer = cast(Any, module.trainer)
+        owners = [module, trainer.datamodule, *trainer.callbacks]
+        if not any(hasattr(owner, "on_exception") and is_changed_hook(owner, "on_exception") for owner in owners):
+            return 0.0
+        return self._reliability.stop_grace.total_seconds()
 
     def _follow(self, failure: Failure) -> None:
         """Let the rank that failed end first, and say why this one does, should it not come to its traceback."""

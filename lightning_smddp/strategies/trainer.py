@@ -150,7 +150,7 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
         check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
         super().setup_environment()
         self._session.process_group_started()
-        if self.lightning_module is not None:
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
 
     def setup(self, trainer: Trainer) -> None:

@@ -1,0 +1,306 @@
+"""What surrounds training, as users do it with ``ddp``: pickling, profilers, exceptions, odd modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+
+from lightning_smddp import PipelineStrategy
+from tests.programs import run_program
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import make_trainer, silent
+from tests.strategies.pipeline_learners import Evaluated
+
+pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
+BOTH = ["smddp", "pipeline"]
+
+
+def trainer_for(name: str, **options: Any) -> Any:
+    strategies: dict[str, Callable[[], Any]] = {
+        "ddp": lambda: "ddp",
+        "smddp": lambda: silent(tuning_cache=False, algorithm="native"),
+        "pipeline": lambda: PipelineStrategy(verbose=False, tuning_cache=False, check=False),
+    }
+    return make_trainer(strategies[name](), **options)
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# ---- after a fit ----
+
+
+def copies(name: str) -> tuple[list[bool], list[int], list[str]]:
+    trainer, module = trainer_for(name), Evaluated()
+    trainer.fit(module)
+    equal, steps = [], []
+    for again in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        expected, other = weights_of(module), weights_of(again(module))
+        equal.append(all(torch.equal(other[key], expected[key]) for key in expected))
+        second = again(trainer)
+        steps.append(second.global_step)
+        second.fit_loop.max_epochs = 3
+        second.fit(module)
+        steps.append(second.global_step)
+    return equal, steps, supervisors()
+
+
+def supervisors() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "supervisor" in thread.name]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of copying its own structures
+@pytest.mark.parametrize("name", BOTH)
+def test_module_and_trainer_can_be_pickled_and_copied_after_fit(name: str) -> None:
+    steps = 10 if name == "pipeline" else 6
+    for result in run_trainer_ranks(copies, 2, name):
+        assert result == ([True, True], [steps, steps * 3 // 2] * 2, [])
+
+
+def by_hand(name: str) -> list[list[str]]:
+    seen = []
+    trainer = trainer_for(name)
+    trainer.strategy.setup_environment()
+    seen.append(supervisors())
+    trainer.strategy.teardown()
+    seen.append(supervisors())
+    trainer.fit(Evaluated())
+    trainer.strategy.teardown()
+    seen.append(supervisors())
+    other = trainer_for(name)
+    other.strategy.connect(Evaluated())
+    other.strategy.setup_environment()
+    seen.append(supervisors())
+    other.strategy.teardown()
+    seen.append(supervisors())
+    return seen
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_no_supervisor_is_left_by_a_strategy_that_is_torn_down_by_hand(name: str) -> None:
+    for seen in run_trainer_ranks(by_hand, 2, name):
+        assert [len(names) for names in seen] == [1, 0, 0, 1, 0]
+
+
+# ---- exceptions ----
+
+
+class Failing(Evaluated):
+    fails = True
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.fails and self.trainer.global_step == 2:
+            raise KeyError("the user's own")
+
+
+def goes_on(name: str) -> Any:
+    module = Failing()
+    assert "the user's own" in error_of(lambda: trainer_for(name).fit(module))
+    module.fails = False
+    trainer = trainer_for(name)
+    trainer.fit(module)
+    return weights_of(module), trainer.global_step
+
+
+def test_a_module_is_used_again_after_an_exception_that_the_user_caught() -> None:
+    expected = run_trainer_ranks(goes_on, 2, "ddp")
+    torch.testing.assert_close(run_trainer_ranks(goes_on, 2, "smddp"), expected, rtol=0, atol=0)
+
+
+def goes_on_in_parts() -> str:
+    module = Failing()
+    assert "the user's own" in error_of(lambda: trainer_for("pipeline").fit(module))
+    return error_of(lambda: trainer_for("pipeline").fit(module))
+
+
+def test_a_module_in_parts_says_so() -> None:
+    for error in run_trainer_ranks(goes_on_in_parts, 2):
+        assert "ValueError: Failing is in parts: an exception ended the run" in error
+        assert "ckpt_path" in error
+
+
+def profiled(name: str, directory: str) -> list[Any]:
+    from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+
+    found: list[Any] = []
+    for profiler in (SimpleProfiler, AdvancedProfiler, PyTorchProfiler):
+        for fails in (False, True):
+            module = Failing()
+            module.fails = fails
+            trainer = trainer_for(name, max_epochs=1, profiler=profiler(directory, f"{name}-{profiler.__name__}"))
+            found.append((error_of(lambda: trainer.fit(module)), trainer.global_step))  # noqa: B023
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BOTH)
+def test_profilers_work_with_an_exception_too(name: str, tmp_path: Path) -> None:
+    steps = 5 if name == "pipeline" else 3
+    expected = [("nothing", steps), ('KeyError: "the user\'s own"', 2)] * 3
+    for result in run_trainer_ranks(profiled, 2, name, str(tmp_path)):
+        assert result == expected
+
+
+UPLOADING = """
+import time
+from pathlib import Path
+import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Uploads(Callback):
+    def on_exception(self, trainer, module, error):
+        if trainer.global_rank == {rank}:
+            time.sleep(12)
+        Path(f"uploaded-{{trainer.global_rank}}").touch()
+
+class Model(BoringModel):
+    def on_train_batch_end(self, *args):
+        if self.trainer.global_step == 2 and self.global_rank == {rank}:
+            raise KeyError("the user's own")
+
+if __name__ == "__main__":
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="{strategy}", max_epochs=1, logger=False,
+                        enable_checkpointing=False, enable_progress_bar=False, callbacks=[Uploads()])
+    trainer.fit(Model())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "rank"), [("smddp", 0), ("smddp", 1)])
+def test_a_long_hook_for_exceptions_comes_to_its_end(strategy: str, rank: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(UPLOADING.format(strategy=strategy, rank=rank))
+    begun = time.monotonic()
+    result = run_program(["train.py"], tmp_path, {"XDG_CACHE_HOME": str(tmp_path)})
+    assert result.returncode != 0
+    assert "the user's own" in result.stderr
+    assert (tmp_path / f"uploaded-{rank}").exists(), result.stderr
+    assert time.monotonic() - begun < 60
+
+
+# ---- modules, callbacks ----
+
+
+class WithoutValidation(Evaluated):
+    validation_step = None  # type: ignore[assignment]
+
+
+def without_validation(name: str) -> list[list[str]]:
+    instance = Evaluated()
+    instance.validation_step = None  # type: ignore[assignment, method-assign]
+    logged = []
+    for module in (instance, WithoutValidation()):
+        trainer = trainer_for(name)
+        trainer.fit(module)
+        logged.append(sorted(trainer.callback_metrics))
+    return logged
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`:UserWarning")
+@pytest.mark.parametrize("name", BOTH)
+def test_a_validation_step_that_is_none_means_no_validation(name: str) -> None:
+    assert run_trainer_ranks(without_validation, 2, name) == [[["loss", "loss_epoch", "loss_step"]] * 2] * 2
+
+
+def averaged(name: str) -> dict[str, Tensor]:
+    module = Evaluated()
+    averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
+    trainer_for(name, callbacks=[averaging], max_epochs=4).fit(module)
+    return weights_of(module)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stochastic_weight_averaging_is_that_of_ddp() -> None:
+    expected = run_trainer_ranks(averaged, 2, "ddp")
+    torch.testing.assert_close(run_trainer_ranks(averaged, 2, "smddp"), expected, rtol=0, atol=0)
+
+
+class Lazy(Evaluated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.LazyLinear(16)
+
+
+class Waiting(Evaluated):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.trainer.strategy.barrier()
+        return super().training_step(batch, batch_idx)
+
+
+def refuses(name: str) -> tuple[str, str]:
+    return error_of(lambda: trainer_for(name).fit(Lazy())), error_of(lambda: trainer_for(name).fit(Waiting()))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_lazy_layers_are_refused_with_the_cure_and_barriers_in_a_step_do_not_hang(name: str) -> None:
+    for lazy, waiting in run_trainer_ranks(refuses, 2, name):
+        assert lazy.startswith("ValueError: 'net.0.weight' of Lazy has no shape yet: 'net.0' is a LazyLinear.")
+        assert "configure_model" in lazy
+        if name == "smddp":
+            assert waiting == "nothing"
+        else:
+            assert "`strategy.barrier()` is called inside of a step that runs as a pipeline" in waiting
+
+
+# ---- checkpoints ----
+
+
+class Thing:
+    """Not plain data."""
+
+
+class Keeping(Evaluated):
+    got = ""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["thing"] = Thing()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.got = type(checkpoint["thing"]).__name__
+
+
+def keeps(name: str, path: str) -> Any:
+    trainer = trainer_for(name, max_epochs=1)
+    trainer.fit(Keeping())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.save_checkpoint(path)
+    said = [str(warning.message) for warning in caught if "not plain data" in str(warning.message)]
+    refused = error_of(lambda: trainer_for(name).fit(Keeping(), ckpt_path=path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = Keeping()
+        trainer_for(name).fit(module, ckpt_path=path, weights_only=False)
+    return said, refused, module.got, weights_of(module)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_saving_says_what_resuming_will_refuse_and_weights_only_false_loads_it(name: str, tmp_path: Path) -> None:
+    (said, refused, got, _), (nothing, *others) = run_trainer_ranks(keeps, 2, name, str(tmp_path / "a.ckpt"))
+    assert len(said) == 1
+    assert f"{Thing.__module__}.Thing, which is not plain data, and resuming will refuse it" in said[0]
+    assert nothing == []
+    assert f"contains `{Thing.__module__}.Thing`, which is not plain data" in refused
+    assert [refused, got] == others[:2] == [refused, "Thing"]
