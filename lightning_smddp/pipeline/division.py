@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.program import Item, Modules, Program, SplitError, build_program
-from lightning_smddp.pipeline.reference import Reference, fastest, run_reference
+from lightning_smddp.pipeline.reference import Reference, fastest, run_plain, run_reference
 from lightning_smddp.pipeline.replay import ReplayError
 from lightning_smddp.pipeline.splitting import (
     Resources,
@@ -153,12 +153,17 @@ def divide(
 
 
 def _refer(program: Program, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
-    """The whole step on one micro-batch, a few times: the fastest run."""
+    """The whole step on one micro-batch, a few times: the fastest run; and once as it is, without replay."""
     runs = []
-    for _ in range(_REFERENCE_RUNS):
+    for index in range(_REFERENCE_RUNS):
         with untouched(root, device):
-            runs.append(run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED))
-    return fastest(runs)
+            own_numbers = index != 1
+            runs.append(run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED, own_numbers))
+    reference = fastest(runs)
+    with untouched(root, device):
+        plain = run_plain(trial.referred, trial.loss_of, root, device, CHECK_SEED)
+    reference.plain_loss, reference.plain_norms = plain
+    return reference
 
 
 def _program_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> Program | None:

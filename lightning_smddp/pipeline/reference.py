@@ -12,16 +12,24 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.live_sets import live_sets
 from lightning_smddp.pipeline.program import Item, Program
-from lightning_smddp.pipeline.replay import Replay, Shapes, StagePlan, patched_units
+from lightning_smddp.pipeline.replay import Observer, Replay, Shapes, StagePlan, patched_units
 from lightning_smddp.pipeline.structure import tensors
 
 
 @dataclass
 class Reference:
-    """One micro-batch's loss, the norm of each parameter's gradient, and seconds of each item."""
+    """One micro-batch's loss, the norm of each parameter's gradient, and seconds of each item.
+
+    ``plain_loss`` and ``plain_norms`` are those of the step as the user wrote it, not replayed; ``again_loss`` and
+    ``again_norms`` of a replay with the same random numbers.
+    """
 
     loss: float
     norms: dict[str, float] = field(default_factory=dict)
+    plain_loss: float = float("nan")
+    plain_norms: dict[str, float] = field(default_factory=dict)
+    again_loss: float = float("nan")
+    again_norms: dict[str, float] = field(default_factory=dict)
     forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
 
@@ -33,21 +41,43 @@ def run_reference(
     root: nn.Module,
     device: torch.device,
     seed: int,
+    own_numbers: bool = True,
 ) -> Reference:
     """Run the step, units patched, in one stage: forward, and backward if it has a loss. Gradients are not kept.
 
-    Each item starts from its own random numbers, as in :func:`seeding`, so that other ranks can draw the same.
+    Each item starts from its own random numbers, as in :func:`seeding`, so that other ranks can draw the same; without
+    ``own_numbers`` it goes on with those that the items before it have left, as in :func:`run_plain`.
     """
     live, again = live_sets(program, [])
     replay = Replay(program, StagePlan(0, 0, len(program.items), again[0], (), ()), root, device)
-    clock = _Clock(len(program.items), device, seed)
+    clock = _Clock(len(program.items), device, seeding(seed) if own_numbers else None)
+    assert not live
+    torch.manual_seed(seed)
+
+    def replayed() -> Any:
+        with patched_units(root, program.units):
+            return replay.run(step, (), Shapes.of(program), clock.observe)[1]
+
+    loss, norms = _backward(replayed, loss_of, root, clock)
+    return Reference(loss, norms, forward_seconds=clock.forward, backward_seconds=clock.backward)
+
+
+def run_plain(
+    step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, device: torch.device, seed: int
+) -> tuple[float, dict[str, float]]:
+    """The same of the step as it is, with nothing patched: what a replay may change shows by it."""
+    torch.manual_seed(seed)
+    return _backward(step, loss_of, root, _Clock(0, device, None))
+
+
+def _backward(
+    step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, clock: _Clock
+) -> tuple[float, dict[str, float]]:
+    """Forward, and backward if there is a loss: the loss, and norms of gradients."""
     norms: dict[str, float] = {}
     handles = [p.register_post_accumulate_grad_hook(_note_norm(name, norms)) for name, p in _trainable(root)]
-    assert not live
     try:
-        with patched_units(root, program.units):
-            _, result = replay.run(step, (), Shapes.of(program), clock.observe)
-        loss = loss_of(result)
+        loss = loss_of(step())
         if loss is not None and loss.requires_grad:
             clock.backward_begins()
             loss.backward()
@@ -55,16 +85,26 @@ def run_reference(
     finally:
         for handle in handles:
             handle.remove()
-    value = float("nan") if loss is None else float(loss.detach())
-    return Reference(value, norms, clock.forward, clock.backward)
+    return float("nan") if loss is None else float(loss.detach()), norms
 
 
 def fastest(references: Sequence[Reference]) -> Reference:
-    """The first reference, with the shortest time of each item: one run alone may be cold, or disturbed."""
+    """The first reference, with the shortest time of each item: one run alone may be cold, or disturbed.
+
+    Of the second, which drew its random numbers as a plain step does, loss and norms are kept too.
+    """
     first = references[0]
     forward = [min(times) for times in zip(*(r.forward_seconds for r in references), strict=True)]
     backward = [min(times) for times in zip(*(r.backward_seconds for r in references), strict=True)]
-    return Reference(first.loss, first.norms, forward, backward)
+    again = references[1]
+    return Reference(
+        first.loss,
+        first.norms,
+        again_loss=again.loss,
+        again_norms=again.norms,
+        forward_seconds=forward,
+        backward_seconds=backward,
+    )
 
 
 def seeding(seed: int) -> Callable[[Item, bool, Any], None]:
@@ -95,15 +135,16 @@ def _note_norm(name: str, norms: dict[str, float]) -> Callable[[Tensor], None]:
 class _Clock:
     """Times of items, forward and backward."""
 
-    def __init__(self, count: int, device: torch.device, seed: int) -> None:
-        self.device, self.seed = device, seeding(seed)
+    def __init__(self, count: int, device: torch.device, seed: Observer | None) -> None:
+        self.device, self.seed = device, seed
         self.forward, self.backward = [0.0] * count, [0.0] * count
         self.started = 0.0
         self.running: tuple[float, int] | None = None  # backward: since when, which item
 
     def observe(self, item: Item, ends: bool, result: Any) -> None:
         if not ends:
-            self.seed(item, ends, result)
+            if self.seed is not None:
+                self.seed(item, ends, result)
             self.started = self._now()
             return
         self.forward[item.index] += self._now() - self.started

@@ -290,9 +290,23 @@ class DividedModule:
     # ---- the check ----
 
     def _check(self, step: LightningStep, first: MicroBatch) -> None:
-        """The pipeline's loss and gradients on one micro-batch against the reference's. Raises on every rank."""
+        """The pipeline's loss and gradients on one micro-batch against a plain step's. Raises on every rank.
+
+        The two draw other random numbers. So a replay of the whole step on one rank is between them, which drew those
+        of the plain step once, and those of the pipeline once.
+        """
         division = self.division
         assert division.reference is not None
+        reference, tolerance = division.reference, EXACT if self._is_exact() else MIXED
+        self.findings = compare(
+            division.program.items,
+            division.stage_of_item,
+            reference.plain_loss,
+            reference.again_loss,
+            reference.plain_norms,
+            reference.again_norms,
+        )
+        require_equal(self.findings, tolerance)
         alone, trial = self._everyones(first), step.unscaled()
         with untouched(self.module, self.device):
             outputs = self.runtime.run(self._find(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
@@ -305,12 +319,12 @@ class DividedModule:
         self.findings = compare(
             division.program.items,
             division.stage_of_item,
-            division.reference.loss,
+            reference.loss,
             next(part["loss"] for part in reports if part["loss"] is not None),
-            division.reference.norms,
+            reference.norms,
             {name: norm for part in reports for name, norm in part["norms"].items()},
         )
-        require_equal(self.findings, EXACT if self._is_exact() else MIXED)
+        require_equal(self.findings, tolerance)
 
     def _everyones(self, first: MicroBatch) -> MicroBatch:
         """The micro-batch of the very first rank, which made the reference."""

@@ -73,6 +73,14 @@ class Escaping(Chain):
         return super().training_step(batch, batch_idx) * self.layers[0].size
 
 
+class Noticing(Chain):
+    """Computes something else wherever operations are looked at, as compiled functions may."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(F.dropout(self(batch[0]), 0.2), batch[1])
+        return loss * (1.01 if torch._C._is_torch_function_mode_enabled() else 1.0)
+
+
 class Contrastive(Chain):
     """A loss between the rows of a batch."""
 
@@ -140,6 +148,14 @@ def test_an_escape_that_cannot_be_seen_is_caught_on_every_rank() -> None:
     for text in failure.value.tracebacks.values():
         assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
         assert "the gradient of 'head' (stage 1) has norm" in text
+
+
+def test_what_a_replay_itself_changes_is_caught_on_every_rank() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_trainer_ranks(pipelined, 2, Noticing)
+    assert sorted(failure.value.tracebacks) == [0, 1]
+    for text in failure.value.tracebacks.values():
+        assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
 
 
 @pytest.mark.slow
