@@ -27,9 +27,9 @@ def _add_verify(commands: Any) -> None:
     verify = commands.add_parser(
         "verify",
         help="compare a pipelined LightningModule with one process",
-        description="Train a LightningModule for one batch in a pipeline of CPU processes, and compare its loss and "
-        "the gradient norm of each unit with the whole step in one process. The module needs a `train_dataloader`, or "
-        "give --datamodule.",
+        description="Train a LightningModule for two batches in a pipeline of CPU processes and in one process, and "
+        "compare outputs, logged values, weights and buffers step by step, and for one micro-batch the gradient norm "
+        "of each unit. The module needs a `train_dataloader`, or give --datamodule.",
     )
     verify.add_argument("module", help="module:Class of the LightningModule")
     verify.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")

@@ -117,7 +117,8 @@ class MetricRecorder:
             if self.record is None:
                 return self._zeros(name, metric, method)
             result = self._value(name, metric, method, lambda: original(*args, **kwargs))
-        if any(tensor.requires_grad for tensor in tensors(result)):  # it may be the loss: a part of the step as others
+            may_be_loss = any(tensor.requires_grad for tensor in tensors(result))
+        if may_be_loss:  # then it is a part of the step as others
             result = self._value(name, metric, method, lambda: original(*args, **kwargs))
         call = MetricCall(name, method, args, kwargs, result)
         with without_torch_functions():

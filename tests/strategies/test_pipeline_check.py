@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import MeanSquaredError
 
 from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
@@ -87,6 +88,36 @@ class Contrastive(Chain):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         logits = self(batch[0])
         return F.cross_entropy(logits @ logits.T, torch.arange(len(logits)))
+
+
+class Normalised(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = nn.BatchNorm1d(WIDTH)
+
+
+class Noisy(Chain):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0] + torch.randn_like(batch[0])), batch[1])
+
+
+class Verified(Chain):
+    """With dropout and validation, in shuffled batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Dropout(0.3), self.head)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        self.log("val_loss", F.cross_entropy(out, batch[1]))
+        return out
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(super().train_dataloader().dataset, batch_size=8, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return super().train_dataloader()
 
 
 class Padded(Chain):
@@ -195,11 +226,29 @@ def verify(directory: Path, name: str, *options: str) -> subprocess.CompletedPro
 
 @pytest.mark.slow
 def test_verify_prints_each_unit(tmp_path: Path) -> None:
-    result = verify(tmp_path, "Chain", "--schedule", "interleaved_1f1b", "--num-microbatches", "4")
+    result = verify(tmp_path, "Verified", "--schedule", "interleaved_1f1b", "--num-microbatches", "4")
     assert result.returncode == 0, result.stderr
-    assert "computes what the module computes in one process" in result.stdout
+    last = "The pipeline computes what the module computes in one process: 2 training and 2 validation steps"
+    assert last in result.stdout.splitlines()[-1]
     assert "layers.0" in result.stdout
     assert "head" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "what"), [("Contrastive", "step 1, output 'loss'"), ("Normalised", "update of")])
+def test_verify_fails_where_training_warns(tmp_path: Path, name: str, what: str) -> None:
+    result = verify(tmp_path, name, "--num-microbatches", "4")
+    assert result.returncode == 1, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert "The pipeline differs from one process, first in" in last
+    assert what in last or "output 'loss'" in last
+
+
+@pytest.mark.slow
+def test_verify_says_what_chance_keeps_from_it(tmp_path: Path) -> None:
+    result = verify(tmp_path, "Noisy", "--num-microbatches", "4")
+    assert result.returncode == 0, result.stderr
+    assert "the step draws random numbers" in result.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -310,6 +359,39 @@ def test_what_is_logged_is_the_batchs_whatever_its_reduction_over_batches(learne
     assert len(metrics) == names
     for rank_metrics, _ in run_trainer_ranks(pipelined, 2, learner):
         torch.testing.assert_close(rank_metrics, metrics, rtol=1e-5, atol=1e-6)
+
+
+class Unfit(Chain):
+    """Logs what a batch cannot get from its micro-batches, once through a metric, which can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rmse = MeanSquaredError(squared=False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.logged(batch, "train")
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.logged(batch, "val")
+
+    def logged(self, batch: list[Tensor], name: str) -> Tensor:
+        logits = self(batch[0])
+        self.log(f"{name} deviation", logits.std())
+        self.log(f"{name} largest", logits.max())
+        self.log(f"{name} rmse", self.rmse(logits[:, 0], batch[1].float()))
+        return F.cross_entropy(logits, batch[1])
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def test_logged_values_that_fit_no_rule_are_named_once() -> None:
+    first, second = run_trainer_ranks(warned, 2, Unfit)
+    assert len(first) == len(second) == 1  # of training, and on the rank where evaluation steps end, of validation
+    assert "'train deviation' is" in first[0]
+    assert "'val deviation' is" in second[0]
+    assert "largest" not in first[0] + second[0]
+    assert "rmse" not in first[0] + second[0]
 
 
 class PaddedLater(Padded):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -428,9 +429,10 @@ class Normalised(Net):
 
 def table_of(directory: str) -> str:
     path = Path(directory, f"table{os.environ['RANK']}")
-    with path.open("w") as file, redirect_stdout(file):
+    with path.open("w") as file, redirect_stdout(file), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         Bench({"verbose": True}).fit(Normalised(), max_epochs=1)
-    return path.read_text()
+    return path.read_text() + "".join(str(w.message) for w in caught if "buffers" in str(w.message))
 
 
 @pytest.mark.slow
@@ -439,4 +441,5 @@ def test_the_table_says_what_sees_micro_batches(tmp_path: Path) -> None:
     assert "stage 1 on rank 1" in first
     assert "4 micro-batches of 2 rows" in " ".join(first.split())  # not of one: it could not be normalised
     assert "in training net.2 (BatchNorm)" in " ".join(first.split())
+    assert "The training step changes the buffers net.2.num_batches_tracked, net.2.running_mean" in first
     assert "stage 1" not in second
