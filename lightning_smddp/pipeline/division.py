@@ -221,9 +221,14 @@ def _placed_items(program: Program, splitting: Splitting) -> Iterator[tuple[Item
 
 
 def require_same(program: Program, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise ``SplitError`` on every rank if the step took another course on one of them. Collective."""
+    """Raise ``SplitError`` on every rank if the step took another course on one of them. Collective.
+
+    From then on all ranks agree on whether it draws random numbers in Python.
+    """
     lines = program.digest()
-    digests = gather_json(_digest(lines), group, device)
+    found = gather_json([_digest(lines), program.draws], group, device)
+    digests = [digest for digest, _ in found]
+    program.draws = any(draws for _, draws in found)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return

@@ -13,6 +13,11 @@ from lightning_smddp.pipeline.functions import name_of
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.program import Program
 
+OTHER_COURSE = (
+    "When it was traced it took another course. What the step does before its last module may not depend on "
+    "torch's random numbers, or on values of tensors that modules made."
+)
+
 
 class ReplayError(RuntimeError):
     """The step took another course than when it was traced."""

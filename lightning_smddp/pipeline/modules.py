@@ -44,11 +44,15 @@ class Modules:
                 self.seals[name] = event.reason
             elif event.parameters_changed:
                 self.seals[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
-            elif event.reads and name and self._calls_others_behind(event) and name not in self.obstacles:
-                self.seals[name] = f"it reads a tensor's value in {event.place}, and what it does next may depend on it"
+            elif event.decides and any(call.first > event.index for call in self.trace.calls):
+                self._seal_decision(event)
 
-    def _calls_others_behind(self, event: Event) -> bool:
-        return any(call.parent == event.call and call.first > event.index for call in self.trace.calls)
+    def _seal_decision(self, event: Event) -> None:
+        """What Python decides by a tensor's value stays inside the innermost module that can be placed whole."""
+        inner_first = [self.trace.calls[index].module for index in reversed(self.chains[event.call])]
+        name = next((name for name in inner_first if name and name not in self.obstacles), None)
+        if name is not None:
+            self.seals[name] = f"it reads a tensor's value in {event.place}, and what it does next may depend on it"
 
     def _find_escapes(self) -> None:
         """Values used outside of the call that made them, without being returned by it."""

@@ -37,6 +37,7 @@ class Item:
         buffers_read: of those that the step changes somewhere, names of buffers that it reads.
         recomputable: whether a later stage may do it again instead of receiving its result.
         reads: whether Python code gets to see a value of its inputs.
+        tells: whether that are numbers, which go with the tensors to later stages, and decide on nothing.
         checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
     """
 
@@ -59,6 +60,7 @@ class Item:
     place: str
     seconds: float
     activation_bytes: int
+    tells: bool = False
 
 
 class Tie(NamedTuple):
@@ -168,16 +170,28 @@ class Program:
     def last_cut(self) -> tuple[int, Item | None]:
         """The last item that a stage may begin with, and the item that forbids later ones.
 
-        What Python reads after an item is known on that item's stage only, so nothing may be cut off behind it.
+        Where Python decides by what it reads after an item, only that item's stage can follow: nothing may be cut off
+        behind it.
         """
-        reader = next((item for item in self.items if item.reads), None)
+        reader = next((item for item in self.items if item.reads and not item.tells), None)
         return (len(self.items), None) if reader is None else (reader.index, reader)
+
+    def told(self, cut: int) -> list[Item]:
+        """Items before ``cut`` of which Python reads numbers."""
+        return [item for item in self.items[:cut] if item.tells]
 
     def digest(self) -> list[str]:
         """A line for each item, the same on every rank that traced the same step."""
         return [
             f"{item.name}({','.join(map(str, item.inputs))})->{','.join(map(str, item.outputs))}" for item in self.items
         ]
+
+
+def tells(event: Event) -> bool:
+    """Whether Python reads numbers there that later stages can be told."""
+    sources = event.returned.sources
+    numbers = all(kind == "constant" and isinstance(leaf, (bool, int, float)) for kind, leaf in sources)
+    return event.reads and not event.decides and numbers
 
 
 def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> Program:
@@ -323,6 +337,7 @@ class _Builder:
                 random=draws,
                 recomputable=call is None and bound_only and not watched and not is_autograd_function(first.function),
                 reads=call is None and first.reads,
+                tells=call is None and tells(first),
                 free=call is None and first.free,
                 checkpointed=call.checkpointed if call else first.checkpointed,
                 name=call.module if call else f"{first.name} at {_short(first.place)}",

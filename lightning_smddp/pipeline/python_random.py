@@ -101,14 +101,20 @@ class SharedRandom:
     @contextmanager
     def around(self, index: int, sees_end: bool, inner: AbstractContextManager[object]) -> Iterator[None]:
         """Around ``inner`` and a run of the step on micro-batch ``index``."""
-        if index not in self._states:
-            self._states[index] = self.sources.derived(self._states[0], index)
-        with self.sources.put_back():
-            self.sources.set(self._states[index])
+        with self.at(index):
             with inner:
                 yield
             if sees_end and index == 0:
                 self.end = self.sources.get()
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[None]:
+        """In this context the next number to be drawn is the first one of micro-batch ``index``."""
+        if index not in self._states:
+            self._states[index] = self.sources.derived(self._states[0], index)
+        with self.sources.put_back():
+            self.sources.set(self._states[index])
+            yield
 
 
 def digest(states: Mapping[str, Any]) -> int:

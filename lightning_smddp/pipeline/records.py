@@ -82,6 +82,7 @@ class Event:
     random: bool = False
     free: bool = False  # no bound input: known by its function
     reads: bool = False
+    decides: bool = False  # by what it reads
     checkpointed: bool = False  # within the user's own torch.utils.checkpoint
     reason: str = ""  # of a hidden one
     seconds: float = 0.0

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat import WithoutFunctionMode
 from lightning_smddp.pipeline.eager import Compiled, Eager
-from lightning_smddp.pipeline.ghosts import Ghost, ReplayError, Shape, Shapes
+from lightning_smddp.pipeline.ghosts import OTHER_COURSE, Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import patched_forwards
 from lightning_smddp.pipeline.program import Program
 from lightning_smddp.pipeline.python_random import PythonRandom
-from lightning_smddp.pipeline.stage_run import OTHER_COURSE, Observer, Run, StageDone
+from lightning_smddp.pipeline.stage_run import Observer, Run, StageDone
+from lightning_smddp.pipeline.told import read_told, write_told
 
 __all__ = [
     "Ghost",
@@ -70,10 +71,12 @@ class Replay:
     ) -> None:
         self.program, self.plan, self.root, self.device = program, plan, root, device
         self.checkpointing = checkpointing
+        self.told = program.told(plan.begin)
+        self.tells = [] if plan.end == len(program.items) else program.told(plan.end)
         self.python_random = PythonRandom(root) if program.draws else None
         buffers = {name for item in program.items for name in item.buffers}
         self.sources = {id(p) for p in root.parameters()} | {id(b) for n, b in root.named_buffers() if n in buffers}
-        self.is_last = plan.end == len(program.items)
+        self.is_last, self.is_rehearsal = plan.end == len(program.items), plan.stage < 0
         self.last_unit = max((item.index for item in program.items if item.module is not None), default=-1)
         self.mine = frozenset(range(plan.begin, plan.end)) | plan.again
         rebinds = [rebind for item in program.items for rebind in item.rebinds]
@@ -96,7 +99,7 @@ class Replay:
 
         Args:
             step: the user's step on one micro-batch.
-            received: what the stage before sent.
+            received: what the stage before sent: tensors, and what Python read of them where it read any.
             shapes: what values of earlier stages look like; also checked against what is made here.
             observe: called around each item that is done here.
             record: takes down what is made here looks like, instead of the check. With it, ``shapes`` need only know
@@ -109,8 +112,10 @@ class Replay:
         Raises:
             ReplayError: the step took another course than when it was traced, or its values have other shapes.
         """
+        told = read_told(self.told, received[-1]) if self.told and not self.is_rehearsal else {}
+        received = received[: len(self.plan.receives)]
         given = dict(zip(self.plan.receives, map(self._prepare, self.plan.receives, received), strict=True))
-        run = Run(self, given, shapes, observe, record, reads)
+        run = Run(self, given, shapes, observe, record, reads, told)
         outer, _active.run = getattr(_active, "run", None), run
         result = None
         try:
@@ -126,6 +131,8 @@ class Replay:
         sent = tuple(run.environment[v] for v in self.plan.sends)
         if record is None:
             self._check_sent(sent, shapes)
+        if self.tells and not self.is_rehearsal:
+            sent = (*sent, write_told(self.tells, run.told, self.device))
         return sent, result if self.is_last else None
 
     def _prepare(self, value: int, tensor: Tensor) -> Tensor:

@@ -184,10 +184,9 @@ class PipelineRuntime:
                     return None
                 shapes.merge(Shapes.from_json(report["shapes"]))
                 live = staged.splitting.live[stage] if stage < self.num_stages - 1 else ()
-                received = [
+                received = report["sent"]
+                for value, tensor in zip(live, received, strict=False):  # behind them may be what Python read
                     tensor.requires_grad_(train and shapes.values[value].requires_grad)
-                    for value, tensor in zip(live, report["sent"], strict=True)
-                ]
         return shapes
 
     def _survey_stage(

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat import idle_node, in_checkpoint
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, kind_of, name_of, place, sets_flag
-from lightning_smddp.pipeline.ghosts import AS_TRACED, Ghost, ReplayError, Shape, Shapes
+from lightning_smddp.pipeline.ghosts import AS_TRACED, OTHER_COURSE, Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.program import Item
 from lightning_smddp.pipeline.python_random import digest
@@ -27,12 +27,6 @@ if TYPE_CHECKING:
 
 Observer: TypeAlias = Callable[[Item, bool, Any], None]  # (item, whether it ends, its result)
 """(item, whether it ends, its result then): called around each item that is done for real."""
-
-OTHER_COURSE = (
-    "When it was traced it took another course. What the step does before its last module may not depend on "
-    "random numbers, on the step's number, or on values that differ from batch to batch."
-)
-
 
 _FROM_PATTERN = {"shape", "size", "dtype", "dim", "ndim", "__len__", "stride"}  # the usual questions
 
@@ -52,8 +46,10 @@ class Run(TorchFunctionMode):
         observe: Observer | None,
         record: Shapes | None,
         reads: list[str] | None = None,
+        told: dict[int, Any] | None = None,
     ) -> None:
         super().__init__()
+        self.told = {} if told is None else told
         self.replay, self.plan, self.items = replay, replay.plan, replay.program.items
         self.environment, self.shapes, self.observe, self.record = given, shapes, observe, record
         self.reads = reads
@@ -125,6 +121,8 @@ class Run(TorchFunctionMode):
             result = self._do(function, args, kwargs)
         if self.observe is not None:
             self.observe(item, True, result)
+        if item.tells:
+            self.told[item.index] = result
         return self._note(item, result, args, kwargs)
 
     def _free(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -155,7 +153,9 @@ class Run(TorchFunctionMode):
             return None
         got = f"module {module!r}" if module is not None else f"{name_of(function)} at {user_place()}"
         expected = "the end" if item is None else f"module {item.name!r}" if item.module is not None else item.name
-        raise ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_COURSE}")
+        told = [self.items[index].place for index in self.told]
+        reason = f" Python read a tensor's value at {told[-1]}: does the step depend on it?" if told else ""
+        raise ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_COURSE}{reason}")
 
     def _do(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.inside = True
@@ -216,6 +216,8 @@ class Run(TorchFunctionMode):
         """What an item of another stage returns."""
         if self.reads is not None and self.random is not None:
             self.reads.append(f"{item.name}{_sizes((args, kwargs))}")
+        if item.tells and not self.replay.is_rehearsal:
+            return self.told[item.index]
         if item.free and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
             item.function(*args, **kwargs)  # a generator of the step's own goes on from here on each stage
         if item.rebinds:

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_smddp._compat import DispatchMode, has_full_backward_hooks, in_checkpoint, without_torch_function
+from lightning_smddp.pipeline.decisions import decides
 from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.patches import patched_forwards, user_place
@@ -240,6 +241,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         if event.reads:
             for call in self.stack:
                 call.reads, call.reads_bound = True, call.reads_bound or not event.free
+            event.decides = not event.free and decides()
         known = event.function in self.known.random_functions
         if event.free and event.random and not known:
             self.trace.random_functions |= {event.function}

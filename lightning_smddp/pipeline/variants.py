@@ -21,6 +21,7 @@ from lightning_smddp.pipeline.program import Program
 from lightning_smddp.pipeline.replay import Replay, StagePlan, patched_units
 from lightning_smddp.pipeline.splitting import Splitting
 from lightning_smddp.pipeline.stage import Boundary, TensorSpec
+from lightning_smddp.pipeline.told import count
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.runtime import PipelineRuntime, Step
@@ -44,13 +45,16 @@ class StagedStep:
         for value in self.splitting.live[stage]:
             known = shapes.values[value]
             specs.append(TensorSpec(known.shape, known.dtype, known.requires_grad and train))
+        told = self.program.told(self.splitting.cuts[stage])
+        if told:
+            specs.append(TensorSpec((count(told),), torch.int64, False))
         return tuple(specs)
 
 
 def rehearsal_plan(program: Program) -> StagePlan:
     """A stage that does nothing, and leaves at the last item that belongs to a stage for sure."""
     placed = [item.index for item in program.items if item.module is not None or item.parameters]
-    end = min([placed[-1] if placed else 0, *(item.index for item in program.items if item.reads)])
+    end = min([placed[-1] if placed else 0, *(item.index for item in program.items if item.reads and not item.tells)])
     return StagePlan(-1, end, end, frozenset(), (), ())
 
 

@@ -171,7 +171,7 @@ class DividedModule:
         group = self.groups.pipeline
         if step.random is None:
             step.random = self._share_random(group)
-        with torch.set_grad_enabled(step.trains):
+        with step.random.at(index), torch.set_grad_enabled(step.trains):  # so that the begin is no change
             traced = record(step.alone(microbatch, index), self.module, self.device, group, self._fetch)
         program = build_program(traced, Modules(traced, self.module), is_within(self._units()))
         require_same(program, group, self.device)
@@ -231,7 +231,7 @@ class DividedModule:
             lambda result: loss_of(result, step.hook) if step.trains else None,
         )
         whole = is_whole(self.module, self.device)
-        with torch.set_grad_enabled(step.trains):
+        with step.random.at(len(microbatches) - 1), torch.set_grad_enabled(step.trains):
             return divide(
                 trial,
                 self.module,

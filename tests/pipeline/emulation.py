@@ -71,8 +71,9 @@ def run_stages(
     for stage in stages:
         inputs = tuple(
             t.detach().contiguous().clone().requires_grad_(shapes.values[v].requires_grad and torch.is_grad_enabled())
-            for t, v in zip(received, stage.replay.plan.receives, strict=True)
+            for t, v in zip(received, stage.replay.plan.receives, strict=False)
         )
+        inputs += received[len(inputs) :]  # what Python read
         found = None if record is None else Shapes()
         with patched_units(stage.root, program.units):
             received, result = stage.replay.run(stage.step, inputs, shapes, record=found)
@@ -84,7 +85,7 @@ def run_stages(
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
         for (_, sent), (inputs, _) in zip(reversed(boundaries[:-1]), reversed(boundaries[1:]), strict=True):
-            pairs = [(s, i.grad) for s, i in zip(sent, inputs, strict=True) if i.grad is not None]
+            pairs = [(s, i.grad) for s, i in zip(sent, inputs, strict=True) if s.requires_grad and i.grad is not None]
             if pairs:
                 torch.autograd.backward([s for s, _ in pairs], [g for _, g in pairs])
     return result

@@ -1,0 +1,82 @@
+"""What Python code does with a value that it reads from a tensor, by its source: decide by it, or just use it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import sys
+from types import FrameType
+
+_OURS = ("lightning_smddp.", "contextlib", "torch._tensor", "torch.overrides", "torch.functional", "torch.utils._")
+
+
+def decides() -> bool:
+    """Whether the code that is reading a value now may take another course by it.
+
+    A check does not count: where it fails it raises, in one process as on the rank that reads. Without source, it may.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
+        frame = frame.f_back
+    if frame is None:
+        return True
+    return _decides(frame.f_code.co_filename, frame.f_lineno)
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(filename: str) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+@functools.lru_cache(maxsize=1024)
+def _decides(filename: str, line: int) -> bool:
+    tree = _tree(filename)
+    around = [node for node in ast.walk(tree) if _has(node, line)]
+    statements = [node for node in around if isinstance(node, ast.stmt)]
+    if not statements:
+        return True
+    statement = max(statements, key=lambda node: node.lineno)
+    if isinstance(statement, ast.Assert) or _is_check(statement):
+        return False
+    if isinstance(statement, (ast.If, ast.While, ast.Match)):
+        return True
+    if any(isinstance(node, (ast.IfExp, ast.BoolOp, ast.comprehension)) for node in ast.walk(statement)):
+        return True
+    functions = [node for node in around if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    within = max(functions, key=lambda node: node.lineno) if functions else tree
+    return _is_tested(_assigned(statement), within)
+
+
+def _has(node: ast.AST, line: int) -> bool:
+    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
+    return first is not None and last is not None and first <= line <= last
+
+
+def _is_check(node: ast.AST) -> bool:
+    """``if ...: raise``."""
+    return isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
+
+
+def _assigned(statement: ast.stmt) -> set[str]:
+    """What ``statement`` gives a value, as source: names and attributes."""
+    stored = (ast.Name, ast.Attribute)
+    return {
+        ast.unparse(node)
+        for node in ast.walk(statement)
+        if isinstance(node, stored) and isinstance(node.ctx, ast.Store)
+    }
+
+
+def _is_tested(names: set[str], within: ast.AST) -> bool:
+    """Whether code in ``within`` decides by one of ``names``."""
+    tests = [
+        node.test
+        for node in ast.walk(within)
+        if isinstance(node, (ast.If, ast.While, ast.IfExp)) and not _is_check(node)
+    ]
+    used = {ast.unparse(part) for test in tests for part in ast.walk(test) if isinstance(part, ast.expr)}
+    return bool(names & used)
