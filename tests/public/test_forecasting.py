@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.public.cases import EXACT, INTERLEAVED, MARKS, WHOLE, Case, Learner, check, loader, table
+from tests.public.cases import INTERLEAVED, MARKS, WHOLE, Case, Learner, check, loader, table
 
 np = pytest.importorskip("numpy")
 pandas = pytest.importorskip("pandas")
@@ -169,8 +169,9 @@ class SeriesTransformer(Learner):
         sizes = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2], "d_model": 16}
         sizes |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
         config = transformers.TimeSeriesTransformerConfig(
-            **sizes, num_time_features=1, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0
-        )
+            **sizes, num_time_features=1, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0, encoder_layerdrop=0.0,
+            decoder_layerdrop=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        )  # fmt: skip
         self.model = transformers.TimeSeriesTransformerForPrediction(config)
 
     def loss(self, batch: Any) -> Tensor:
@@ -201,7 +202,7 @@ class SeriesTransformer(Learner):
     Case(GluontsDeepAr),
     Case(PatchTst),
     Case(PatchTst, INTERLEAVED, variant="interleaved"),
-    Case(SeriesTransformer, trainer=EXACT),
+    Case(SeriesTransformer),
 )
 def test_forecasting(case: Case) -> None:
     check(case)

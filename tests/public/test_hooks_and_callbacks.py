@@ -36,6 +36,7 @@ class Vit(Learner):
     def __init__(self) -> None:
         super().__init__()
         sizes = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
+        sizes["qkv_bias"] = False  # the bias of keys has no gradient but rounding, whose sign Lion would follow
         self.model = timm.models.VisionTransformer(**sizes, num_classes=10)
         self.shown: list[Any] = []
 
@@ -362,6 +363,10 @@ def unfreeze_at_one() -> Callback:
     return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.1)
 
 
+def unfreeze_all_at_one() -> Callback:
+    return BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_ratio_lr=0.1, train_bn=False)
+
+
 def prune_by_size() -> Callback:
     return ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=False)
 
@@ -395,6 +400,12 @@ def prune_globally() -> Callback:
     Case(LookAhead),
     Case(LayerDecay),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_at_one], "max_epochs": 3}),
+    Case(
+        Finetuned,
+        WHOLE,
+        trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3},
+        variant="with_batch_norm",
+    ),
     Case(Unfreezing),
     Case(Pruned, trainer={"callbacks": [prune_by_size]}),
     Case(Pruned, trainer={"callbacks": [prune_globally]}, variant="globally"),
