@@ -255,7 +255,7 @@ class Process(gpytorch.models.ApproximateGP):
     Case(Unet2dSampling),
     Case(LatentDiffusion),
     Case(DenoisingDiffusion, drawn=True),
-    Case(VectorQuantised, WHOLE),
+    Case(VectorQuantised, {**WHOLE, "split": ["codes"]}),
     Case(FiniteScalarQuantised),
     Case(SplineFlow),
     Case(AutoregressiveFlow),

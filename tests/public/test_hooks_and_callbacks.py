@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
+from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, table
 from tests.public.test_vision import digits
 
 timm = pytest.importorskip("timm")
@@ -26,6 +26,10 @@ optimizers = pytest.importorskip("pytorch_optimizer")
 schedulefree = pytest.importorskip("schedulefree")
 
 pytestmark = MARKS
+
+# Cuts at measured times differ from run to run, and some put everything that belongs together on one rank.
+CUT = {"split": ["model.blocks.2"]}
+APART = {"split": ["teacher"]}
 
 
 class Vit(Learner):
@@ -376,29 +380,29 @@ def prune_globally() -> Callback:
 
 
 @table(
-    Case(TimmEma),
-    Case(TorchEma),
-    Case(EmaPytorch),
-    Case(TorchAveraged),
-    Case(ByHand),
-    Case(MeanTeacher),
-    Case(WithEmaCallback, trainer={"callbacks": [EmaCallback]}),
-    Case(ClippedByHand),
-    Case(NormsLogged),
-    Case(AdaptiveClipping),
-    Case(GradientsCleaned),
-    Case(NoisyWeights),
-    Case(WeightsSaved),
-    Case(Sam),
-    Case(Manual),
-    Case(Lamb),
-    Case(Lamb2),
-    Case(Lion, trainer={"precision": "64-true"}),
-    Case(Adan, trainer={"precision": "64-true"}),
-    Case(Prodigy, trainer={"precision": "64-true"}),
-    Case(ScheduleFree),
-    Case(LookAhead),
-    Case(LayerDecay),
+    Case(TimmEma, CUT),
+    Case(TorchEma, CUT),
+    Case(EmaPytorch, CUT),
+    Case(TorchAveraged, CUT),
+    Case(ByHand, CUT),
+    Case(MeanTeacher, APART),
+    Case(WithEmaCallback, CUT, trainer={"callbacks": [EmaCallback]}),
+    Case(ClippedByHand, CUT),
+    Case(NormsLogged, CUT),
+    Case(AdaptiveClipping, CUT),
+    Case(GradientsCleaned, CUT),
+    Case(NoisyWeights, CUT),
+    Case(WeightsSaved, CUT),
+    Case(Sam, CUT),
+    Case(Manual, CUT),
+    Case(Lamb, CUT),
+    Case(Lamb2, CUT),
+    Case(Lion, CUT, trainer=EXACT),
+    Case(Adan, CUT, trainer=EXACT),
+    Case(Prodigy, CUT, trainer=EXACT),
+    Case(ScheduleFree, CUT),
+    Case(LookAhead, CUT),
+    Case(LayerDecay, CUT),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_at_one], "max_epochs": 3}),
     Case(
         Finetuned,
@@ -406,11 +410,11 @@ def prune_globally() -> Callback:
         trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3},
         variant="with_batch_norm",
     ),
-    Case(Unfreezing),
-    Case(Pruned, trainer={"callbacks": [prune_by_size]}),
-    Case(Pruned, trainer={"callbacks": [prune_globally]}, variant="globally"),
-    Case(Sampled),
-    Case(Reinitialised),
+    Case(Unfreezing, CUT),
+    Case(Pruned, CUT, trainer={"callbacks": [prune_by_size]}),
+    Case(Pruned, CUT, trainer={"callbacks": [prune_globally]}, variant="globally"),
+    Case(Sampled, CUT),
+    Case(Reinitialised, CUT),
 )
 def test_hooks_and_callbacks(case: Case) -> None:
     check(case)

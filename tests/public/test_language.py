@@ -213,6 +213,7 @@ class XTransformersText(Learner):
     Case(LlamaRight),
     Case(LlamaRight, INTERLEAVED, variant="interleaved"),
     Case(LlamaLeft),
+    Case(LlamaLeft, {"split": ["model.model.layers.1.self_attn.o_proj"]}, variant="inside_a_layer"),
     Case(LlamaUnpadded, REPLICAS, ranks=4, variant="replicas"),
     Case(LlamaUnpadded, ZERO_BUBBLE, variant="zero_bubble"),
     Case(LlamaLora),

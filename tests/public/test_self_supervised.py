@@ -20,6 +20,8 @@ byol_pytorch = pytest.importorskip("byol_pytorch")
 
 pytestmark = MARKS
 
+APART = {**WHOLE, "split": ["backbone_momentum"]}  # teacher and student on different ranks
+
 WIDTH = 16
 
 
@@ -246,10 +248,10 @@ class LucidrainsByol(Learner):
     Case(BarlowTwins, WHOLE),
     Case(Vicreg, WHOLE),
     Case(SimSiam, WHOLE),
-    Case(Byol, WHOLE),
-    Case(ByolHook, WHOLE),
-    Case(Moco, WHOLE),
-    Case(Dino, WHOLE),
+    Case(Byol, APART),
+    Case(ByolHook, APART),
+    Case(Moco, APART),
+    Case(Dino, {**WHOLE, "split": ["backbone"]}),
     Case(Swav, WHOLE),
     Case(SwavHook, WHOLE),
     Case(LucidrainsByol, WHOLE),
