@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,10 +27,21 @@ from lightning_smddp.pipeline.splitting import (
     partition,
 )
 from lightning_smddp.pipeline.tracing import Trace, trace
-from lightning_smddp.pipeline.untouched import untouched
+from lightning_smddp.pipeline.untouched import kept_parameters, untouched
 
 CHECK_SEED = 20240229
 _REFERENCE_RUNS = 3  # of one micro-batch, for its times
+
+
+class StepFailedError(SplitError):
+    """The step itself raised something while it was run for nothing: on this rank its cause, or on another one."""
+
+
+def own_error(error: Exception) -> BaseException:
+    """What the user's code raised here, if it is that."""
+    if isinstance(error, StepFailedError) and error.__cause__ is not None:
+        return error.__cause__
+    return error
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,7 @@ def record(
     """Trace ``step`` on every rank; see :func:`trace`. Collective: an error on one rank is raised on all."""
 
     def attempt() -> Trace:
-        with untouched(root, device):
+        with untouched(root, device), kept_parameters(root):
             return trace(step, root, device, fetch)
 
     return _together(attempt, group, device)
@@ -156,11 +168,11 @@ def _refer(program: Program, trial: Trial, root: nn.Module, device: torch.device
     """The whole step on one micro-batch, a few times: the fastest run; and once as it is, without replay."""
     runs = []
     for index in range(_REFERENCE_RUNS):
-        with untouched(root, device):
+        with untouched(root, device), kept_parameters(root) if program.once_a_batch else nullcontext():
             own_numbers = index != 1
             runs.append(run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED, own_numbers))
     reference = fastest(runs)
-    with untouched(root, device):
+    with untouched(root, device), kept_parameters(root) if program.once_a_batch else nullcontext():
         plain = run_plain(trial.referred, trial.loss_of, root, device, CHECK_SEED)
     reference.plain_loss, reference.plain_norms = plain
     return reference
@@ -252,9 +264,12 @@ def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: t
         except (SplitError, ReplayError) as error:
             answer = {"error": str(error)}
         except Exception as error:
-            broadcast_json({"error": f"rank 0 failed with {error!r}"}, group, device)
-            raise
+            text = f"The step failed on rank 0 while it was tried: {error!r}"
+            broadcast_json({"failure": text}, group, device)
+            raise StepFailedError(text) from error
     answer = broadcast_json(answer, group, device)
+    if "failure" in answer:
+        raise StepFailedError(answer["failure"])
     if "error" in answer:
         raise SplitError(answer["error"])
     return answer["value"]
@@ -268,11 +283,11 @@ def _together(attempt: Callable[[], Trace], group: dist.ProcessGroup, device: to
     except Exception as error:
         failure = error
     texts = gather_json(None if failure is None else repr(failure), group, device)
-    if failure is not None:
+    rank = next((rank for rank, text in enumerate(texts) if text is not None), None)
+    if isinstance(failure, SplitError):
         raise failure
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise SplitError(f"The step failed on rank {rank} while it was traced: {text}")
+    if rank is not None:
+        raise StepFailedError(f"The step failed on rank {rank} while it was traced: {texts[rank]}") from failure
     assert result is not None
     return result
 

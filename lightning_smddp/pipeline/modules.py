@@ -8,6 +8,21 @@ from torch import nn
 
 from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Trace
 
+# Their statistics are of micro-batches, which is said elsewhere.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def changes_of_state(trace: Trace, modules: Modules) -> tuple[str, ...]:
+    """What a step changes that later steps see, but for BatchNorm's statistics: each change and where it is."""
+    found: dict[str, None] = {}
+    for event in trace.events:
+        calls = modules.chains[event.call]
+        if any(isinstance(modules.by_name[trace.calls[call].module], _BATCH_NORMS) for call in calls):
+            continue
+        for kind, names in (("parameter", event.parameters_changed), ("buffer", event.buffers)):
+            found.update({f"{kind} {name!r} at {event.place}": None for name in names})
+    return tuple(found)
+
 
 class Modules:
     """What the trace says about each module: may it be a unit, may it be opened."""

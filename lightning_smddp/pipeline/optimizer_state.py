@@ -16,8 +16,18 @@ from torch.optim import LBFGS, Optimizer
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.trees import Path, UnknownTypeError, put_back, take_out
 from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.structure import copied
 from lightning_smddp.pipeline.transfer import CPU, gather_tensors
+
+
+def require_divisible(optimizer: Optimizer) -> None:
+    """Raise ``SplitError`` if ``optimizer`` needs all parameters in one place."""
+    if isinstance(optimizer, LBFGS):
+        raise SplitError(
+            f"{type(optimizer).__name__} cannot be used with a pipeline: each step needs the gradients of all "
+            "parameters in one place. Use an optimizer that treats parameters one by one, such as AdamW."
+        )
 
 
 class OptimizerPartition:
@@ -35,11 +45,7 @@ class OptimizerPartition:
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], ownership: Ownership, rank: int) -> None:
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot be used with a pipeline: each step needs the gradients of all "
-                "parameters in one place. Use an optimizer that treats parameters one by one, such as AdamW."
-            )
+        require_divisible(optimizer)
         self.optimizer, self.ownership, self.rank = optimizer, ownership, rank
         self.placeholder: nn.Parameter | None = None
         self._names = names

@@ -16,7 +16,7 @@ import torch
 
 from lightning_smddp._compat import BACKWARD_HOOK
 from lightning_smddp.pipeline.functions import is_autograd_function
-from lightning_smddp.pipeline.modules import Modules
+from lightning_smddp.pipeline.modules import Modules, changes_of_state
 from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
 
 
@@ -83,6 +83,7 @@ class Program:
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
         returned: the values that the step returns.
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
+        once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
     """
 
     items: list[Item]
@@ -97,6 +98,7 @@ class Program:
     reads_of_batch: tuple[str, ...] = ()
     returned: tuple[int, ...] = ()
     draws: bool = False
+    once_a_batch: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
@@ -215,6 +217,7 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         returned=trace.returned,
         reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
         draws=trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
+        once_a_batch=changes_of_state(trace, modules),
     )
 
 
@@ -224,6 +227,17 @@ def _refuse(trace: Trace) -> None:
             f"The step runs a backward pass of its own at {trace.backward_places[0]} (`torch.autograd.grad` or "
             "`backward`). A pipeline's backward passes through several processes, so it cannot be started inside the "
             "step. Use strategy='smddp'."
+        )
+    if trace.collective_places:
+        raise SplitError(
+            f"The step calls a collective of its own at {trace.collective_places[0]} (`self.all_gather`, "
+            "`torch.distributed`). The ranks of a pipeline are at different places of the step, and would not meet "
+            "there."
+        )
+    if trace.rebound_buffers:
+        raise SplitError(
+            f"The step replaces buffer {trace.rebound_buffers[0]!r} by another tensor (`self.buffer = ...`), which one "
+            "stage alone would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
         )
 
 

@@ -123,6 +123,8 @@ class Trace:
         returned: the values that the step returned.
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
         backward_places: where the step starts a backward pass of its own.
+        collective_places: where it calls a collective of its own.
+        rebound_buffers: first names of buffers that were replaced by other tensors (`self.buffer = ...`).
         reads_of_batch: where Python code read a value of the batch: sizes or the course may depend on it.
     """
 
@@ -134,5 +136,7 @@ class Trace:
     returned: tuple[int, ...] = ()
     draws_in_python: bool = False
     backward_places: list[str] = field(default_factory=list)
+    collective_places: list[str] = field(default_factory=list)
+    rebound_buffers: tuple[str, ...] = ()
     reads_of_batch: list[str] = field(default_factory=list)
     seconds: float = 0.0

@@ -75,8 +75,11 @@ class _Tracer(TorchFunctionMode, Tracking):
     def run(self, step: Callable[[], Any]) -> Trace:
         start = self._now()
         saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
+        buffers = dict(self.module.named_buffers())
         with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
             result = step()
+        now = dict(self.module.named_buffers())
+        self.trace.rebound_buffers = tuple(name for name, buffer in buffers.items() if now.get(name) is not buffer)
         self._note_python_draws()
         found = [self.find(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
         self.trace.returned = tuple(dict.fromkeys(value for value in found if value is not None))
@@ -259,7 +262,10 @@ class _Tracer(TorchFunctionMode, Tracking):
     def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
         memories = [self.memory_of(t) for t in mutated]
         event.buffers = tuple(dict.fromkeys(m.buffer for m in memories if m.buffer is not None))
-        event.parameters_changed = tuple(dict.fromkeys(m.parameter for m in memories if m.parameter is not None))
+        changed = [m.parameter for m in memories if m.parameter is not None]
+        if self.fetch is None or is_inplace(event.function):  # borrowing a parameter writes it, too
+            changed += [self.parameters[id(t)] for t in mutated if id(t) in self.parameters]  # by `p.data = ...`
+        event.parameters_changed = tuple(dict.fromkeys(changed))
         self.trace.changed_buffers |= set(event.buffers)
         names = [self.buffers.get(id(t)) for t in given]
         event.buffers_read = tuple(dict.fromkeys(n for n in names if n is not None and n in self.known.changed_buffers))
@@ -311,6 +317,11 @@ class _Tracer(TorchFunctionMode, Tracking):
                 memory.bound, memory.hidden = True, index if memory.hidden is None else memory.hidden
         self.overhead += time.perf_counter() - begin
 
+    def saw_collective(self) -> None:
+        """A collective of the user's own."""
+        if not any(isinstance(self.modules[call.module], nn.SyncBatchNorm) for call in self.stack):
+            self.trace.collective_places.append(user_place())
+
     def _version(self, tensor: Tensor) -> int | Tensor:
         """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
         if id(tensor) in self.buffers:
@@ -345,6 +356,8 @@ class _Unseen(DispatchMode):
             tracer.inside = inside
         if not tracer.busy:
             with without_torch_function():
+                if function.namespace in ("c10d", "_c10d_functional"):
+                    tracer.saw_collective()
                 tracer.saw_unseen(args, kwargs, result)
         return result
 

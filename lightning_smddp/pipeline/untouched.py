@@ -11,20 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_smddp._compat import DispatchMode, storage_key
+from lightning_smddp._compat_steps import registered_buffers, written_arguments
+from lightning_smddp.pipeline.structure import leaves
 
 _STRUCTURE = {"_parameters", "_buffers", "_modules"}
 
 
 @contextmanager
 def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back random numbers, buffers, gradients, and the attributes of all modules.
+    """Put back random numbers, parameters, buffers, gradients, and the attributes of all modules.
+
+    Parameters that are written in place are put back inside of :func:`kept_parameters` alone.
 
     Attributes are put back as objects; lists, dicts and sets among them also get back their members. What an object
     further inside has become is not undone.
     """
     attributes = [(module, _attributes(module)) for module in root.modules()]
     buffers = [(b, b.clone()) for b in root.buffers() if b.device.type != "meta"]
+    registered = [(own, dict(own)) for own in map(registered_buffers, root.modules())]
     gradients = [(p, p.grad) for p in root.parameters()]
+    contents = [(p, p.data) for p in root.parameters() if not is_lazy(p)]
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     for parameter, _ in gradients:
@@ -38,11 +47,53 @@ def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
         for module, saved in attributes:
             _restore(module, saved)
+        for own, before in registered:
+            if any(own.get(name) is not buffer for name, buffer in before.items()) or len(own) != len(before):
+                own.clear()
+                own.update(before)
+        for parameter, data in contents:
+            if parameter.device == data.device and parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def kept_parameters(root: nn.Module) -> Iterator[None]:
+    """Put back the values of parameters that are written within it, of which copies are made when that happens."""
+    keeper = _Keeper(root)
+    try:
+        with keeper:
+            yield
+    finally:
+        with torch.no_grad():
+            for alias, value in keeper.saved.values():
+                alias.copy_(value)
+
+
+class _Keeper(DispatchMode):
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.aliases: dict[Any, list[Tensor]] = {}  # of each storage the parameters in it
+        for parameter in root.parameters():
+            if not parameter.is_meta and not is_lazy(parameter):
+                self.aliases.setdefault(storage_key(parameter), []).append(parameter.detach())
+        self.saved: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in leaves(written_arguments(function, args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._save(leaf)
+        return function(*args, **kwargs)
+
+    def _save(self, tensor: Tensor) -> None:
+        for alias in self.aliases.get(storage_key(tensor), ()):
+            if id(alias) not in self.saved:
+                self.saved[id(alias)] = (alias, alias.clone())
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:

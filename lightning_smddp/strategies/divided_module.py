@@ -19,16 +19,17 @@ from lightning_smddp.pipeline.division import (
     Trial,
     divide,
     first_decides,
+    own_error,
     record,
     require_same,
 )
-from lightning_smddp.pipeline.full_state import release, set_contents
+from lightning_smddp.pipeline.full_state import gather_full, release, set_contents
 from lightning_smddp.pipeline.gradient_window import GradientWindow
 from lightning_smddp.pipeline.materialise import materialise
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.placement import Groups
-from lightning_smddp.pipeline.program import Modules, build_program
+from lightning_smddp.pipeline.program import Modules, SplitError, build_program
 from lightning_smddp.pipeline.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.reference import seeding
 from lightning_smddp.pipeline.replicas import ReplicaGradients
@@ -38,9 +39,18 @@ from lightning_smddp.pipeline.splitting import Resources, follow, is_within
 from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
-from lightning_smddp.pipeline.verification import EXACT, MIXED, Finding, compare, gradient_norms, require_equal
+from lightning_smddp.pipeline.verification import (
+    EXACT,
+    MIXED,
+    Finding,
+    VerificationError,
+    compare,
+    gradient_norms,
+    require_equal,
+)
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.weighting import warning_without_trial
+from lightning_smddp.strategies.carried_state import require_no_state
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.step_results import StepResults
@@ -93,6 +103,8 @@ class DividedModule:
         self.module, self.options, self.groups, self.device = module, options, groups, device
         self._weights, self._seed = weights, seed
         self.division = self._divide(step, microbatches, resources, known)
+        if step.trains:
+            require_no_state(step, microbatches, self.division.program.once_a_batch, device)
         weighed = self._weigh(step, pair)
         self.weighting, self.warnings = weighed.weighting, weighed.warnings
         step.capture.rules |= weighed.rules
@@ -117,7 +129,7 @@ class DividedModule:
         self._add(step, staged).remember(staged, step, microbatches[-1], len(microbatches) - 1)
         self.findings: list[Finding] = []
         if step.trains and options.check and self.division.reference is not None:
-            self._check(step, microbatches[0])
+            self._check_together(step, microbatches[0])
 
     # ---- steps ----
 
@@ -171,8 +183,11 @@ class DividedModule:
         group = self.groups.pipeline
         if step.random is None:
             step.random = self._share_random(group)
-        with step.random.at(index), torch.set_grad_enabled(step.trains):  # so that the begin is no change
-            traced = record(step.alone(microbatch, index), self.module, self.device, group, self._fetch)
+        try:
+            with step.random.at(index), torch.set_grad_enabled(step.trains):  # so that the begin is no change
+                traced = record(step.alone(microbatch, index), self.module, self.device, group, self._fetch)
+        except SplitError as error:
+            raise own_error(error) from None
         program = build_program(traced, Modules(traced, self.module), is_within(self._units()))
         require_same(program, group, self.device)
         return self.runtime.stage(program, follow(program, self.division.homes, self.runtime.num_stages))
@@ -288,6 +303,22 @@ class DividedModule:
         )
 
     # ---- the check ----
+
+    def _check_together(self, step: LightningStep, first: MicroBatch) -> None:
+        """The check; if it fails in one pipeline, every rank has the whole module again, and raises."""
+        failure: VerificationError | None = None
+        try:
+            self._check(step, first)
+        except VerificationError as error:
+            failure = error
+        world = dist.group.WORLD
+        assert world is not None
+        texts = gather_json(None if failure is None else str(failure), world, self.device)
+        text = next((text for text in texts if text is not None), None)
+        if text is not None:
+            self.close()
+            gather_full(self.module, self.division.ownership, self.groups.pipeline, self.device)
+            raise failure or VerificationError(text, self.findings)
 
     def _check(self, step: LightningStep, first: MicroBatch) -> None:
         """The pipeline's loss and gradients on one micro-batch against a plain step's. Raises on every rank.

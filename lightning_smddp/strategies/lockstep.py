@@ -28,11 +28,11 @@ class Lockstep:
         """Whether ``step`` was found to need it."""
         return step.key in self._reasons
 
-    def take(self, step: LightningStep, error: Exception) -> None:
+    def take(self, step: LightningStep, error: BaseException) -> None:
         """From now on ``step`` runs so, as it fails as a pipeline with ``error`` on every rank of it.
 
         Raises:
-            Exception: ``error``, if it is about another rank.
+            BaseException: ``error``, if it is about another rank.
         """
         if isinstance(error, RankFailedError):
             raise error

@@ -18,6 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_smddp._compat import finetuning_by_identity, keeps_user_samplers
+from lightning_smddp._compat_steps import default_group
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
@@ -35,6 +36,7 @@ from lightning_smddp.strategies.nonfinite import by_asking, loss_watchers
 from lightning_smddp.strategies.option_checks import refuse_algorithm, refuse_all, require_timeout
 from lightning_smddp.strategies.pipeline_checks import (
     callbacks_of,
+    manual_optimization,
     require_samplers_of_replicas,
     require_supported,
     without_sync_advice,
@@ -82,6 +84,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
         check: compare the pipeline's loss and gradients on one micro-batch with the whole step's before training.
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
+        fallback: for a training step that cannot be pipelined: ``"replicate"`` runs it as a whole on every rank,
+            ``"error"`` refuses it.
         algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose: as of
             ``SMDDPStrategy``; they apply to the gradients of replicas.
         init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded: as of ``SMDDPStrategy``.
@@ -112,6 +116,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         memory_limit_gb: float | None = None,
         check: bool = True,
         batch_size_fn: Any = None,
+        fallback: Literal["replicate", "error"] = "replicate",
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
         bucket_cap_mb: float | None = None,
@@ -135,7 +140,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         )
         self.options = PipelineOptions.parse(
             pipeline_parallel_size, num_microbatches, schedule, stages_per_rank, split, placement, active_microbatches,
-            activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, communication,
+            activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, fallback, communication,
         )  # fmt: skip
         refuse_algorithm(accelerator)
         require_timeout(timeout)
@@ -154,6 +159,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._last_report: CommunicationReport | None = None
         self._accumulates = False
         self._shown: set[str] = set()
+        self._in_step = False
         self._restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
         self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
@@ -185,7 +191,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
         require_whole(self.lightning_module)
-        require_supported(self.lightning_module, callbacks_of(trainer), fits)
+        require_supported(self.lightning_module, callbacks_of(trainer), fits, self.options.fallback)
         if fits:
             self.require_no_links(trainer)
         if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
@@ -209,6 +215,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             self._staged.take_optimizers(self.optimizers, self.precision_plugin)
             self._exact_resume.start(trainer, Place.of(self._groups), self.root_device)
             self._staged.watching, self._staged.marking = self._watches_gradients, not self._changes_gradients
+            if not self.lightning_module.automatic_optimization:
+                self._staged.replicate(manual_optimization(self.lightning_module))
         self.take_over(trainer)
         self._changes.enter_context(self._hook_view.installed(trainer))
 
@@ -266,6 +274,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         accumulates = self._accumulates
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
         output = staged.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
+        if staged.replicated is not None:
+            return output
 
         def deliver(arrived: Tensor) -> None:
             staged.deliver(arrived, expected, accumulates)
@@ -291,9 +301,25 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         batch, *rest = [*args, *kwargs.values()]
         return staged.evaluate(hook, batch, rest, may_wait=self._trainer.state.fn == "fit")
 
-    def _step_context(self, hook: str) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
-        return context
+    @contextmanager
+    def _step_context(self, hook: str) -> Iterator[None]:
+        """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
+        assert self._groups is not None
+        before, self._in_step = self._in_step, True
+        try:
+            with getattr(self.precision_plugin, _STEP_CONTEXTS[hook])(), default_group(self._groups.replicas):
+                yield
+        finally:
+            self._in_step = before
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a step that runs as a whole, gradients are averaged over replicas before hooks see them."""
+        staged = self._require_staged()
+        if staged.replicated is None:
+            return super().backward(*args, **kwargs)
+        assert self._groups is not None
+        with staged.replicated.averaging(self._accumulates), default_group(self._groups.replicas):
+            return super().backward(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -341,6 +367,34 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
                 "such as `on_train_batch_start`, where all ranks come together."
             )
         super().barrier(*args, **kwargs)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; within a step that of replicas, as all ranks of a pipeline work on one batch."""
+        if self._in_step and self._groups is not None:
+            return self._groups.grid.num_replicas
+        return super().world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank; within a step the replica's number."""
+        if self._in_step and self._groups is not None:
+            return self._groups.replica
+        return super().global_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first of all ranks."""
+        return super().global_rank == 0
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of all replicas, stacked, as all ranks of a pipeline have the same; of ``group``'s ranks if given."""
+        if self._groups is None or not (group is None or group is dist.group.WORLD):
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        if self.world_size == 1:  # as in one process
+            return tensor
+        with default_group(self._groups.replicas):
+            return super().all_gather(tensor, group=self._groups.replicas, sync_grads=sync_grads)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over replicas, as all ranks of a pipeline have the same values; over ``group`` if given."""

@@ -24,16 +24,21 @@ if TYPE_CHECKING:
 _AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
 
 
-def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: bool) -> None:
-    """Raise ``ValueError`` for what no split can run; warn of what runs otherwise."""
+def manual_optimization(module: LightningModule) -> str:
+    """Why its training step cannot be pipelined."""
+    return (
+        f"{type(module).__name__} uses manual optimization (automatic_optimization=False). A pipeline's forward and "
+        "backward passes alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from "
+        "within the step. Use automatic optimization to pipeline it."
+    )
+
+
+def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: bool, fallback: str) -> None:
+    """Raise ``ValueError`` for what no split can run, unless there is a ``fallback``; warn of what runs otherwise."""
     name = type(module).__name__
     require_initialized(module)
-    if fits and not module.automatic_optimization:
-        raise ValueError(
-            f"{name} uses manual optimization (automatic_optimization=False). A pipeline's forward and backward passes "
-            "alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from within the "
-            "step. Use automatic optimization, or strategy='smddp'."
-        )
+    if fits and not module.automatic_optimization and fallback == "error":
+        raise ValueError(manual_optimization(module))
     if is_compiled_module(module) and dist.get_rank() == 0:
         warnings.warn(
             f"{name} was compiled with `torch.compile`. A pipeline runs parts of its step on different ranks, so the "
@@ -41,7 +46,8 @@ def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: b
             "`self.encoder.compile()` for each of them instead.",
             stacklevel=2,
         )
-    for callback in callbacks if fits else ():
+    pipelined = fits and module.automatic_optimization
+    for callback in callbacks if pipelined else ():
         if any(cls.__name__ in _AVERAGING for cls in type(callback).__mro__):
             raise ValueError(
                 f"{type(callback).__name__} keeps a second copy of the whole model and pairs its parameters with those "

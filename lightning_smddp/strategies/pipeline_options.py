@@ -12,6 +12,8 @@ from lightning_smddp.pipeline.schedules import Schedule, check, parse
 from lightning_smddp.strategies.option_checks import is_positive, require_bools
 from lightning_smddp.strategies.session import Options
 
+FALLBACKS = ("replicate", "error")
+
 
 @dataclass(frozen=True)
 class PipelineOptions:
@@ -29,6 +31,7 @@ class PipelineOptions:
     memory_limit: float | None  # bytes
     check: bool
     batch_size_fn: Callable[[Any], int] | None
+    fallback: str
     communication: Options
 
     @classmethod
@@ -46,6 +49,7 @@ class PipelineOptions:
         memory_limit_gb: float | None,
         check: bool,
         batch_size_fn: Callable[[Any], int] | None,
+        fallback: str,
         communication: Options,
     ) -> PipelineOptions:
         """Check what can be checked before the number of ranks is known. Raises ``ValueError`` with the cure."""
@@ -71,6 +75,11 @@ class PipelineOptions:
             )
         if memory_limit_gb is not None and not is_positive(memory_limit_gb):
             raise ValueError(f"memory_limit_gb={memory_limit_gb!r} has to be positive (GiB a rank), or None.")
+        if fallback not in FALLBACKS:
+            raise ValueError(
+                f"fallback={fallback!r} is unknown. Valid: 'replicate' (a training step that cannot be pipelined runs "
+                "as a whole on every rank), 'error' (it is refused)."
+            )
         Grid.of(1, 1, placement)
         return cls(
             pipeline_parallel_size=pipeline_parallel_size,
@@ -85,6 +94,7 @@ class PipelineOptions:
             memory_limit=None if memory_limit_gb is None else memory_limit_gb * 2**30,
             check=check,
             batch_size_fn=batch_size_fn,
+            fallback=fallback,
             communication=communication,
         )
 

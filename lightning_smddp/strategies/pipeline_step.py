@@ -77,6 +77,15 @@ class LightningStep:
                 self.capture.runs_step = False
             return self.capture.finish(result)
 
+    def whole(self, batch: Any) -> Callable[[], Any]:
+        """A run on the whole batch that Lightning sees: nothing is kept from it."""
+
+        def run() -> Any:
+            with self.precision():
+                return getattr(self.module, self.hook)(batch, *self.arguments)
+
+        return run
+
     def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
         """See ``pipeline.runtime.Step``."""
         index += self.offset

@@ -1,4 +1,4 @@
-"""A LightningModule divided among the ranks of a pipeline, and its steps. From its first batch to the end of a run."""
+"""A LightningModule on the ranks of a pipeline, divided or whole: from its first batch to the end of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_smddp._compat_steps import has_hooks
 from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.broadcast import HeaderCache, broadcast_structure
 from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.division import own_error
 from lightning_smddp.pipeline.fingerprint import same_everywhere
 from lightning_smddp.pipeline.full_state import (
     full_state_dict,
@@ -28,11 +30,12 @@ from lightning_smddp.pipeline.full_state import (
     partial_state_dict,
 )
 from lightning_smddp.pipeline.microbatches import MicroBatch, split
-from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
+from lightning_smddp.pipeline.optimizer_state import OptimizerPartition, require_divisible
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.variants import Course
+from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
@@ -43,6 +46,7 @@ from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep
+from lightning_smddp.strategies.replicated_module import ReplicatedModule
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_metrics import patched
 from lightning_smddp.strategies.step_results import broadcast_results
@@ -99,6 +103,7 @@ class StagedModule:
         self.capture = StepCapture(module, metrics=self.metrics)
         self.recorder: Recorder | None = None
         self.divided: DividedModule | None = None
+        self.replicated: ReplicatedModule | None = None  # one of the two, from the first training step on
         self.known_division: Mapping[str, Any] | None = None  # of the run that is resumed
         self._caches: dict[Any, HeaderCache] = {}
         self._tried: set[Any] = set()
@@ -173,19 +178,63 @@ class StagedModule:
     def train(
         self, batch: Any, arguments: Sequence[Any], scale: float, continues: bool, may_drop: bool, accumulates: bool
     ) -> Any:
-        """Forward and backward of a batch; what the step returns for the whole of it, on every rank."""
+        """Forward and backward of a batch; what the step returns for the whole of it, on every rank.
+
+        Where the step is :attr:`replicated` forward only, or what the step itself does besides.
+        """
         batch = self._agreed(batch, "training_step")
-        microbatches = self._microbatches(batch)
         step = self._step("training_step", arguments, scale)
+        if self.divided is None and self.replicated is None:
+            self._choose(step, batch)
+        if self.replicated is not None:
+            return self.replicated.train(step.whole(batch), self._place(arguments))
         divided = self.divided
-        if divided is None:
-            divided = self._divide(step, microbatches, self._pair(batch, len(microbatches)))
-            microbatches = divided.weighting.apply(microbatches)
+        assert divided is not None
+        microbatches = self._microbatches(batch)
         courses = divided.courses(step, microbatches)
         divided.window.begin(len(microbatches), continues, may_drop, accumulates)
         outputs = self._run(divided, courses, step, microbatches)
         divided.window.set_aside()
         return self._share(step, outputs)
+
+    def _choose(self, step: LightningStep, batch: Any) -> None:
+        """Divide the module by its training step, or leave it whole if that is not possible. Collective."""
+        hooked = any(has_hooks(p) for p in self.module.parameters())  # which do not survive a division that is undone
+        try:
+            for optimizer in self._optimizers:
+                require_divisible(optimizer)
+            microbatches = self._microbatches(batch)
+            self._divide(step, microbatches, self._pair(batch, len(microbatches)))
+        except (SplitError, VerificationError) as error:
+            self.divided = None
+            lost = hooked and isinstance(error, VerificationError)
+            if self.options.fallback == "error" or lost or not is_whole(self.module, self.device):
+                raise own_error(error) from None
+            self.replicate(str(error))
+
+    def replicate(self, reason: str) -> None:
+        """Run training steps as a whole on every rank from here on.
+
+        Raises:
+            SplitError: the model is not whole here.
+        """
+        if not is_whole(self.module, self.device):
+            raise SplitError(f"{reason} It cannot run as a whole on every rank either, as the model is not whole here.")
+        self.replicated = ReplicatedModule(self.module, self.groups, self.device, reason)
+        if self.replicated.gradients is not None:
+            self.replicated.gradients.watching = self.watching
+        vars(self._plugin).pop("clip_grad_by_norm", None)
+        if self._states is not None:
+            states, self._states = self._states, None
+            self.load_optimizer_states(states)
+        if dist.get_rank() == 0:
+            if self.options.communication.verbose:
+                rows = [("training_step", f"replicated: the whole of it on every rank. {reason}")]
+                print_table(_TITLE, rows, self.module.trainer)
+            warnings.warn(self.replicated.warning(), stacklevel=2)
+
+    def _place(self, arguments: Sequence[Any]) -> str:
+        return f"training_step of batch {arguments[0]}" if arguments else "training_step"
 
     def deliver(self, arrived: Tensor, expected: float, accumulates: bool) -> None:
         """Set ``.grad`` to what the last :meth:`train` made. Collective."""
@@ -208,6 +257,8 @@ class StagedModule:
         """
         batch = self._agreed(batch, hook)
         step = self._step(hook, arguments)
+        if self.replicated is not None:
+            return self.replicated.evaluate(step.whole(batch))
         if self.divided is None and may_wait and is_whole(self.module, self.device):
             return self._by_itself(step, batch)
         if self.lockstep.has(step):
@@ -217,8 +268,8 @@ class StagedModule:
             divided = self.divided or self._divide(step, microbatches, None)
         except SplitError as error:
             if not is_whole(self.module, self.device):
-                raise
-            self.lockstep.take(step, error)
+                raise own_error(error) from None
+            self.lockstep.take(step, own_error(error))
             return self._in_lockstep(step, batch)
         try:
             courses = divided.courses(step, microbatches)
@@ -368,7 +419,7 @@ class StagedModule:
         if self.options.communication.verbose and dist.get_rank() == 0 and is_new:
             weights = self.divided.weighting.describe()
             rows = describe(self.divided.division, self.options, resources, self.module, microbatches, weights)
-            print_table(_TITLE, rows, self.module.trainer)
+            print_table(_TITLE, [(step.hook, f"pipelined in {self.num_stages} stages"), *rows], self.module.trainer)
         for warning in self.divided.warnings if dist.get_rank() == 0 else ():
             warnings.warn(warning, stacklevel=2)
         return self.divided
@@ -409,6 +460,8 @@ class StagedModule:
 
     def nonfinite(self) -> dict[str, str] | None:
         """What is not finite in this rank's gradients, by parameter, before averaging; None if there is none."""
+        if self.replicated is not None:
+            return self.replicated.nonfinite()
         if self.divided is None:
             return None
         replicas = self.divided.replicas
@@ -420,13 +473,17 @@ class StagedModule:
         """The whole module's, on the first rank of the first pipeline; or of each rank what it holds. Collective."""
         self.metrics.share()
         if self.divided is None:
-            return self.module.state_dict()
+            return self.module.state_dict() if gather or self._speaks() else {}
         if self.groups.replica != 0:
             return {}
         ownership = self.divided.division.ownership
         if not gather:
             return partial_state_dict(self.module, ownership, self.groups.place)
         return full_state_dict(self.module, ownership, self.groups.pipeline, False, self.device)
+
+    def _speaks(self) -> bool:
+        """Whether this rank alone gives a checkpoint what all ranks have."""
+        return self.replicated is None or (self.groups.replica == 0 and self.groups.place == 0)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load a whole module's state."""
@@ -440,6 +497,8 @@ class StagedModule:
         plain = getattr(optimizer, "optimizer", optimizer)
         partition = next((p for p in self._partitions if p.optimizer is plain), None)
         if partition is None:
+            if not gather and not self._speaks():
+                return {}
             state: dict[str, Any] = plain.state_dict()
             if self._states is not None:  # loaded, but not divided yet
                 state["state"] = self._states[self._optimizers.index(plain)]["state"]
@@ -455,6 +514,10 @@ class StagedModule:
         if self._partitions:
             for partition, state in zip(self._partitions, states, strict=True):
                 partition.load_full_state_dict(state)
+            return
+        if self.replicated is not None:
+            for optimizer, state in zip(self._optimizers, states, strict=True):
+                optimizer.load_state_dict(dict(state))
             return
         self._states = states
         for optimizer, state in zip(self._optimizers, states, strict=True):

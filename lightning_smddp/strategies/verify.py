@@ -98,7 +98,7 @@ def verify(module: LightningModule, data: LightningDataModule | None, ranks: int
     with tempfile.TemporaryDirectory(prefix="smddp_verify_") as directory:
         alone, loaders = _alone(module, data, Path(directory) / "alone", {}, seed=0)
         again, _ = _alone(module, data, Path(directory) / "again", loaders, seed=1)
-        strategy = PipelineStrategy(start_method="spawn", **options)
+        strategy = PipelineStrategy(start_method="spawn", fallback="error", **options)
         recorder = _Recorder(Path(directory) / "pipeline")
         _give(module if data is None else data, loaders)
         try:

@@ -174,7 +174,7 @@ def warned(model: type[Chain]) -> list[str]:
 
 def test_an_escape_that_cannot_be_seen_is_caught_on_every_rank() -> None:
     with pytest.raises(RanksFailedError) as failure:
-        run_trainer_ranks(pipelined, 2, Escaping)
+        run_trainer_ranks(refused, 2, Escaping)
     assert sorted(failure.value.tracebacks) == [0, 1]
     for text in failure.value.tracebacks.values():
         assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
@@ -183,10 +183,14 @@ def test_an_escape_that_cannot_be_seen_is_caught_on_every_rank() -> None:
 
 def test_what_a_replay_itself_changes_is_caught_on_every_rank() -> None:
     with pytest.raises(RanksFailedError) as failure:
-        run_trainer_ranks(pipelined, 2, Noticing)
+        run_trainer_ranks(refused, 2, Noticing)
     assert sorted(failure.value.tracebacks) == [0, 1]
     for text in failure.value.tracebacks.values():
         assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
+
+
+def refused(model: type[Chain]) -> None:
+    pipelined(model, fallback="error")
 
 
 @pytest.mark.slow

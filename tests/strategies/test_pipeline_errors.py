@@ -22,7 +22,7 @@ def refused(make: Any, options: dict[str, Any], trainer_options: dict[str, Any])
     """Body of a rank: the error that ``fit`` raises."""
     try:
         trainer_options = {key: value() if callable(value) else value for key, value in trainer_options.items()}
-        Bench({"collective_timeout": 30}).trainer(options, **trainer_options).fit(make())
+        Bench({"collective_timeout": 30, "fallback": "error"}).trainer(options, **trainer_options).fit(make())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

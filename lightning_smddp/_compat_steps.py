@@ -1,0 +1,78 @@
+"""Private parts of torch that running a step as a whole, or for nothing, needs: each with the end of its need."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@contextmanager
+def default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    """In this context ``torch.distributed`` means ``group`` where none is named; its rank and world size too.
+
+    The setter is public, but documented nowhere. Remove when collectives can be given a default by a context.
+    """
+    before = dist.group.WORLD
+    dist.group.WORLD = group
+    try:
+        yield
+    finally:
+        dist.group.WORLD = before
+
+
+@contextmanager
+def behind_backwards(action: Callable[[], None]) -> Iterator[None]:
+    """In this context ``action`` is called behind each outermost backward pass that adds to ``.grad``.
+
+    However it was started: ``Tensor.backward`` looks up ``torch.autograd.backward`` when it is called. A backward pass
+    inside of another, as of reentrant checkpoints, is part of that one. Remove when torch has a hook for the end of a
+    backward pass.
+    """
+    original = torch.autograd.backward
+    depth = 0
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        nonlocal depth
+        depth += 1
+        try:
+            original(*args, **kwargs)
+        finally:
+            depth -= 1
+        if depth == 0:
+            action()
+
+    setattr(torch.autograd, "backward", backward)  # noqa: B010  mypy knows it as a function
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, "backward", original)  # noqa: B010
+
+
+def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dict in which ``module`` has its buffers.
+
+    Remove when one that was replaced can be put back by public means, even if it is not persistent.
+    """
+    return module._buffers
+
+
+def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Those that an operation of torch's dispatcher writes to. Its schema has no public name; remove when it has."""
+    schema = function._schema
+    if not schema.is_mutable:
+        return []
+    given = {**dict(zip([argument.name for argument in schema.arguments], args, strict=False)), **kwargs}
+    aliases = [(argument.name, argument.alias_info) for argument in schema.arguments]
+    return [given.get(name) for name, alias in aliases if alias is not None and alias.is_write]
+
+
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody waits for ``tensor``'s gradient. Remove when a tensor can be asked."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)

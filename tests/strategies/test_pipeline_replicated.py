@@ -1,0 +1,367 @@
+"""Training steps that cannot be pipelined run as a whole on every rank: the numbers of one process, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_smddp import PipelineStrategy
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import CLASSES, INPUTS, make_trainer
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of, outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore:The training step is run as a whole on every rank:UserWarning")
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def fit(bench: Bench, model: Net, **options: Any) -> Any:
+    """From the same random numbers in one process and on the ranks' first; the others have others."""
+    torch.manual_seed(7 + rank())
+    random.seed(7 + rank())
+    return bench.fit(model, **options)
+
+
+class Manual(Evaluated):
+    """Manual optimization with one backward pass a step, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.dropout = nn.Dropout(0.1)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.dropout(self.net(batch[0])), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=0.5)
+        optimizer.step()
+        self.losses.append(loss.item())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+
+
+def manual(bench: Bench) -> Any:
+    return fit(bench, Manual())
+
+
+class Gan(Net):
+    """Two optimizers that take turns, with schedulers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, INPUTS))
+            self.judge = nn.Sequential(nn.Linear(INPUTS, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        ones, zeros = torch.ones(len(batch[0]), 1), torch.zeros(len(batch[0]), 1)
+        self.toggle_optimizer(first)
+        fake = self.generator(torch.randn(len(batch[0]), 4))
+        loss = F.binary_cross_entropy_with_logits(self.judge(fake), ones)
+        self.manual_backward(loss)
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        real = F.binary_cross_entropy_with_logits(self.judge(batch[0]), ones)
+        judged = (real + F.binary_cross_entropy_with_logits(self.judge(fake.detach()), zeros)) / 2
+        self.manual_backward(judged)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+        self.losses += [loss.item(), judged.item()]
+        self.log_dict({"g": loss, "d": judged}, prog_bar=True)
+
+    def on_train_epoch_end(self) -> None:
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (self.generator, self.judge)]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+
+
+def gan(bench: Bench) -> Any:
+    return fit(bench, Gan())
+
+
+class Penalty(Net):
+    """A gradient penalty, with automatic optimization."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        loss = F.cross_entropy(self.net(x), batch[1])
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + gradient.pow(2).sum()
+        self.losses.append(loss.item())
+        return loss
+
+
+def penalty(bench: Bench) -> Any:
+    return fit(bench, Penalty(count=56), accumulate_grad_batches=2, gradient_clip_val=0.3)
+
+
+class Momentum(Net):
+    """A teacher that follows the student within the step."""
+
+    def __init__(self, rebinds: bool) -> None:
+        super().__init__()
+        self.rebinds = rebinds
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                if self.rebinds:
+                    teacher.data = teacher.data * 0.9 + student.data * 0.1
+                else:
+                    teacher.mul_(0.9).add_(student, alpha=0.1)
+            target = self.teacher(batch[0])
+        loss = F.mse_loss(self.net(batch[0]), target) + self.loss(batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+def momentum(bench: Bench, rebinds: bool) -> Any:
+    return fit(bench, Momentum(rebinds))
+
+
+class Encoder(nn.Module):
+    """Holds the student and the teacher, which follows it in its forward pass."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.teacher = net, copy.deepcopy(net).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+                teacher.mul_(0.9).add_(student, alpha=0.1)
+            target = self.teacher(x)
+        return self.net(x), target
+
+
+class InModule(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder(self.net)
+        torch.manual_seed(4)
+        self.head = nn.Sequential(nn.Linear(CLASSES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out, target = self.encoder(batch[0])
+        return F.mse_loss(self.head(out), target) + F.cross_entropy(out, batch[1])
+
+
+def momentum_in_a_module(bench: Bench) -> Any:
+    return fit(bench, InModule())
+
+
+class Queue(Net):
+    """A queue of negatives as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer("queue", torch.randn(CLASSES, 24, generator=generator))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = F.normalize(self.net(batch[0]), dim=1)
+        logits = torch.cat([(x * x.detach().roll(1, 0)).sum(1, keepdim=True), x @ self.queue.clone().detach()], dim=1)
+        begin = int(self.pointer)
+        self.queue[:, begin : begin + len(x)] = x.detach().T
+        self.pointer[0] = (begin + len(x)) % 24
+        loss = F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+        self.losses.append(loss.item())
+        return loss
+
+
+def queue(bench: Bench) -> Any:
+    return fit(bench, Queue())
+
+
+class Rebound(Net):
+    """A buffer that the step replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(CLASSES))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out - self.center, batch[1])
+        self.center = self.center * 0.9 + out.detach().mean(0) * 0.1
+        return loss
+
+
+def rebound_buffer(bench: Bench) -> Any:
+    return fit(bench, Rebound())
+
+
+class Center(Net):
+    """A centre over all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, CLASSES))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out - self.center, batch[1])
+        mean = out.detach().sum(0, keepdim=True)
+        ranks = 1
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            ranks = dist.get_world_size()
+        self.center.mul_(0.9).add_(mean / (len(out) * ranks), alpha=0.1)
+        self.losses.append(loss.item())
+        return loss
+
+
+def center(bench: Bench) -> Any:
+    return fit(bench, Center())
+
+
+class Gathered(Net):
+    """A loss between rows of all ranks."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = F.normalize(self.net(batch[0]), dim=1)
+        others = x
+        if self.trainer.world_size > 1:
+            others = self.all_gather(x, sync_grads=True).flatten(0, 1)
+        labels = torch.arange(len(x)) + len(x) * self.global_rank
+        loss = F.cross_entropy(x @ others.T * 4, labels)
+        self.log("loss", loss, sync_dist=True)
+        self.losses.append(loss.item())
+        return loss
+
+
+class Carried(Net):
+    """Hidden state that goes from batch to batch."""
+
+    def __init__(self) -> None:
+        super().__init__(count=32)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.rnn = nn.GRUCell(CLASSES, 6)
+            self.head = nn.Linear(6, CLASSES)
+        self.hidden: Any = None
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        hidden = self.rnn(self.net(batch[0]), self.hidden)
+        self.hidden = hidden.detach()
+        loss = F.cross_entropy(self.head(hidden), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+def carried(bench: Bench) -> Any:
+    return fit(bench, Carried())
+
+
+class Closures(Net):
+    """LBFGS calls the step several times."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+def closures(bench: Bench) -> Any:
+    return fit(bench, Closures())
+
+
+class Unseen(Net):
+    """A number goes from module to module without torch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        scale = float(x.detach().numpy().std()) + 1
+        loss = F.cross_entropy(self.net[4:](x) * scale, batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+def unseen(bench: Bench) -> Any:
+    return fit(bench, Unseen())
+
+
+CASES: list[Case] = [
+    manual, gan, penalty, functools.partial(momentum, rebinds=True), functools.partial(momentum, rebinds=False),
+    momentum_in_a_module, queue, rebound_buffer, center, carried, closures, unseen,
+]  # fmt: skip
+ONE = Matrix(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_as_in_one_process(case: Case) -> None:
+    ONE.compare(case, tolerance=0.0)
+
+
+# ---- replicas ----
+
+
+class Occasional(Queue):
+    """A layer that one replica alone uses, in a batch that is accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.extra = nn.Linear(INPUTS, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1 and batch_idx % 4 == 0:
+            loss = loss + self.extra(batch[0]).mean()
+        return loss
+
+
+def train_alike(strategy: str, size: int) -> list[Any]:
+    """Body of a rank: what each model has become."""
+    results = []
+    for make, options in REPLICATED:
+        torch.manual_seed(7)
+        model = make()
+        quiet: Any = {"pipeline_parallel_size": size, "verbose": False, "tuning_cache": False}
+        trainer = make_trainer(PipelineStrategy(**quiet) if size > 1 else strategy, **options)
+        trainer.fit(model)
+        results.append(outcome(model, trainer))
+    return results
+
+
+REPLICATED: list[Any] = [
+    (Gan, {}),
+    (Center, {"gradient_clip_val": 0.2}),
+    (Occasional, {"accumulate_grad_batches": 2}),
+    (Gathered, {}),
+]
+
+
+@pytest.mark.slow
+def test_replicas_are_ranks_of_ddp() -> None:
+    """Gradients, collectives and sizes of the world are those of as many ranks under ``ddp``."""
+    expected = run_trainer_ranks(train_alike, 2, "ddp_find_unused_parameters_true", 1, timeout=100)
+    found = run_trainer_ranks(train_alike, 4, "", 2, timeout=100)
+    for rank, results in enumerate(found):
+        for (make, _), result, reference in zip(REPLICATED, results, expected[rank // 2], strict=True):
+            assert_same(result, reference, 1e-5, f"{make.__name__} on rank {rank}")
