@@ -27,6 +27,10 @@ _SMALL = 2**16  # bytes of a buffer that may be sent in vain, because the header
 _INT64 = range(-(2**63), 2**63)
 
 
+class UnsendableError(ValueError):
+    """Something in a structure cannot be sent to other ranks."""
+
+
 @dataclass
 class HeaderCache:
     """The last header, kept by the caller on every rank of a group, one for each kind of structure it broadcasts."""
@@ -72,7 +76,7 @@ def broadcast_structure(
         On ``src`` the ``value`` itself, elsewhere a copy.
 
     Raises:
-        ValueError: on every rank: something in ``value`` cannot be sent; the message says where it is.
+        UnsendableError: on every rank: something in ``value`` cannot be sent; the message says where it is.
     """
     if group.size() == 1:
         return value
@@ -97,7 +101,7 @@ def _send(value: Any, group: dist.ProcessGroup, src: int, device: torch.device, 
     except ValueError as error:
         _send_header(json.dumps({"error": str(error)}), group, src, device, cache)
         cache.forget()
-        raise
+        raise UnsendableError(str(error)) from error
     layout = _Layout.of(packing.specs, packing.count)
     if header != cache.header:
         _send_header(header, group, src, device, cache)
@@ -142,7 +146,7 @@ def _take_header(header: str, cache: HeaderCache) -> None:
     parsed = json.loads(header)
     if "error" in parsed:
         cache.forget()
-        raise ValueError(parsed["error"])
+        raise UnsendableError(parsed["error"])
     cache.header, cache.parsed = header, parsed
     cache.nbytes = _Layout.of(parsed["tensors"], parsed["numbers"]).nbytes
 
@@ -233,7 +237,7 @@ class _Packing:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
             return {"d": [[name, self.encode(member, (*path, name))] for name, member in fields]}
-        raise ValueError(
+        raise UnsendableError(
             f"{_where(path)} is a {type(value).__name__}, which cannot be sent to other ranks. "
             "Make it a tensor, a number, a string, or a dict, list or tuple of these."
         )
@@ -241,7 +245,7 @@ class _Packing:
     def _tensor(self, tensor: Tensor, path: Path) -> int:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
-            raise ValueError(f"{_where(path)} is a {kind} tensor; only dense tensors can be sent to other ranks.")
+            raise UnsendableError(f"{_where(path)} is a {kind} tensor; only dense tensors can be sent to other ranks.")
         self.tensors.append(tensor)
         self.specs.append([name_of_dtype(tensor.dtype), list(tensor.shape), tensor.device.type == "cpu"])
         return len(self.tensors) - 1
@@ -254,7 +258,7 @@ class _Packing:
     def _key(key: Any, path: Path) -> Any:
         if key is None or isinstance(key, (bool, int, float, str)):
             return key
-        raise ValueError(
+        raise UnsendableError(
             f"{_where(path)} has the key {key!r}, a {type(key).__name__}, which cannot be sent to other ranks. "
             "Use strings or numbers."
         )

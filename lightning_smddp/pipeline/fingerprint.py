@@ -1,11 +1,12 @@
 """Whether all ranks of a group have the same batch already: a checksum on each, and one small message.
 
-Each rank of a pipeline has read its own batch. Where samplers agree, as they nearly always do, nothing need be sent.
+Each rank of a pipeline has read its own batch. Where samplers agree, as they nearly always do, nothing need be sent,
+and so a batch may be of any kind: graphs, tables, packed sequences, objects of the user's.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import zlib
 from typing import Any
 
@@ -14,38 +15,115 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.pipeline.structure import items
+from lightning_smddp.pipeline.objects import is_plain, parts_of
+
+_SHORT = 64  # bytes of a description that are not hashed
+_CHUNK = 2**22  # numbers of a tensor on an accelerator whose checksum is computed at once
+_BITS = 62  # of a fingerprint: two of them, one negative, are sent as int64
 
 
-def fingerprint(value: Any) -> int | None:
-    """A number that is another one for nearly every other value (CRC-32, of structure and contents).
+def fingerprint(value: Any) -> int:
+    """A number that is another one for nearly every other value: of types, structure and contents, at any depth.
 
-    None where it cannot be told from the value: tensors that are not dense and on the CPU, and objects other than
-    numbers, strings, booleans, arrays and None.
+    What an object does not tell even to ``pickle`` (a lock, say) counts by its type alone.
     """
-    described: list[Any] = []
-    checksum = 0
-    for path, leaf in items(value):
-        if isinstance(leaf, Tensor):
-            if leaf.device.type != "cpu" or leaf.layout != torch.strided:
-                return None
-            described.append([path, str(leaf.dtype), list(leaf.shape), leaf.requires_grad])
-            data = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
-            checksum = zlib.crc32(data.numpy().data, checksum)
-        elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            described.append([path, str(leaf.dtype), list(leaf.shape)])
-            checksum = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, checksum)
-        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
-            described.append([path, type(leaf).__name__, leaf])
-        else:
-            return None
-    return zlib.crc32(json.dumps(described).encode(), checksum)
+    digest = hashlib.blake2b(_Description().of(value), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _BITS)
 
 
-def same_everywhere(value: Any, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of ``group``, whose collectives take CPU tensors, have an equal ``value``. Collective."""
+def same_everywhere(value: Any, group: dist.ProcessGroup, device: torch.device | None = None) -> bool:
+    """Whether all ranks of ``group``, whose collectives take tensors of ``device``, have an equal one. Collective."""
     mine = fingerprint(value)
-    votes = torch.tensor([int(mine is None), mine or 0, -(mine or 0)])
+    votes = torch.tensor([mine, -mine], device=device)
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-    unknown, highest, lowest = votes.tolist()
-    return bool(unknown == 0 and highest == -lowest)
+    highest, lowest = votes.tolist()
+    return bool(highest == -lowest)
+
+
+class _Description:
+    """Bytes that describe an object. Equal objects have equal ones, in whatever way they share their parts."""
+
+    def __init__(self) -> None:
+        self._above: dict[int, int] = {}  # objects that the present one is a part of, and how deep they are
+        self._known: dict[int, tuple[Any, bytes]] = {}  # objects are kept, so that no other one gets their identity
+
+    def of(self, value: Any) -> bytes:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+            return _short(f"{value.dtype}{value.shape}{zlib.crc32(data)}".encode())
+        if is_plain(value):
+            return _short(f"{kind.__name__} {_text(value)}".encode())
+        if id(value) in self._above:
+            return f"in itself {len(self._above) - self._above[id(value)]}".encode()
+        if id(value) not in self._known:
+            self._known[id(value)] = value, self._parts(value)
+        return self._known[id(value)][1]
+
+    def _parts(self, value: Any) -> bytes:
+        parts = parts_of(value)
+        if parts is None:
+            return type(value).__qualname__.encode()
+        self._above[id(value)] = len(self._above)
+        described = [self.of(key) + b"=" + self.of(part) for key, part in parts]
+        del self._above[id(value)]
+        if isinstance(value, (set, frozenset)):
+            described.sort()
+        return _short(_kind(value).encode() + b"(" + b",".join(described) + b")")
+
+    def _tensor(self, tensor: Tensor) -> bytes:
+        plain = tensor.detach()
+        if type(plain) is not Tensor:
+            plain = plain.as_subclass(Tensor)
+        stored: list[Tensor] = []
+        if plain.is_nested:
+            stored = list(plain.unbind())
+        elif plain.layout is torch.sparse_coo:
+            stored = [plain._indices(), plain._values()]
+        elif plain.layout in (torch.sparse_csr, torch.sparse_bsr):
+            stored = [plain.crow_indices(), plain.col_indices(), plain.values()]
+        elif plain.layout in (torch.sparse_csc, torch.sparse_bsc):
+            stored = [plain.ccol_indices(), plain.row_indices(), plain.values()]
+        shape = "" if plain.is_nested else list(plain.shape)
+        content = b"".join(self._tensor(part) for part in stored) if stored else str(_checksum(plain)).encode()
+        about = f"{_kind(tensor)}{plain.dtype}{shape}{tensor.requires_grad}"
+        return _short(about.encode() + content)
+
+
+def _checksum(tensor: Tensor) -> int:
+    if tensor.is_meta:
+        return 0
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        return zlib.crc32(flat.numpy().data)
+    return _checksum_on_device(flat)
+
+
+def _checksum_on_device(flat: Tensor) -> int:
+    """A sum of the bytes, each times another odd number, computed where they are."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for begin in range(0, flat.numel(), _CHUNK):
+        part = flat[begin : begin + _CHUNK].to(torch.int64)
+        place = torch.arange(begin, begin + part.numel(), device=flat.device)
+        factor = (2 * place + 1) * 0x5851F42D4C957F2D  # overflows, as it should
+        total += ((part + 1) * (factor ^ (factor >> 29))).sum()
+    return int(total)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return "dict" if isinstance(value, dict) else kind.__qualname__
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, torch.Size)):
+        return repr(value)
+    return getattr(value, "__qualname__", None) or str(value)
+
+
+def _short(text: bytes) -> bytes:
+    return text if len(text) <= _SHORT else hashlib.blake2b(text, digest_size=16).digest()

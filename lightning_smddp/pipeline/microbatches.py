@@ -3,6 +3,7 @@
 What belongs to the rows of a batch of N rows, in :func:`split`:
 
 * a tensor or array whose first dimension is N;
+* an object of N rows that can be cut by a method of its own (:mod:`~lightning_smddp.pipeline.row_ways`);
 * a list or tuple of N entries is one entry per row: strings, numbers, objects, tensors of any sizes, dicts. It is a
   collection of fields instead, each treated by itself, when its entries are unlike each other and some have N rows,
   as in ``[images, labels]``. Where both readings fit (a list of N alike tensors of N rows), the batch is not cut: one
@@ -10,10 +11,10 @@ What belongs to the rows of a batch of N rows, in :func:`split`:
 
 Mappings, dataclasses and named tuples are always fields. Everything else is given whole to every micro-batch.
 
-N is the most common first dimension of the tensors outside inner lists and tuples. Without such tensors it is the
-number that most inner lists and tuples agree on, by their lengths or by the first dimension of all that they hold. A
-batch that is itself a list of alike dicts, tuples or dataclasses has one row per entry, unless all that these hold are
-tensors of one first dimension (then each of them is a batch of that size).
+N is the most common first dimension of the tensors (number of rows of the objects) outside inner lists and tuples.
+Without such tensors it is the number that most inner lists and tuples agree on, by their lengths or by the first
+dimension of all that they hold. A batch that is itself a list of alike dicts, tuples or dataclasses has one row per
+entry, unless all that these hold are tensors of one first dimension (then each of them is a batch of that size).
 """
 
 from __future__ import annotations
@@ -21,16 +22,29 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
-from lightning_smddp.pipeline.structure import Members, leaves, members_of, with_members
+from lightning_smddp.pipeline.objects import describe, hides_something, is_plain
+from lightning_smddp.pipeline.row_ways import Rows, RowWay, is_cuttable, take_rows, way_of
+from lightning_smddp.pipeline.structure import Members, Path, leaves, members_of, with_members
 
 _ARRAYS = (Tensor, np.ndarray)
+
+
+class UnclearBatchError(ValueError):
+    """A batch cannot be cut: its rows are not clear, or something in it has no rows that are known here."""
+
+
+class Cuts(Protocol):
+    """What cuts batches; see :class:`~lightning_smddp.pipeline.splitter.Splitter`."""
+
+    def again(self, microbatch: MicroBatch, count: int) -> list[MicroBatch]:
+        """Cut a micro-batch further."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +55,25 @@ class MicroBatch:
         value: As the batch, with fewer rows; its tensors are views of the batch's.
         size: Its number of rows.
         weight: Its share of the batch's rows: a mean over the batch is the sum of weighted means.
+        paths: Where in the batch its rows are, as found in the whole batch: a part could be read in more ways.
+        cuts: What cut it, and can cut it further, if it was not :func:`split`.
     """
 
     value: Any
     size: int
     weight: float
+    paths: frozenset[Path] = dataclasses.field(default=frozenset(), compare=False, repr=False)
+    cuts: Cuts | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def split(self, count: int) -> list[MicroBatch]:
+        """Cut it as its batch was cut: into ``count`` parts, or fewer; weights are shares of this micro-batch."""
+        if self.cuts is not None:
+            return self.cuts.again(self, count)
+        return _parts(self.value, self.size, count, self.paths)
+
+    def with_rows_in(self, order: list[int]) -> MicroBatch:
+        """The same rows in another order."""
+        return dataclasses.replace(self, value=_take(self.value, order, self.paths, {}))
 
 
 def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> list[MicroBatch]:
@@ -57,28 +85,50 @@ def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> l
         batch_size: The number of rows, for batches that do not show it.
 
     Raises:
-        ValueError: when the number of rows is not clear, or an object cannot be cut; with the places and the cure.
+        UnclearBatchError: when the number of rows is not clear, or an object cannot be cut; with the places and the
+            cure.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
-    if num_microbatches == 1 and batch_size is None:
-        rows = _rows(batch, strict=False)
+    if num_microbatches == 1:
+        rows = _rows(batch, strict=False) if batch_size is None else batch_size
         return [MicroBatch(batch, max(1, rows), 1.0)]
     count = _rows(batch) if batch_size is None else batch_size
     if batch_size is not None and not _has_rows(batch, batch_size):
-        raise ValueError(f"batch_size={batch_size}, but no tensor or list has so many rows: {_sizes_text(batch)}")
+        raise UnclearBatchError(
+            f"batch_size={batch_size}, but no tensor or list has so many rows: {_sizes_text(batch)}"
+        )
     cutter = _Cutter(count, rows_known=batch_size is not None)
     cutter.refuse_opaque(batch)
-    number = min(num_microbatches, count)
-    if number <= 1 or not cutter.is_clear(batch):
+    if min(num_microbatches, count) <= 1 or not cutter.is_clear(batch):
         return [MicroBatch(batch, max(1, count), 1.0)]
-    size, bigger = divmod(count, number)
+    return _parts(batch, count, num_microbatches, frozenset(cutter.paths(batch)))
+
+
+def _parts(value: Any, rows: int, number: int, paths: frozenset[Path]) -> list[MicroBatch]:
+    """``value`` in ``number`` parts, or one for each row if there are fewer."""
+    number = min(number, rows) if paths else 1
+    if number <= 1:
+        return [MicroBatch(value, rows, 1.0, paths)]
+    size, bigger = divmod(rows, number)
     parts, start = [], 0
+    ways: dict[int, RowWay | None] = {}
     for index in range(number):
         stop = start + size + (index < bigger)
-        parts.append(MicroBatch(cutter.cut(batch, start, stop), stop - start, (stop - start) / count))
+        part = _take(value, slice(start, stop), paths, ways)
+        parts.append(MicroBatch(part, stop - start, (stop - start) / rows, paths))
         start = stop
     return parts
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows that a batch seems to have."""
+    return max(1, _rows(batch, strict=False))
+
+
+def outer_sizes(batch: Any) -> list[tuple[int, ...]]:
+    """The first two dimensions of tensors, and the rows of objects, that are in no list of samples."""
+    return list(_outer_sizes(batch, outermost=not (_is_sequence(batch) and _is_list_of_samples(batch))))
 
 
 def signature(microbatch: Any) -> str:
@@ -94,7 +144,7 @@ def signature(microbatch: Any) -> str:
         return f"numpy {value.dtype}{list(value.shape)}"
     children = members_of(value)
     if children is None:
-        return type(value).__name__
+        return type(value).__name__ if is_plain(value) else describe(value)
     return f"{type(value).__name__}({', '.join(f'{key}={signature(child)}' for key, child in children)})"
 
 
@@ -105,27 +155,30 @@ def _rows(batch: Any, strict: bool = True) -> int:
     """The number of rows; 1 for a batch without any tensor or list."""
     if _is_sequence(batch) and _is_list_of_samples(batch):
         return len(batch)
-    outside = Counter(array.shape[0] for array in _outer_arrays(batch, outermost=True))
+    outside = Counter(sizes[0] for sizes in _outer_sizes(batch, outermost=True))
     inside = Counter(size for sequence in _outer_sequences(batch) for size in _possible_rows(sequence))
     votes = (outside or inside).most_common(2)
     if not votes:
         return 1
     if strict and len(votes) == 2 and votes[0][1] == votes[1][1]:
-        raise ValueError(
+        raise UnclearBatchError(
             f"the batch may have {votes[0][0]} or {votes[1][0]} rows: {_sizes_text(batch)}; "
-            f"say which with batch_size={votes[0][0]} or batch_size={votes[1][0]}"
+            "say which with batch_size_fn=, a function of the batch"
         )
     return votes[0][0]
 
 
-def _outer_arrays(value: Any, outermost: bool = False) -> Iterator[Any]:
-    """Arrays with dimensions that are in no list or tuple, except an outermost one that holds fields."""
+def _outer_sizes(value: Any, outermost: bool = False) -> Iterator[tuple[int, ...]]:
+    """First dimensions of what is in no list or tuple, except an outermost one that holds fields."""
     if isinstance(value, _ARRAYS):
         if value.ndim:
-            yield value
+            yield tuple(int(size) for size in value.shape[:2])
+    elif (way := way_of(value)) is not None:
+        if way.is_sure:
+            yield (way.rows,)
     elif not _is_sequence(value) or outermost:
         for _, child in members_of(value) or []:
-            yield from _outer_arrays(child)
+            yield from _outer_sizes(child)
 
 
 def _outer_sequences(value: Any, outermost: bool = True) -> Iterator[Sequence[Any]]:
@@ -156,6 +209,8 @@ def _is_list_of_samples(value: Sequence[Any]) -> bool:
 def _has_rows(batch: Any, count: int) -> bool:
     if isinstance(batch, _ARRAYS):
         return batch.ndim > 0 and batch.shape[0] == count
+    if (way := way_of(batch)) is not None and way.rows == count:
+        return True
     children = members_of(batch) or []
     return (_is_sequence(batch) and len(batch) == count) or any(_has_rows(child, count) for _, child in children)
 
@@ -168,6 +223,12 @@ class _Cutter:
 
     def __init__(self, count: int, rows_known: bool) -> None:
         self.count, self.rows_known = count, rows_known
+        self._ways: dict[int, RowWay | None] = {}  # of the batch's objects, which live longer than this
+
+    def _way(self, value: Any) -> RowWay | None:
+        if id(value) not in self._ways:
+            self._ways[id(value)] = way_of(value)
+        return self._ways[id(value)]
 
     def is_clear(self, value: Any, outermost: bool = True) -> bool:
         """Whether every list in ``value`` can be read in one way only."""
@@ -177,29 +238,37 @@ class _Cutter:
                 return reading == "rows"
         return all(self.is_clear(child, outermost=False) for _, child in members_of(value) or [])
 
-    def cut(self, value: Any, start: int, stop: int, outermost: bool = True) -> Any:
-        """Rows ``start`` to ``stop`` of ``value``."""
+    def paths(self, value: Any, path: Path = ()) -> Iterator[Path]:
+        """Where the rows are."""
         if isinstance(value, _ARRAYS):
-            return value[start:stop] if value.ndim and value.shape[0] == self.count else value
-        if _is_sequence(value) and self._reading(value, outermost) == "rows":
-            return value[start:stop]
-        children = members_of(value)
-        if children is None:
-            return value
-        return with_members(value, [(key, self.cut(child, start, stop, outermost=False)) for key, child in children])
+            if value.ndim and value.shape[0] == self.count:
+                yield path
+            return
+        if _is_sequence(value) and self._reading(value, outermost=not path) == "rows":
+            yield path
+            return
+        way = self._way(value)
+        if way is not None:
+            if way.rows == self.count:
+                yield path
+            return
+        for key, child in members_of(value) or []:
+            yield from self.paths(child, (*path, key))
 
     def refuse_opaque(self, value: Any, path: tuple[Any, ...] = ()) -> None:
         """Refuse what may hold rows in a way that is not known here. What is within a row does not matter."""
         if _is_sequence(value) and self._reading(value, outermost=not path) != "fields":
             return
-        children = None if isinstance(value, PackedSequence) else members_of(value)
+        if (way := self._way(value)) is not None and way.rows == self.count:
+            return
+        children = members_of(value)
         for key, child in children or []:
             self.refuse_opaque(child, (*path, key))
         if children is None and _is_opaque(value):
-            raise ValueError(
+            raise UnclearBatchError(
                 f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be cut into "
-                f"micro-batches; return dense tensors in dicts, lists or dataclasses from the collate function, or use "
-                f"num_microbatches=1"
+                "micro-batches; give the module a method `split_batch(batch, num_microbatches)` that returns a list of "
+                "batches, or use num_microbatches=1"
             )
 
     def _reading(self, sequence: Sequence[Any], outermost: bool) -> str:
@@ -214,13 +283,29 @@ class _Cutter:
         return "both" if fitting == len(arrays) or outermost else "rows"
 
 
+def _take(value: Any, rows: Rows, paths: frozenset[Path], ways: dict[int, RowWay | None], path: Path = ()) -> Any:
+    """Some rows of what is at ``paths``, and all of the rest. ``ways`` are those known for objects of the batch."""
+    if path in paths:
+        if isinstance(value, (*_ARRAYS, list)) or (isinstance(value, tuple) and _is_sequence(value)):
+            return take_rows(value, rows)
+        if id(value) not in ways:
+            ways[id(value)] = way_of(value)
+        way = ways[id(value)]
+        assert way is not None
+        return way.take(rows)
+    children = members_of(value)
+    if children is None or not any(inner[: len(path)] == path for inner in paths):
+        return value
+    return with_members(value, [(key, _take(child, rows, paths, ways, (*path, key))) for key, child in children])
+
+
 def _is_opaque(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.layout != torch.strided or value.is_nested
-    if isinstance(value, (str, bytes, np.ndarray, torch.Size)):
+    if isinstance(value, _ARRAYS):
+        return not is_cuttable(value)
+    if is_plain(value):
         return False
     sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
-    return sized or any(isinstance(member, Tensor) for member in getattr(value, "__dict__", {}).values())
+    return sized or hides_something(value)
 
 
 # ---- combining -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -220,8 +221,7 @@ class DividedModule:
             warning = warning_without_trial(pair, why)
             return Weighed(warnings=[] if warning is None else [warning])
         buffers = sorted({name for item in self.division.program.items for name in item.buffers})
-        size_of = self.options.batch_size_fn
-        weighing = Weighing(self.module, self.device, step, pair, size_of, self._is_exact(), buffers)
+        weighing = Weighing(self.module, self.device, step, pair, self._is_exact(), buffers)
         return Weighed.from_json(first_decides(lambda: weighing.run().to_json(), world, self.device))
 
     def _is_exact(self) -> bool:
@@ -359,6 +359,8 @@ class DividedModule:
 
     def _everyones(self, first: MicroBatch) -> MicroBatch:
         """The micro-batch of the very first rank, which made the reference."""
+        if self.groups.grid.num_replicas == 1:
+            return replace(first, weight=1.0)
         world = dist.group.WORLD
         assert world is not None
         size, value = broadcast_structure((first.size, first.value), world, 0, self.device, like=(0, first.value))

@@ -84,6 +84,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
         check: compare the pipeline's loss and gradients on one micro-batch with the whole step's before training.
         batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
+        split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
+            of a batch and its number of rows; None asks the module's method of this name, if it has one.
         fallback: for a training step that cannot be pipelined: ``"replicate"`` runs it as a whole on every rank,
             ``"error"`` refuses it.
         algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose: as of
@@ -116,6 +118,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         memory_limit_gb: float | None = None,
         check: bool = True,
         batch_size_fn: Any = None,
+        split_batch: Any = None,
         fallback: Literal["replicate", "error"] = "replicate",
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
@@ -140,7 +143,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         )
         self.options = PipelineOptions.parse(
             pipeline_parallel_size, num_microbatches, schedule, stages_per_rank, split, placement, active_microbatches,
-            activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, fallback, communication,
+            activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, split_batch, fallback,
+            communication,
         )  # fmt: skip
         refuse_algorithm(accelerator)
         require_timeout(timeout)

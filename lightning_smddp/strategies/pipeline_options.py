@@ -9,6 +9,7 @@ from typing import Any
 from lightning_smddp.communication import aws
 from lightning_smddp.pipeline.placement import Grid
 from lightning_smddp.pipeline.schedules import Schedule, check, parse
+from lightning_smddp.pipeline.splitter import SplitBatch
 from lightning_smddp.strategies.option_checks import is_positive, require_bools
 from lightning_smddp.strategies.session import Options
 
@@ -31,6 +32,7 @@ class PipelineOptions:
     memory_limit: float | None  # bytes
     check: bool
     batch_size_fn: Callable[[Any], int] | None
+    split_batch: SplitBatch | None
     fallback: str
     communication: Options
 
@@ -49,6 +51,7 @@ class PipelineOptions:
         memory_limit_gb: float | None,
         check: bool,
         batch_size_fn: Callable[[Any], int] | None,
+        split_batch: SplitBatch | None,
         fallback: str,
         communication: Options,
     ) -> PipelineOptions:
@@ -68,11 +71,8 @@ class PipelineOptions:
                 "that of all ranks, and a pipeline needs one of its own. Leave it out: 'auto' is nccl on GPUs."
             )
         require_bools(activation_checkpointing=activation_checkpointing, meta_init=meta_init, check=check)
-        if batch_size_fn is not None and not callable(batch_size_fn):
-            raise ValueError(
-                f"batch_size_fn={batch_size_fn!r} has to be a function that is called with a batch and returns its "
-                "number of rows, or None."
-            )
+        _check_function("batch_size_fn", batch_size_fn, "the number of rows of a batch, which it is called with")
+        _check_function("split_batch", split_batch, "a list of batches, called with a batch and a number")
         if memory_limit_gb is not None and not is_positive(memory_limit_gb):
             raise ValueError(f"memory_limit_gb={memory_limit_gb!r} has to be positive (GiB a rank), or None.")
         if fallback not in FALLBACKS:
@@ -94,6 +94,7 @@ class PipelineOptions:
             memory_limit=None if memory_limit_gb is None else memory_limit_gb * 2**30,
             check=check,
             batch_size_fn=batch_size_fn,
+            split_batch=split_batch,
             fallback=fallback,
             communication=communication,
         )
@@ -117,3 +118,8 @@ class PipelineOptions:
 def _check_count(name: str, value: Any, otherwise: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
+
+
+def _check_function(name: str, value: Any, returns: str) -> None:
+    if value is not None and not callable(value):
+        raise ValueError(f"{name}={value!r} has to be a function that returns {returns}, or None.")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.objects import with_same_memory
 from lightning_smddp.pipeline.python_random import SharedRandom
 from lightning_smddp.pipeline.structure import copied, map_leaves, tensors
 from lightning_smddp.strategies.step_capture import StepCapture
@@ -66,9 +67,13 @@ class LightningStep:
         return step
 
     def __call__(self, microbatch: MicroBatch) -> Any:
-        """Run the method's code once; on a copy if it changes batches in place, as each stage runs it."""
+        """Run the method's code once, as each stage does: so on a copy of the batch.
+
+        Only a step that changes numbers in place gets a copy of those too. What it does to containers, objects and
+        flags (``requires_grad_``) is not seen by the next run in any case.
+        """
         changes = self.key in self.capture.changing_steps
-        value = copied(microbatch.value) if changes else microbatch.value
+        value = copied(microbatch.value) if changes else map_leaves(with_same_memory, microbatch.value)
         with self.precision():
             self.capture.runs_step = True
             try:

@@ -19,17 +19,17 @@ from lightning_smddp._compat_steps import has_hooks
 from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.broadcast import HeaderCache, broadcast_structure
+from lightning_smddp.pipeline.agreement import BatchAgreement
+from lightning_smddp.pipeline.broadcast import HeaderCache
 from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.division import own_error
-from lightning_smddp.pipeline.fingerprint import same_everywhere
 from lightning_smddp.pipeline.full_state import (
     full_state_dict,
     gather_full,
     load_full_state_dict,
     partial_state_dict,
 )
-from lightning_smddp.pipeline.microbatches import MicroBatch, split
+from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition, require_divisible
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
@@ -37,9 +37,9 @@ from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
-from lightning_smddp.planner.microbatches import auto_num_microbatches
+from lightning_smddp.strategies.batch_cutting import BatchCutter
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
-from lightning_smddp.strategies.division_table import describe, looks_at_other_rows, resources_for
+from lightning_smddp.strategies.division_table import describe, resources_for
 from lightning_smddp.strategies.hand_over import factor_of
 from lightning_smddp.strategies.lockstep import Lockstep
 from lightning_smddp.strategies.log_rules import learn_rules
@@ -47,6 +47,7 @@ from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep
 from lightning_smddp.strategies.replicated_module import ReplicatedModule
+from lightning_smddp.strategies.row_trials import rows_by_results
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_metrics import patched
 from lightning_smddp.strategies.step_results import broadcast_results
@@ -99,6 +100,8 @@ class StagedModule:
         self.rank_of_stage = options.schedule.rank_of_stage(self.num_stages, size)
         self.last_rank = self.rank_of_stage[-1]
         replicas = groups.replicas if groups.grid.num_replicas > 1 else None
+        self.agreement = BatchAgreement(groups.pipeline, device)
+        self.cutter = BatchCutter(module, options, groups, device, self.num_stages)
         self.metrics = PipelineMetrics(module, groups.pipeline, self.last_rank, device, replicas)
         self.capture = StepCapture(module, metrics=self.metrics)
         self.recorder: Recorder | None = None
@@ -107,7 +110,6 @@ class StagedModule:
         self.known_division: Mapping[str, Any] | None = None  # of the run that is resumed
         self._caches: dict[Any, HeaderCache] = {}
         self._tried: set[Any] = set()
-        self._same_batches = True  # so far, on all ranks of the pipeline
         self._optimizers: list[Optimizer] = []
         self._partitions: list[OptimizerPartition] = []
         self._states: Sequence[Mapping[str, Any]] | None = None
@@ -182,7 +184,7 @@ class StagedModule:
 
         Where the step is :attr:`replicated` forward only, or what the step itself does besides.
         """
-        batch = self._agreed(batch, "training_step")
+        batch = self.agreement.agree(batch, "training_step")
         step = self._step("training_step", arguments, scale)
         if self.divided is None and self.replicated is None:
             self._choose(step, batch)
@@ -190,7 +192,7 @@ class StagedModule:
             return self.replicated.train(step.whole(batch), self._place(arguments))
         divided = self.divided
         assert divided is not None
-        microbatches = self._microbatches(batch)
+        microbatches = self._microbatches(batch, step)
         courses = divided.courses(step, microbatches)
         divided.window.begin(len(microbatches), continues, may_drop, accumulates)
         outputs = self._run(divided, courses, step, microbatches)
@@ -203,8 +205,8 @@ class StagedModule:
         try:
             for optimizer in self._optimizers:
                 require_divisible(optimizer)
-            microbatches = self._microbatches(batch)
-            self._divide(step, microbatches, self._pair(batch, len(microbatches)))
+            microbatches = self._microbatches(batch, step)
+            self._divide(step, microbatches, self.cutter.pair(batch, microbatches))
         except (SplitError, VerificationError) as error:
             self.divided = None
             lost = hooked and isinstance(error, VerificationError)
@@ -255,7 +257,7 @@ class StagedModule:
             arguments: the step's others.
             may_wait: training follows, so there is no need to divide the module by this step.
         """
-        batch = self._agreed(batch, hook)
+        batch = self.agreement.agree(batch, hook)
         step = self._step(hook, arguments)
         if self.replicated is not None:
             return self.replicated.evaluate(step.whole(batch))
@@ -263,7 +265,7 @@ class StagedModule:
             return self._by_itself(step, batch)
         if self.lockstep.has(step):
             return self._in_lockstep(step, batch)
-        microbatches = self._microbatches(batch)
+        microbatches = self._microbatches(batch, step)
         try:
             divided = self.divided or self._divide(step, microbatches, None)
         except SplitError as error:
@@ -272,10 +274,13 @@ class StagedModule:
             self.lockstep.take(step, own_error(error))
             return self._in_lockstep(step, batch)
         try:
+            if (whole := self.cutter.doubtful(batch, step)) is not None:
+                self._find_rows(divided, step, whole)
+                microbatches = self._microbatches(batch, step)
             courses = divided.courses(step, microbatches)
             if step.key not in self._tried:
                 self._tried.add(step.key)
-                self._try(divided, step, self._pair(batch, len(microbatches)))
+                self._try(divided, step, self.cutter.pair(batch, microbatches))
         except Exception as error:  # also an error of the user's own, which then comes again
             self.lockstep.take(step, error)
             return self._in_lockstep(step, batch)
@@ -292,14 +297,14 @@ class StagedModule:
         view = self.view
         if view is None:
             return self._by_itself(step, batch)
-        [whole] = split(batch, 1, self._size(batch))
+        whole = self.cutter.splitter.whole(batch)
         with self.inside_view():
             results = self.lockstep.run(step, whole.value, whole.size, view)
         return results.apply(self.module, self.metrics)
 
     def _try(self, divided: DividedModule, step: LightningStep, pair: MicroBatch | None) -> None:
         """Learn how what ``step`` logs for micro-batches makes up what it logs for a batch. Collective."""
-        parts = [] if pair is None else split(pair.value, 2, self._size(pair.value))
+        parts = [] if pair is None else pair.split(2)
         if pair is None or len(parts) < 2 or not self.options.check or step.hook == "predict_step":
             return
         parts = divided.weighting.apply(parts)
@@ -322,46 +327,20 @@ class StagedModule:
     def _step(self, hook: str, arguments: Sequence[Any], scale: float = 1.0) -> LightningStep:
         return LightningStep(self.module, hook, arguments, lambda: self.context(hook), self.capture, scale)
 
-    def _agreed(self, batch: Any, hook: str) -> Any:
-        """The batch of the pipeline's first rank: samplers, streams and augmentation may differ on the others."""
-        if self._same_batches and self.device.type == "cpu":
-            if same_everywhere(batch, self.groups.pipeline):
-                return batch
-            self._same_batches = False  # nor will they be, so there is no need to ask again
-        cache = self._caches.setdefault(("batch", hook), HeaderCache())
-        return broadcast_structure(batch, self.groups.pipeline, 0, self.device, cache=cache, like=batch)
-
-    def _size(self, batch: Any) -> int | None:
-        return None if self.options.batch_size_fn is None else self.options.batch_size_fn(batch)
-
-    def _pair(self, batch: Any, num_microbatches: int) -> MicroBatch | None:
-        """As many rows as two micro-batches have; None if batches are never cut."""
-        if self.options.num_microbatches == 1:
-            return None
-        return split(batch, max(1, num_microbatches // 2), self._size(batch))[0]
-
-    def _microbatches(self, batch: Any) -> list[MicroBatch]:
-        size = self._size(batch)
-        count = self.options.num_microbatches
-        if count is None:
-            count = self._auto_count(split(batch, 1, size)[0].size)
-        microbatches = split(batch, count, size)
+    def _microbatches(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
+        can_try = self.divided is None and is_whole(self.module, self.device)
+        microbatches = self.cutter.cut(batch, step, can_try)
         return microbatches if self.divided is None else self.divided.weighting.apply(microbatches)
 
-    def _auto_count(self, rows: int) -> int:
-        """Micro-batches for a batch of ``rows``; where the schedule allows none, its substitute takes all there are."""
-        ranks = self.groups.pipeline.size()
-        least = 2 if looks_at_other_rows(self.module) else 1  # it refuses a single row
-
-        def allowed(count: int) -> bool:
-            return self._allows(count) and rows // count >= least
-
-        if not any(allowed(count) for count in range(1, rows + 1)):
-            return rows
-        return auto_num_microbatches(rows, ranks, allowed)
-
-    def _allows(self, count: int) -> bool:
-        return self.options.schedule.microbatches_ok(count, self.groups.pipeline.size(), self.num_stages)
+    def _find_rows(self, divided: DividedModule, step: LightningStep, whole: MicroBatch) -> None:
+        """Try out whether the rows of an evaluation step's batches come first. Collective."""
+        try:
+            found = rows_by_results(
+                lambda part: divided.try_out(step, part), whole, self.groups, self.last_rank, self.device
+            )
+        except SplitError:  # on every rank
+            found = False
+        self.cutter.learn(step, found)
 
     def _run(
         self,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.constant_random import ConstantRandom
-from lightning_smddp.pipeline.microbatches import MicroBatch, split
+from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.weight_trials import EXACT, MIXED, amplified, find_weighting
 from lightning_smddp.pipeline.weighting import Weighting, warning_without_trial
@@ -51,7 +51,6 @@ class Weighing:
         device: where it is.
         step: the training step.
         pair: some rows of the first batch, about two micro-batches.
-        batch_size_fn: the user's.
         exact: whether losses are computed with at least 32 bits.
         changed_buffers: names of buffers that the step changes.
     """
@@ -60,7 +59,6 @@ class Weighing:
     device: torch.device
     step: LightningStep
     pair: MicroBatch
-    batch_size_fn: Callable[[Any], int] | None
     exact: bool
     changed_buffers: Sequence[str]
 
@@ -90,8 +88,7 @@ class Weighing:
         return Weighed(weighting, _warnings(warning, learned), dict(learned.rules))
 
     def _cut(self, value: Any) -> list[MicroBatch]:
-        size = None if self.batch_size_fn is None else self.batch_size_fn(value)
-        return split(value, 2, size)
+        return replace(self.pair, value=value).split(2)
 
     def _moving_buffers(self) -> list[str]:
         """Which buffers are others after the parts of some rows than after the rows at once."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.pipeline.broadcast import HeaderCache, broadcast_structure
+from lightning_smddp.pipeline.broadcast import HeaderCache, UnsendableError, broadcast_structure
 from tests.ranks import RanksFailedError, run_in_threads
 
 CPU = torch.device("cpu")
@@ -181,5 +181,6 @@ def body_without_try(group: dist.ProcessGroup) -> None:
 
 
 def test_the_error_is_a_value_error() -> None:
-    with pytest.raises(RanksFailedError, match="ValueError: The value is a set"):
+    assert issubclass(UnsendableError, ValueError)
+    with pytest.raises(RanksFailedError, match="UnsendableError: The value is a set"):
         run_in_threads(body_without_try, 2)

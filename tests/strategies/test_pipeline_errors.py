@@ -214,7 +214,8 @@ class OpaqueBatches(Net):
 
 
 def test_batches_that_cannot_be_cut() -> None:
-    assert_refused("['o'] is a Opaque", OpaqueBatches)
+    """The warning, which is an error in tests."""
+    assert_refused("one micro-batch, without overlap: batch['o'] is a ", OpaqueBatches)
 
 
 class Branching(Net):
