@@ -29,14 +29,10 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.objects import describe, hides_something, is_plain
-from lightning_smddp.pipeline.row_ways import Rows, RowWay, is_cuttable, take_rows, way_of
+from lightning_smddp.pipeline.row_ways import Rows, UnclearBatchError, Ways, is_cuttable, take_rows
 from lightning_smddp.pipeline.structure import Members, Path, leaves, members_of, with_members
 
 _ARRAYS = (Tensor, np.ndarray)
-
-
-class UnclearBatchError(ValueError):
-    """A batch cannot be cut: its rows are not clear, or something in it has no rows that are known here."""
 
 
 class Cuts(Protocol):
@@ -69,11 +65,11 @@ class MicroBatch:
         """Cut it as its batch was cut: into ``count`` parts, or fewer; weights are shares of this micro-batch."""
         if self.cuts is not None:
             return self.cuts.again(self, count)
-        return _parts(self.value, self.size, count, self.paths)
+        return _parts(self.value, self.size, count, self.paths, Ways())
 
     def with_rows_in(self, order: list[int]) -> MicroBatch:
         """The same rows in another order."""
-        return dataclasses.replace(self, value=_take(self.value, order, self.paths, {}))
+        return dataclasses.replace(self, value=_take(self.value, order, self.paths, Ways()))
 
 
 def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> list[MicroBatch]:
@@ -93,26 +89,26 @@ def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> l
     if num_microbatches == 1:
         rows = _rows(batch, strict=False) if batch_size is None else batch_size
         return [MicroBatch(batch, max(1, rows), 1.0)]
-    count = _rows(batch) if batch_size is None else batch_size
-    if batch_size is not None and not _has_rows(batch, batch_size):
+    ways = Ways()
+    count = _rows(batch, ways=ways) if batch_size is None else batch_size
+    if batch_size is not None and not _has_rows(batch, batch_size, ways):
         raise UnclearBatchError(
             f"batch_size={batch_size}, but no tensor or list has so many rows: {_sizes_text(batch)}"
         )
-    cutter = _Cutter(count, rows_known=batch_size is not None)
+    cutter = _Cutter(count, batch_size is not None, ways)
     cutter.refuse_opaque(batch)
     if min(num_microbatches, count) <= 1 or not cutter.is_clear(batch):
         return [MicroBatch(batch, max(1, count), 1.0)]
-    return _parts(batch, count, num_microbatches, frozenset(cutter.paths(batch)))
+    return _parts(batch, count, num_microbatches, frozenset(cutter.paths(batch)), ways)
 
 
-def _parts(value: Any, rows: int, number: int, paths: frozenset[Path]) -> list[MicroBatch]:
+def _parts(value: Any, rows: int, number: int, paths: frozenset[Path], ways: Ways) -> list[MicroBatch]:
     """``value`` in ``number`` parts, or one for each row if there are fewer."""
     number = min(number, rows) if paths else 1
     if number <= 1:
         return [MicroBatch(value, rows, 1.0, paths)]
     size, bigger = divmod(rows, number)
     parts, start = [], 0
-    ways: dict[int, RowWay | None] = {}
     for index in range(number):
         stop = start + size + (index < bigger)
         part = _take(value, slice(start, stop), paths, ways)
@@ -128,7 +124,7 @@ def rows_of(batch: Any) -> int:
 
 def outer_sizes(batch: Any) -> list[tuple[int, ...]]:
     """The first two dimensions of tensors, and the rows of objects, that are in no list of samples."""
-    return list(_outer_sizes(batch, outermost=not (_is_sequence(batch) and _is_list_of_samples(batch))))
+    return list(_outer_sizes(batch, Ways(), not (_is_sequence(batch) and _is_list_of_samples(batch))))
 
 
 def signature(microbatch: Any) -> str:
@@ -151,11 +147,11 @@ def signature(microbatch: Any) -> str:
 # ---- how many rows ---------------------------------------------------------------------------------------------------
 
 
-def _rows(batch: Any, strict: bool = True) -> int:
+def _rows(batch: Any, strict: bool = True, ways: Ways | None = None) -> int:
     """The number of rows; 1 for a batch without any tensor or list."""
     if _is_sequence(batch) and _is_list_of_samples(batch):
         return len(batch)
-    outside = Counter(sizes[0] for sizes in _outer_sizes(batch, outermost=True))
+    outside = Counter(sizes[0] for sizes in _outer_sizes(batch, ways or Ways(), outermost=True))
     inside = Counter(size for sequence in _outer_sequences(batch) for size in _possible_rows(sequence))
     votes = (outside or inside).most_common(2)
     if not votes:
@@ -168,17 +164,17 @@ def _rows(batch: Any, strict: bool = True) -> int:
     return votes[0][0]
 
 
-def _outer_sizes(value: Any, outermost: bool = False) -> Iterator[tuple[int, ...]]:
+def _outer_sizes(value: Any, ways: Ways, outermost: bool = False) -> Iterator[tuple[int, ...]]:
     """First dimensions of what is in no list or tuple, except an outermost one that holds fields."""
     if isinstance(value, _ARRAYS):
         if value.ndim:
             yield tuple(int(size) for size in value.shape[:2])
-    elif (way := way_of(value)) is not None:
+    elif (way := ways.of(value)) is not None:
         if way.is_sure:
             yield (way.rows,)
     elif not _is_sequence(value) or outermost:
         for _, child in members_of(value) or []:
-            yield from _outer_sizes(child)
+            yield from _outer_sizes(child, ways)
 
 
 def _outer_sequences(value: Any, outermost: bool = True) -> Iterator[Sequence[Any]]:
@@ -206,13 +202,13 @@ def _is_list_of_samples(value: Sequence[Any]) -> bool:
     return len(sizes) != 1 or len(_arrays(value)) != len(leaves(value))
 
 
-def _has_rows(batch: Any, count: int) -> bool:
+def _has_rows(batch: Any, count: int, ways: Ways) -> bool:
     if isinstance(batch, _ARRAYS):
         return batch.ndim > 0 and batch.shape[0] == count
-    if (way := way_of(batch)) is not None and way.rows == count:
+    if (way := ways.of(batch)) is not None and way.rows == count:
         return True
     children = members_of(batch) or []
-    return (_is_sequence(batch) and len(batch) == count) or any(_has_rows(child, count) for _, child in children)
+    return (_is_sequence(batch) and len(batch) == count) or any(_has_rows(child, count, ways) for _, child in children)
 
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
@@ -221,14 +217,8 @@ def _has_rows(batch: Any, count: int) -> bool:
 class _Cutter:
     """Applies the rules of this module for a known number of rows."""
 
-    def __init__(self, count: int, rows_known: bool) -> None:
-        self.count, self.rows_known = count, rows_known
-        self._ways: dict[int, RowWay | None] = {}  # of the batch's objects, which live longer than this
-
-    def _way(self, value: Any) -> RowWay | None:
-        if id(value) not in self._ways:
-            self._ways[id(value)] = way_of(value)
-        return self._ways[id(value)]
+    def __init__(self, count: int, rows_known: bool, ways: Ways) -> None:
+        self.count, self.rows_known, self.ways = count, rows_known, ways
 
     def is_clear(self, value: Any, outermost: bool = True) -> bool:
         """Whether every list in ``value`` can be read in one way only."""
@@ -247,7 +237,7 @@ class _Cutter:
         if _is_sequence(value) and self._reading(value, outermost=not path) == "rows":
             yield path
             return
-        way = self._way(value)
+        way = self.ways.of(value)
         if way is not None:
             if way.rows == self.count:
                 yield path
@@ -259,7 +249,7 @@ class _Cutter:
         """Refuse what may hold rows in a way that is not known here. What is within a row does not matter."""
         if _is_sequence(value) and self._reading(value, outermost=not path) != "fields":
             return
-        if (way := self._way(value)) is not None and way.rows == self.count:
+        if (way := self.ways.of(value)) is not None and way.rows == self.count:
             return
         children = members_of(value)
         for key, child in children or []:
@@ -283,14 +273,12 @@ class _Cutter:
         return "both" if fitting == len(arrays) or outermost else "rows"
 
 
-def _take(value: Any, rows: Rows, paths: frozenset[Path], ways: dict[int, RowWay | None], path: Path = ()) -> Any:
+def _take(value: Any, rows: Rows, paths: frozenset[Path], ways: Ways, path: Path = ()) -> Any:
     """Some rows of what is at ``paths``, and all of the rest. ``ways`` are those known for objects of the batch."""
     if path in paths:
         if isinstance(value, (*_ARRAYS, list)) or (isinstance(value, tuple) and _is_sequence(value)):
             return take_rows(value, rows)
-        if id(value) not in ways:
-            ways[id(value)] = way_of(value)
-        way = ways[id(value)]
+        way = ways.of(value)
         assert way is not None
         return way.take(rows)
     children = members_of(value)

@@ -79,23 +79,31 @@ def hides_something(value: Any) -> bool:
 
 def _look_into(value: Any) -> tuple[list[Any], list[Any]]:
     """All tensors and arrays that an object consists of, and all parts that do not tell what they consist of."""
-    shared: list[Any] = []
-    silent: list[Any] = []
+    parts, silent = _everything(value)
+    return [part for part in parts if isinstance(part, (Tensor, np.ndarray))], silent
+
+
+def _everything(value: Any) -> tuple[list[Any], list[Any]]:
+    """All that an object consists of but plain things, and what of it does not tell what it consists of."""
     seen: dict[int, Any] = {}  # objects are kept, so that no other one gets their identity
+    silent: list[Any] = []
     waiting = [value]
     while waiting:
         part = waiting.pop()
         if type(part) in PLAIN or id(part) in seen:
             continue
         seen[id(part)] = part
-        if isinstance(part, (Tensor, np.ndarray)):
-            shared.append(part)
         parts = parts_of(part)
         if parts is None:
             silent.append(part)
         else:
             waiting += [child for _, child in parts]
-    return shared, silent
+    return list(seen.values()), silent
+
+
+def names_within(value: Any) -> set[str]:
+    """Names of attributes and keys in an object, at any depth."""
+    return {key for part in _everything(value)[0] for key, _ in parts_of(part) or () if isinstance(key, str)}
 
 
 def describe(value: Any) -> str:

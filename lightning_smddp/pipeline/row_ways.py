@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lightning_smddp.pipeline.objects import is_plain
+from lightning_smddp.pipeline.objects import is_plain, names_within
 
 Rows = slice | list[int]
 _BUILT_IN = (Tensor, np.ndarray, list, tuple, dict, set, frozenset)
+
+
+class UnclearBatchError(ValueError):
+    """A batch cannot be cut: its rows are not clear, or something in it has no rows that are known here."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,19 @@ class RowWay:
     rows: int
     take: Callable[[Rows], Any]
     is_sure: bool = True
+
+
+class Ways:
+    """The ways of a batch's objects, each asked for once: it may take long."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, RowWay | None]] = {}  # objects are kept: no other one gets their identity
+
+    def of(self, value: Any) -> RowWay | None:
+        """See :func:`way_of`."""
+        if id(value) not in self._known:
+            self._known[id(value)] = value, way_of(value)
+        return self._known[id(value)][1]
 
 
 def way_of(value: Any) -> RowWay | None:
@@ -63,7 +80,18 @@ def way_of(value: Any) -> RowWay | None:
 
 def _way_of_list(value: Any, maker: Any) -> RowWay:
     entries = value.to_data_list()
-    return RowWay(len(entries), lambda rows: maker.from_data_list(_of_list(entries, rows)))
+
+    def take(rows: Rows) -> Any:
+        part = maker.from_data_list(_of_list(entries, rows))
+        lost = names_within(value) ^ names_within(part)
+        if lost:
+            raise UnclearBatchError(
+                f"a batch made by {maker.__qualname__}.from_data_list() from some entries of {type(value).__qualname__}"
+                f".to_data_list() has other attributes than the whole: {', '.join(sorted(lost))}"
+            )
+        return part
+
+    return RowWay(len(entries), take)
 
 
 def _declared_rows(value: Any) -> int | None:

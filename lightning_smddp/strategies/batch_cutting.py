@@ -98,8 +98,16 @@ class BatchCutter:
 
     def _cut(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
         rows = self.splitter.rows(batch)
-        if rows is None and self.splitter.split_batch is None:
-            rows = self._rows_by_loader(batch, step)
+        try:
+            return self._cut_rows(batch, step, rows)
+        except UnclearBatchError:
+            if rows is None:
+                rows = next((n for n in self._loader_sizes(step) if n > 1 and _fits(self.splitter, batch, n)), None)
+            if rows is None:
+                raise
+            return self._cut_rows(batch, step, rows)  # the batch leaves it open, and its loader does not
+
+    def _cut_rows(self, batch: Any, step: LightningStep, rows: int | None) -> list[MicroBatch]:
         count = self.options.num_microbatches
         if count is None:
             count = self._auto_count(self._likely_rows(batch, step) if rows is None else max(1, rows))
@@ -113,16 +121,6 @@ class BatchCutter:
         if self.splitter.split_batch is None:
             return rows
         return max(1, next(iter(self._loader_sizes(step)), rows if rows > 1 else 4 * self.groups.pipeline.size()))
-
-    def _rows_by_loader(self, batch: Any, step: LightningStep) -> int | None:
-        """The number of rows where the batch leaves it open and its loader does not."""
-        try:
-            self.splitter.cut(batch, 2)
-        except UnclearBatchError:
-            return next(
-                (size for size in self._loader_sizes(step) if size > 1 and _fits(self.splitter, batch, size)), None
-            )
-        return None
 
     def _loader_sizes(self, step: LightningStep) -> tuple[int, ...]:
         return loader_sizes(getattr(self.module, "trainer", None), step.hook, step.arguments)
