@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.trees import Path, UnknownTypeError, put_back, take_out
+from lightning_smddp.pipeline.optimizer_trial import steps_one_by_one
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.structure import copied
@@ -23,10 +24,11 @@ from lightning_smddp.pipeline.transfer import CPU, gather_tensors
 
 def require_divisible(optimizer: Optimizer) -> None:
     """Raise ``SplitError`` if ``optimizer`` needs all parameters in one place."""
-    if isinstance(optimizer, LBFGS):
+    if not steps_one_by_one(optimizer):
         raise SplitError(
             f"{type(optimizer).__name__} cannot be used with a pipeline: each step needs the gradients of all "
-            "parameters in one place. Use an optimizer that treats parameters one by one, such as AdamW."
+            "parameters in one place, or what it does cannot be tried out. Use an optimizer that treats parameters one "
+            "by one, such as AdamW."
         )
 
 
