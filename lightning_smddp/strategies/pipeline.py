@@ -35,6 +35,7 @@ from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking, loss_watchers
 from lightning_smddp.strategies.option_checks import refuse_algorithm, refuse_all, require_timeout
 from lightning_smddp.strategies.pipeline_checks import (
+    callback_against_pipelining,
     callbacks_of,
     manual_optimization,
     require_samplers_of_replicas,
@@ -221,8 +222,14 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             self._staged.watching, self._staged.marking = self._watches_gradients, not self._changes_gradients
             if not self.lightning_module.automatic_optimization:
                 self._staged.replicate(manual_optimization(self.lightning_module))
+            elif (reason := self._callback_against_pipelining(trainer)) is not None:
+                self._staged.replicate(reason)
         self.take_over(trainer)
         self._changes.enter_context(self._hook_view.installed(trainer))
+
+    def _callback_against_pipelining(self, trainer: Trainer) -> str | None:
+        assert self.lightning_module is not None
+        return callback_against_pipelining(callbacks_of(trainer), self.lightning_module, self.options.fallback)
 
     def _current(self) -> StagedModule | None:
         return self._staged

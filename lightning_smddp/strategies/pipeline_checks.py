@@ -13,7 +13,9 @@ from torch.utils.data import DistributedSampler
 
 from lightning_smddp._compat import is_compiled_module
 from lightning_smddp.communication.models import require_initialized
+from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.structure import leaves
+from lightning_smddp.strategies.division_table import looks_at_other_rows
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.quiet import without_warning
 
@@ -21,7 +23,25 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
+def callback_against_pipelining(callbacks: Iterable[Any], module: LightningModule, fallback: str) -> str | None:
+    """Why the training step is not pipelined with these ``callbacks`` of Lightning's; None if that is no reason.
+
+    Raises:
+        SplitError: there is one, and ``fallback`` is "error".
+    """
+    has_batch_norm = bool(looks_at_other_rows(module))
+    for callback in callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if "ModelPruning" in names:
+            reason = "replaces parameters of the module while it trains, and a pipeline has divided those that it had."
+        elif "StochasticWeightAveraging" in names and has_batch_norm:
+            reason = "runs training steps forward only, for the statistics of BatchNorm; a pipeline's go backward too."
+        else:
+            continue
+        if fallback == "error":
+            raise SplitError(f"{type(callback).__name__} {reason} Leave it out, or use strategy='smddp'.")
+        return f"{type(callback).__name__} {reason}"
+    return None
 
 
 def manual_optimization(module: LightningModule) -> str:
@@ -46,14 +66,6 @@ def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: b
             "`self.encoder.compile()` for each of them instead.",
             stacklevel=2,
         )
-    pipelined = fits and module.automatic_optimization
-    for callback in callbacks if pipelined else ():
-        if any(cls.__name__ in _AVERAGING for cls in type(callback).__mro__):
-            raise ValueError(
-                f"{type(callback).__name__} keeps a second copy of the whole model and pairs its parameters with those "
-                "of the module, of which a rank of a pipeline has only a part. Leave the callback out, or use "
-                "strategy='smddp'."
-            )
     for hook in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(module, hook)
         if step is not None and "dataloader_iter" in inspect.signature(step).parameters:

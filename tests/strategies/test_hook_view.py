@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -186,6 +187,13 @@ class Backbone(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+class Whole(Backbone):
+    """With all of it trained."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def fit(bench: Bench, module: Any) -> Any:
     return bench.fit(globals()[module](), max_epochs=2)
 
@@ -218,6 +226,22 @@ def stochastic_weight_averaging(bench: Bench) -> Any:
     return bench.fit(Evaluated(), callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)], max_epochs=3)
 
 
+def averaging_of_batch_norm(bench: Bench) -> Any:
+    """Runs an epoch of forward passes at the end, for the statistics of the averaged weights."""
+    averaging = StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)
+    options = {"pipeline": {"num_microbatches": 1, "schedule": "gpipe"}, "callbacks": [averaging], "max_epochs": 3}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The training step is run as a whole on every rank")
+        return bench.fit(Whole(), **options)
+
+
+def pruning(bench: Bench) -> Any:
+    callback = ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The training step is run as a whole on every rank")
+        return bench.fit(Evaluated(), callbacks=[callback], max_epochs=2)
+
+
 def weight_averaging(bench: Bench) -> Any:
     return bench.fit(Evaluated(), callbacks=[WeightAveraging()], max_epochs=2)
 
@@ -225,7 +249,16 @@ def weight_averaging(bench: Bench) -> Any:
 MODULES = [
     "MeanTeacher", "ClipsInHook", "ClipsOfOptimizer", "LightningsClipping", "Diffusion", "Samples", "Noise", "OwnStep",
 ]  # fmt: skip
-CASES: list[Case] = [*(functools.partial(fit, module=name) for name in MODULES), shadow, on_rank_zero, finetuning]
+CASES: list[Case] = [
+    *(functools.partial(fit, module=name) for name in MODULES),
+    shadow,
+    on_rank_zero,
+    finetuning,
+    stochastic_weight_averaging,
+    averaging_of_batch_norm,
+    weight_averaging,
+    pruning,
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import LearningRateFinder, ModelPruning
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -81,12 +81,8 @@ class TwoOptimizers(Net):
         return [torch.optim.SGD(self.net[index].parameters(), lr=0.1) for index in (0, 2)]
 
 
-def swa() -> Any:
-    return [StochasticWeightAveraging(swa_lrs=0.05)]
-
-
-def weight_averaging() -> Any:
-    return [WeightAveraging()]
+def pruning() -> Any:
+    return [ModelPruning("l1_unstructured")]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +102,8 @@ def test_modules(expected: str, make: Any) -> None:
     assert_refused(expected, make)
 
 
-@pytest.mark.parametrize(
-    ("expected", "callbacks"),
-    [("StochasticWeightAveraging keeps a second copy", swa), ("WeightAveraging keeps a second copy", weight_averaging)],
-)
-def test_callbacks(expected: str, callbacks: Any) -> None:
-    assert_refused(expected, Net, callbacks=callbacks)
+def test_a_callback() -> None:
+    assert_refused("ModelPruning replaces parameters of the module", Net, callbacks=pruning)
 
 
 @pytest.mark.parametrize(

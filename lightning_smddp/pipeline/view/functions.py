@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_smddp._compat import DispatchMode
+from lightning_smddp._compat import DispatchMode, without_torch_function
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, kind_of, name_of
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.structure import leaves, map_leaves
@@ -111,9 +111,10 @@ def keep_buffers(view: GlobalView) -> Callable[[nn.Module, str, Any], Any]:
         before = module._buffers.get(name)
         if id(module) not in modules or value is before or not isinstance(value, Tensor):
             return value
-        if before is None or not view.knows(before):
-            return view.plain(value)
-        view.set_data(before, value)
+        with without_torch_function():  # our own looks at tensors are not the user's
+            if before is None or not view.knows(before):
+                return view.plain(value)
+            view.set_data(before, value)
         return before
 
     return hook

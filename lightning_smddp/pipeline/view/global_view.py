@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp._compat import swap_contents
+from lightning_smddp._compat import swap_contents, without_torch_function
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.patches import user_place
@@ -251,6 +251,10 @@ class GlobalView:
 
     def plain(self, structure: Any) -> Any:
         """``structure`` with plain tensors, this rank's own, in place of global ones. Collective if there are any."""
+        with without_torch_function():
+            return self._plain(structure)
+
+    def _plain(self, structure: Any) -> Any:
         found: list[GlobalTensor] = []
         map_tensors(found.append, structure)
         if not found:
