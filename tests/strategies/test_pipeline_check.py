@@ -394,8 +394,8 @@ def test_logged_values_that_fit_no_rule_are_named_once() -> None:
     assert len(first) == len(second) == 1  # of training, and on the rank where evaluation steps end, of validation
     assert "'train deviation' is" in first[0]
     assert "'val deviation' is" in second[0]
-    assert "largest" not in first[0] + second[0]
-    assert "rmse" not in first[0] + second[0]
+    assert "largest' is" not in first[0] + second[0]
+    assert "rmse' is" not in first[0] + second[0]
 
 
 class PaddedLater(Padded):
