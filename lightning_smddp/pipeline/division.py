@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,8 @@ class Division:
 class Trial:
     """A step to run for nothing: on one micro-batch for the trace, on another for the reference.
 
-    They should differ, so that what is left over from one is not right for the other.
+    They should differ, so that what is left over from one is not right for the other. Where the other one takes another
+    course, the traced one is the reference, too.
     """
 
     traced: Callable[[], Any]
@@ -166,14 +167,22 @@ def divide(
 
 def _refer(program: Program, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
     """The whole step on one micro-batch, a few times: the fastest run; and once as it is, without replay."""
-    runs = []
-    for index in range(_REFERENCE_RUNS):
-        with untouched(root, device), kept_parameters(root) if program.once_a_batch else nullcontext():
-            own_numbers = index != 1
-            runs.append(run_reference(program, trial.referred, trial.loss_of, root, device, CHECK_SEED, own_numbers))
-    reference = fastest(runs)
-    with untouched(root, device), kept_parameters(root) if program.once_a_batch else nullcontext():
-        plain = run_plain(trial.referred, trial.loss_of, root, device, CHECK_SEED)
+    kept = kept_parameters if program.once_a_batch else nullcontext
+
+    def refer(step: Callable[[], Any], own_numbers: bool) -> Reference:
+        with untouched(root, device), kept(root):
+            return run_reference(program, step, trial.loss_of, root, device, CHECK_SEED, own_numbers)
+
+    step, of_trace = trial.referred, False
+    try:
+        runs = [refer(step, True)]
+    except ReplayError:  # it takes another course
+        step, of_trace = trial.traced, True
+        runs = [refer(step, True)]
+    runs += [refer(step, index != 1) for index in range(1, _REFERENCE_RUNS)]
+    reference = replace(fastest(runs), of_trace=of_trace)
+    with untouched(root, device), kept(root):
+        plain = run_plain(step, trial.loss_of, root, device, CHECK_SEED)
     reference.plain_loss, reference.plain_norms = plain
     return reference
 

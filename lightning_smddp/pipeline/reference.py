@@ -22,6 +22,7 @@ class Reference:
 
     ``plain_loss`` and ``plain_norms`` are those of the step as the user wrote it, not replayed; ``again_loss`` and
     ``again_norms`` of a replay with the same random numbers.
+    ``of_trace``: it is the micro-batch that was traced, as the other one takes another course.
     """
 
     loss: float
@@ -32,6 +33,7 @@ class Reference:
     again_norms: dict[str, float] = field(default_factory=dict)
     forward_seconds: list[float] = field(default_factory=list)
     backward_seconds: list[float] = field(default_factory=list)
+    of_trace: bool = False
 
 
 def run_reference(

@@ -1,9 +1,9 @@
 """The courses that a step takes, and what its values look like on each: known, or found out before the schedule starts.
 
 What a step does between its units may depend on the batch: on its shapes, and on its values where Python code reads
-them (is anything padded? how long is the longest row?), or on what Python draws. All ranks of a pipeline have the same
-batch and draw the same, so all find the same course, without talking to each other: they run the step's code once with
-nothing but ghosts.
+them (is anything padded? how long is the longest row?), on what Python draws, and on the step's number, the epoch or
+anything else that is the same on all ranks. All ranks have the same batch and draw the same, so all find the same
+course, without talking to each other: they run the step's code once with nothing but ghosts.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Variants:
     steps: list[StagedStep]
     retrace: Callable[[Any, MicroBatch, int], StagedStep]
     train: bool
-    _courses: dict[str, dict[tuple[str, ...], Course]] = field(default_factory=dict)
+    _courses: dict[str, list[tuple[tuple[str, ...] | None, Course]]] = field(default_factory=dict)
+    _now: dict[str, Course] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
+    _unrehearsed: bool = False  # code that cannot be run with ghosts alone
     _parameters: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -94,13 +96,13 @@ class Variants:
             ReplayError: on every rank, if it takes another course each time.
         """
         key = self._key(microbatch)
-        known = self._courses.get(key, {})
-        if () in known:
-            return known[()]
-        for course in list(known.values()):
-            history = self._rehearse(course, step, microbatch, index)
-            if history is not None and history in known:
-                return known[history]
+        if index == 0:
+            self._now.clear()
+        if key in self._now:
+            return self._now[key]
+        for known, course in self._courses.get(key, []):
+            if self._unrehearsed or self._rehearse(course, step, microbatch, index) == known:
+                return self._take(key, course)
         for staged in self.steps:
             shapes = self.runtime.survey(staged, step, microbatch, self.train, index)
             if shapes is not None:
@@ -110,23 +112,28 @@ class Variants:
         return self.remember(staged, step, microbatch, index)
 
     def _keep(self, key: str, course: Course, step: Step, microbatch: MicroBatch, index: int) -> Course:
-        history: tuple[str, ...] | None = ()
-        if any(staged.program.reads_of_batch or staged.program.draws for staged in self.steps):
-            history = self._rehearse(course, step, microbatch, index)
-            if history is None:
-                raise ReplayError(
-                    "The step takes another course each time that it is run on the same batch, so that stages "
-                    "cannot agree. What it does between modules may depend on the batch, not on random numbers."
-                )
+        history = self._rehearse(course, step, microbatch, index)
+        if history is None and self._varies():
+            raise ReplayError(
+                "The step takes another course each time that it is run on the same batch, so that stages "
+                "cannot agree. What it does between modules may depend on the batch, not on torch's random numbers."
+            )
+        self._unrehearsed = history is None
         while len(self._courses) >= _KEPT and key not in self._courses:
             del self._courses[next(iter(self._courses))]
-        assert history is not None
-        known = self._courses.setdefault(key, {})
-        known.pop((), None)  # from before it was known that the course depends on more
-        while len(known) >= _KEPT_OF_A_KIND:
-            del known[next(iter(known))]
-        known[history] = course
+        known = self._courses.setdefault(key, [])
+        del known[_KEPT_OF_A_KIND - 1 :]
+        known.insert(0, (history, course))
+        return self._take(key, course)
+
+    def _take(self, key: str, course: Course) -> Course:
+        """Other micro-batches of this batch take the same, if nothing that differs between them decides."""
+        if not self._varies():
+            self._now[key] = course
         return course
+
+    def _varies(self) -> bool:
+        return any(staged.program.reads_of_batch or staged.program.draws for staged in self.steps)
 
     def _rehearse(self, course: Course, step: Step, microbatch: MicroBatch, index: int) -> tuple[str, ...] | None:
         """What Python code reads of the batch on this course; None if the step leaves it."""

@@ -130,7 +130,7 @@ class DividedModule:
         self._add(step, staged).remember(staged, step, microbatches[-1], len(microbatches) - 1)
         self.findings: list[Finding] = []
         if step.trains and options.check and self.division.reference is not None:
-            self._check_together(step, microbatches[0])
+            self._check_together(step, len(microbatches) - 1 if self.division.reference.of_trace else 0, microbatches)
 
     # ---- steps ----
 
@@ -304,11 +304,11 @@ class DividedModule:
 
     # ---- the check ----
 
-    def _check_together(self, step: LightningStep, first: MicroBatch) -> None:
+    def _check_together(self, step: LightningStep, index: int, microbatches: Sequence[MicroBatch]) -> None:
         """The check; if it fails in one pipeline, every rank has the whole module again, and raises."""
         failure: VerificationError | None = None
         try:
-            self._check(step, first)
+            self._check(step, index, microbatches)
         except VerificationError as error:
             failure = error
         world = dist.group.WORLD
@@ -320,7 +320,7 @@ class DividedModule:
             gather_full(self.module, self.division.ownership, self.groups.pipeline, self.device)
             raise failure or VerificationError(text, self.findings)
 
-    def _check(self, step: LightningStep, first: MicroBatch) -> None:
+    def _check(self, step: LightningStep, index: int, microbatches: Sequence[MicroBatch]) -> None:
         """The pipeline's loss and gradients on one micro-batch against a plain step's. Raises on every rank.
 
         The two draw other random numbers. So a replay of the whole step on one rank is between them, which drew those
@@ -338,7 +338,8 @@ class DividedModule:
             reference.again_norms,
         )
         require_equal(self.findings, tolerance)
-        alone, trial = self._everyones(first), step.unscaled()
+        alone, trial = self._everyones(microbatches[index]), step.unscaled()
+        trial.offset = index
         with untouched(self.module, self.device):
             outputs = self.runtime.run(self._find(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
             self.window.tied.sum()

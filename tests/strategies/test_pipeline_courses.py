@@ -1,0 +1,60 @@
+"""Steps that change their course: with the epoch, the step's number, or from micro-batch to micro-batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, name_of
+
+
+class Numbered(Net):
+    """What it does between modules, and which modules it calls, depends on numbers that all ranks know."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        if self.current_epoch >= 1:
+            x = x * 2
+        if batch_idx % 3 == 1:
+            x = self.net[4:8](x)
+        if self.global_step > 7:
+            x = x + 0.1 * x.sin()
+        loss = F.cross_entropy(self.net[8:](x), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+def numbered(bench: Bench) -> Any:
+    return bench.fit(Numbered(layers=7), max_epochs=3)
+
+
+class Mixed(Net):
+    """Its course depends on the values of each micro-batch's first row, and on the epoch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        if self.current_epoch == 1:
+            x = x + 1
+        if len(batch[0]) == 1:  # a micro-batch: one process does what follows row by row
+            if batch[0].sum() > 0:
+                x = x * 2
+        else:
+            x = x * (1 + (batch[0].sum(1, keepdim=True) > 0).float())
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+
+def mixed(bench: Bench) -> Any:
+    return bench.fit(Mixed(layers=5, batch_size=4), max_epochs=2)
+
+
+CASES = [numbered, mixed]
+TWO = Matrix(CASES, pipeline={"num_microbatches": 4})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_equals_one_process(case: Case) -> None:
+    TWO.compare(case)
