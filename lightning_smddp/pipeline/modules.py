@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import torch
 from torch import nn
 
 from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Trace
@@ -22,6 +23,9 @@ def changes_of_state(trace: Trace, modules: Modules) -> tuple[str, ...]:
         for kind, names in (("parameter", event.parameters_changed), ("buffer", event.buffers)):
             found.update({f"{kind} {name!r} at {event.place}": None for name in names})
     return tuple(found)
+
+
+_SIZES_BY_VALUES = {"argwhere", "masked_select", "nonzero", "unique", "unique_consecutive"}
 
 
 class Modules:
@@ -60,14 +64,28 @@ class Modules:
             elif event.parameters_changed:
                 self.seals[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
             elif event.decides and any(call.first > event.index for call in self.trace.calls):
-                self._seal_decision(event)
+                self._seal_around(event, "reads a tensor's value", "what it does next may depend on it")
+            elif self._sizes_by_values(event):
+                self._seal_around(event, "makes a tensor", "its size depends on values that a module made")
 
-    def _seal_decision(self, event: Event) -> None:
-        """What Python decides by a tensor's value stays inside the innermost module that can be placed whole."""
+    def _sizes_by_values(self, event: Event) -> bool:
+        """Whether the size of what ``event`` makes depends on values of bound inputs: other stages count on it."""
+        if not event.inputs:
+            return False
+        if event.name == "where":
+            return event.returned.skeleton is not ...
+        if event.name != "__getitem__":
+            return event.name in _SIZES_BY_VALUES
+        kinds = [self.trace.values[value].dtype for value in event.returned.values]
+        masks = [value for value in event.inputs if self.trace.values[value].dtype is torch.bool]
+        return bool(masks) and torch.bool not in kinds
+
+    def _seal_around(self, event: Event, does: str, why: str) -> None:
+        """The innermost module that can be placed whole stays whole."""
         inner_first = [self.trace.calls[index].module for index in reversed(self.chains[event.call])]
         name = next((name for name in inner_first if name and name not in self.obstacles), None)
         if name is not None:
-            self.seals[name] = f"it reads a tensor's value in {event.place}, and what it does next may depend on it"
+            self.seals.setdefault(name, f"it {does} in {event.place}, and {why}")
 
     def _find_escapes(self) -> None:
         """Values used outside of the call that made them, without being returned by it."""

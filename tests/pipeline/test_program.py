@@ -229,3 +229,15 @@ def test_scripted_parameters_stay_where_they_are() -> None:
         program(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=torch.jit.script(nn.Linear(D, D)))
     relu = torch.jit.script(nn.ReLU())
     assert "net.relu" in names(program(lambda s, x: s.b(s.relu(s.a(x))).mean(), relu=relu))
+
+
+def test_sizes_that_depend_on_values_stay_inside() -> None:
+    def routed(s: Layer, x: Tensor) -> Tensor:
+        out, chosen = torch.zeros_like(x), s.relu(s.linear(x)).sum(1) > 0
+        out[chosen] = s.linear(x[chosen])
+        return out
+
+    experts = Layer(routed)
+    experts.relu = nn.ReLU()
+    found = program(lambda s, x: s.b(s.experts(s.a(x))).mean(), lambda name: name.count(".") > 1, experts=experts)
+    assert "net.experts" in found.units
