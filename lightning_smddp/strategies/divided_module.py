@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.messages import broadcast_json, gather_json
-from lightning_smddp.pipeline.broadcast import broadcast_structure
+from lightning_smddp.pipeline.broadcast import UnsendableError, broadcast_structure
 from lightning_smddp.pipeline.division import (
     CHECK_SEED,
     Division,
@@ -32,7 +32,7 @@ from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import Modules, SplitError, build_program
 from lightning_smddp.pipeline.python_random import PythonRandom, SharedRandom, from_json, to_json
-from lightning_smddp.pipeline.reference import seeding
+from lightning_smddp.pipeline.reference import Reference, seeding
 from lightning_smddp.pipeline.replicas import ReplicaGradients
 from lightning_smddp.pipeline.runtime import PipelineRuntime
 from lightning_smddp.pipeline.spans import Recorder
@@ -338,7 +338,20 @@ class DividedModule:
             reference.again_norms,
         )
         require_equal(self.findings, tolerance)
-        alone, trial = self._everyones(microbatches[index]), step.unscaled()
+        world, first = dist.group.WORLD, microbatches[index]
+        assert world is not None
+        try:
+            self.findings = self._compare(step, index, self._everyones(first), reference)
+        except UnsendableError:  # on every rank: only the first pipeline has the micro-batch that made the reference
+            found = self._compare(step, index, first, reference) if self.groups.replica == 0 else []
+            plain = broadcast_json([asdict(finding) for finding in found], world, self.device)
+            self.findings = [Finding(**finding) for finding in plain]
+        require_equal(self.findings, tolerance)
+
+    def _compare(self, step: LightningStep, index: int, first: MicroBatch, reference: Reference) -> list[Finding]:
+        """One micro-batch through the pipeline. Collective over the pipeline."""
+        division = self.division
+        alone, trial = replace(first, weight=1.0), step.unscaled()
         trial.offset = index
         with untouched(self.module, self.device):
             outputs = self.runtime.run(self._find(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
@@ -348,7 +361,7 @@ class DividedModule:
         mine = {name: norm for name, norm in norms.items() if division.ownership.owner(name) == self.groups.place}
         loss = float(loss_of(outputs[0], step.hook, detached=True)) if outputs else None
         reports = gather_json({"loss": loss, "norms": mine}, self.groups.pipeline, self.device)
-        self.findings = compare(
+        return compare(
             division.program.items,
             division.stage_of_item,
             reference.loss,
@@ -356,12 +369,11 @@ class DividedModule:
             reference.norms,
             {name: norm for part in reports for name, norm in part["norms"].items()},
         )
-        require_equal(self.findings, tolerance)
 
     def _everyones(self, first: MicroBatch) -> MicroBatch:
         """The micro-batch of the very first rank, which made the reference."""
         if self.groups.grid.num_replicas == 1:
-            return replace(first, weight=1.0)
+            return first
         world = dist.group.WORLD
         assert world is not None
         size, value = broadcast_structure((first.size, first.value), world, 0, self.device, like=(0, first.value))

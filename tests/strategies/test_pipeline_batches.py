@@ -389,12 +389,27 @@ def warned() -> list[str]:
     return [str(warning.message) for warning in seen if "micro-batch" in str(warning.message)]
 
 
+class Checked(OfOpaque):
+    findings = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.findings = len(self.trainer.strategy.findings)
+
+
+def two_replicas() -> int:
+    """Each has a micro-batch that cannot be sent: the first is checked."""
+    model = Checked()
+    Bench({"pipeline_parallel_size": 1}).fit(model, {"num_microbatches": 1})
+    return model.findings
+
+
 def sayings() -> Any:
-    return refused(), warned()
+    return refused(), warned(), two_replicas()
 
 
 def test_what_is_said() -> None:
-    (refusal, first), (other_refusal, second) = run_trainer_ranks(sayings, 2)
+    (refusal, first, findings), (other_refusal, second, others_findings) = run_trainer_ranks(sayings, 2)
+    assert findings == others_findings > 1
     assert refusal == other_refusal
     assert "different batches" in refusal
     assert "is a Opaque, which cannot be sent" in refusal
