@@ -99,6 +99,14 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
+    _groups: Groups | None = None
+    _staged: StagedModule | None = None
+    _ended: StagedModule | None = None
+    _last_report: CommunicationReport | None = None
+    _accumulates = False
+    _in_step = False
+    _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
+
     def __init__(
         self,
         accelerator: Any = None,
@@ -158,14 +166,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._session = Session(self.options.communication)
         self._reliability = reliability
         self._exact_resume = ExactResume()
-        self._groups: Groups | None = None
-        self._staged: StagedModule | None = None
-        self._ended: StagedModule | None = None
-        self._last_report: CommunicationReport | None = None
-        self._accumulates = False
         self._shown: set[str] = set()
-        self._in_step = False
-        self._restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
         self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
 

@@ -129,6 +129,7 @@ def test_layouts(expected: str, options: dict[str, Any], ranks: int) -> None:
         ("stages_per_rank='two'", {"stages_per_rank": "two"}),
         ("split='net.2'", {"split": "net.2"}),
         ("placement", {"placement": "random"}),
+        ("fallback='ddp'", {"fallback": "ddp"}),
         ("pipeline_parallel_size=-1", {"pipeline_parallel_size": -1}),
         ("active_microbatches=0", {"active_microbatches": 0}),
         ("memory_limit_gb=-1", {"memory_limit_gb": -1}),

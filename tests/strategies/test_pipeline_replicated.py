@@ -325,6 +325,7 @@ class Occasional(Queue):
 
     def __init__(self) -> None:
         super().__init__()
+        self.count = 48
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(5)
             self.extra = nn.Linear(INPUTS, 1)
