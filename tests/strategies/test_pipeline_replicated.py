@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import io
 import os
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -317,6 +320,49 @@ def test_as_in_one_process(case: Case) -> None:
     ONE.compare(case, tolerance=0.0)
 
 
+# ---- what is said ----
+
+
+def said() -> list[str]:
+    """Body of a rank: the table and the warning."""
+    output = io.StringIO()
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(output):
+        warnings.simplefilter("always")
+        Bench({}).trainer({"verbose": True}, max_steps=1).fit(Queue())
+    texts = [str(w.message) for w in caught if "whole on every rank" in str(w.message)]
+    return [" ".join(output.getvalue().split()), *texts]
+
+
+def test_the_reason_is_said_once() -> None:
+    first, second = run_trainer_ranks(said, 2)
+    assert "training_step" in first[0]
+    assert "replicated" in first[0]
+    assert len(first) == 2
+    assert "changes buffer 'queue' at " in first[1]
+    assert "num_microbatches=1" in first[1]
+    assert second == [""]
+
+
+class Drifting(Manual):
+    """Depends on the process."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss(batch) * (1 + rank())
+
+
+def drift() -> str:
+    try:
+        Bench({}).fit(Drifting())
+    except Exception as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_drift_are_named() -> None:
+    for error in run_trainer_ranks(drift, 2):
+        assert "behind training_step of batch 0 the parameters on rank 1 of the pipeline differ from rank 0" in error
+
+
 # ---- replicas ----
 
 
@@ -359,6 +405,7 @@ REPLICATED: list[Any] = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # what Lightning's all_gather calls
 def test_replicas_are_ranks_of_ddp() -> None:
     """Gradients, collectives and sizes of the world are those of as many ranks under ``ddp``."""
     expected = run_trainer_ranks(train_alike, 2, "ddp_find_unused_parameters_true", 1, timeout=100)
