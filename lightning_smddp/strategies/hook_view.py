@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ class HookView:
         self._waiting: ExitStack | None = None  # of a hook within which the module is divided
         self._depth = 0  # of calls of the strategy
         # Made once: Lightning compares functions that it was given in one run with those of the next.
-        self._outside = {name: functools.partial(self._call_outside, name) for name in _OF_THE_STRATEGY}
+        self._outside = {name: self._outside_of(name) for name in _OF_THE_STRATEGY}
 
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
@@ -52,6 +51,14 @@ class HookView:
             stack.enter_context(patched(functions))
             stack.enter_context(around_hooks(trainer, self._around))
             yield
+
+    def _outside_of(self, name: str) -> Callable[..., Any]:
+        """A function, which Lightning may copy deeply with what it keeps of `self.log(..., sync_dist=True)`."""
+
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            return self._call_outside(name, *args, **kwargs)
+
+        return outside
 
     def _call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The strategy's own method."""

@@ -44,19 +44,32 @@ class ReplicatedModule:
         self.same = SameRanks(module, groups.pipeline, device)
         self.gradients: WholeGradients | None = None
         self._averages = False
+        self.replicas = groups.replicas if groups.grid.num_replicas > 1 else None
+        self._shares_buffers = self.replicas is not None
         if device.type != "cpu":  # the order of additions differs from run to run: let all ranks have the same
             assert dist.group.WORLD is not None
             self.gradients = WholeGradients(module, dist.group.WORLD, device)
         elif groups.grid.num_replicas > 1:
             self.gradients = WholeGradients(module, groups.replicas, device)
 
-    def train(self, step: Callable[[], Any], place: str) -> Any:
-        """Run the training step called ``place`` once. Collective over the pipeline."""
+    def train(self, step: Callable[[], Any], place: str, accumulates: bool = False) -> Any:
+        """Run the training step called ``place`` once. Collective over the pipeline, and over the replicas."""
+        if self._shares_buffers:
+            self._share_buffers()
+        self._shares_buffers = self.replicas is not None and not accumulates  # when ``ddp`` would
         self.same.begin()
         with self.averaging():
             output = step()
         self.same.end(output, place)
         return output
+
+    def _share_buffers(self) -> None:
+        """All replicas go on with the buffers of the first, as under ``ddp``."""
+        for buffer in self.module.buffers():
+            value = buffer.detach().contiguous()
+            dist.broadcast(value, group=self.replicas, group_src=0)
+            if value.data_ptr() != buffer.data_ptr():
+                buffer.detach().copy_(value)
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
         """Run another step once. Collective over the pipeline."""

@@ -189,7 +189,7 @@ class StagedModule:
         if self.divided is None and self.replicated is None:
             self._choose(step, batch)
         if self.replicated is not None:
-            return self.replicated.train(step.whole(batch), self._place(arguments))
+            return self.replicated.train(step.whole(batch), self._place(arguments), accumulates)
         divided = self.divided
         assert divided is not None
         microbatches = self._microbatches(batch, step)
