@@ -155,19 +155,17 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, split_batch, fallback,
             communication,
         )  # fmt: skip
-        refuse_algorithm(accelerator)
-        require_timeout(timeout)
-        reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
+        _require_own(accelerator, timeout)
+        self._reliability = ReliabilityOptions.parse(
+            init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded
+        )
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, timeout=timeout, start_method=start_method,
             process_group_backend=communication.process_group_backend,
         )  # fmt: skip
-        self._session = Session(self.options.communication)
-        self._reliability = reliability
-        self._exact_resume = ExactResume()
-        self._shown: set[str] = set()
-        self._changes = ExitStack()  # of Lightning, until teardown
+        self._session, self._exact_resume = Session(self.options.communication), ExactResume()
+        self._shown, self._changes = set[str](), ExitStack()  # tables' steps; changes of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
 
     # ---- start and end ----
@@ -453,3 +451,9 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
 
     def _get_process_group_backend(self) -> str:
         return self._session.options.process_group_backend or super()._get_process_group_backend()
+
+
+def _require_own(accelerator: Any, timeout: Any) -> None:
+    """Check what ``DDPStrategy`` does not."""
+    refuse_algorithm(accelerator)
+    require_timeout(timeout)

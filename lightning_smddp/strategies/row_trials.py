@@ -20,7 +20,7 @@ from lightning_smddp.pipeline.microbatches import MicroBatch, combine
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.row_evidence import Evidence, has_time_first
 from lightning_smddp.pipeline.structure import leaves, map_leaves, tensors
-from lightning_smddp.pipeline.untouched import untouched
+from lightning_smddp.pipeline.untouched import kept_parameters, untouched
 from lightning_smddp.pipeline.weight_trials import EXACT, find_weighting
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.step_results import StepResults
@@ -52,7 +52,7 @@ def rows_by_loss(
 
     def decide() -> bool:
         for trains in (False, True):  # some models do something else in evaluation mode
-            with untouched(module, device), ConstantRandom(), torch.no_grad():
+            with untouched(module, device), kept_parameters(module), ConstantRandom(), torch.no_grad():
                 module.train(trains)
                 answer = _try_order(loss, batch, found)
             if answer is not None:
