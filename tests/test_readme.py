@@ -5,11 +5,20 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import os
 import re
+import types
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import RandomDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_smddp import Compression, PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
 from lightning_smddp.communication.algorithms import NAMES
@@ -18,6 +27,7 @@ from lightning_smddp.pipeline.schedules import SCHEDULES, orders
 from lightning_smddp.planner.actions import Action, parse_action
 from lightning_smddp.planner.schedules import simulated_bound
 from tests.programs import run_program
+from tests.ranks import run_trainer_ranks
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -78,14 +88,83 @@ def test_the_first_pipeline_trains_on_two_ranks(tmp_path: Path) -> None:
     assert "stage 1 on rank 1" in output
 
 
-FRAGMENTS = [
-    text for page in (README, GUIDE, PIPELINE_GUIDE) for text in snippets(page, "python") if ".fit(" not in text
-]
+FRAGMENTS = [text for page in PAGES for text in snippets(page, "python") if ".fit(" not in text]
+FITTING = [text for page in PAGES for text in snippets(page, "python") if ".fit(" in text and "__main__" not in text]
 
 
 @pytest.mark.parametrize("text", FRAGMENTS, ids=lambda text: text.strip().splitlines()[-1][:40])
 def test_other_snippets_run(text: str) -> None:
     exec(compile(text, "snippet", "exec"), {})
+
+
+def test_the_example_of_a_large_model_registers_its_layers() -> None:
+    (text,) = [text for text in FRAGMENTS if "class Large" in text]
+    names: dict[str, Any] = {}
+    exec(compile(text, "snippet", "exec"), names)
+    model = names["Large"]()
+    model.configure_model()
+    model.configure_model()
+    assert len(list(model.parameters())) == 16
+
+
+class _Net(LightningModule):
+    """What the pages call ``Net`` and ``model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [nn.Linear(32, 32) for _ in range(8)]
+        self.layers = nn.Sequential(*widths, nn.Linear(32, 2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return cast(Tensor, self.layers(batch).pow(2).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(RandomDataset(32, 32), batch_size=16)
+
+
+class _TrainerOnTwoRanks(Trainer):
+    """Of the pages' clusters: their arguments are accepted, and two ranks of the CPU do the work."""
+
+    def __init__(self, **options: Any) -> None:
+        quiet = {"accelerator": "cpu", "devices": 2, "num_nodes": 1, "max_epochs": 1, "enable_model_summary": False}
+        super().__init__(**{**options, **quiet, "enable_progress_bar": False, "logger": False})
+
+    def fit(self, model: Any, *data: Any, ckpt_path: Any = None, **options: Any) -> None:
+        """With the checkpoint that the page speaks of."""
+        if ckpt_path is not None and not Path(ckpt_path).exists():
+            earlier = _TrainerOnTwoRanks(strategy="smddp", enable_checkpointing=False)
+            earlier.fit(_Net())
+            earlier.save_checkpoint(ckpt_path)
+            self.fit_loop.max_epochs = 2
+        super().fit(model, *data, ckpt_path=ckpt_path, **options)
+        assert self.global_step > 0
+
+
+def run_snippets(directory: str, texts: list[str]) -> None:
+    """Body of a rank."""
+    for number, text in enumerate(texts):
+        place = Path(directory) / str(number)
+        place.mkdir(exist_ok=True)
+        os.chdir(place)
+        lightning = types.SimpleNamespace(Trainer=_TrainerOnTwoRanks)
+        names = {"L": lightning, "Trainer": _TrainerOnTwoRanks, "ModelCheckpoint": ModelCheckpoint, "Net": _Net}
+        names |= {"model": _Net(), "data": _Net().train_dataloader()}
+        if "trainer = " not in text:
+            names["trainer"] = _TrainerOnTwoRanks(strategy="smddp", enable_checkpointing=False)
+        try:
+            exec(compile(text, "snippet", "exec"), names)
+        except Exception as error:
+            raise AssertionError(f"this snippet fails:\n{text}") from error
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_snippets_that_fit_run_on_two_ranks(tmp_path: Path) -> None:
+    assert len(FITTING) > 10
+    run_trainer_ranks(run_snippets, 2, str(tmp_path), FITTING, timeout=240)
 
 
 def test_yaml_names_arguments_that_exist() -> None:
