@@ -33,6 +33,8 @@ _CHANGES = {
     "pytorch_lightning.trainer.connectors.accelerator_connector": "ask_our_strategies",
     "lightning.fabric.connector": "ask_our_strategies",
     "lightning_fabric.connector": "ask_our_strategies",
+    "lightning.pytorch.cli": "know_our_classes",
+    "pytorch_lightning.cli": "know_our_classes",
 }
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 

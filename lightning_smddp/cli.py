@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_smddp import __version__
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, or 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="lightning-smddp", description="Data and pipeline parallelism for Lightning.")
+    parser.add_argument("--version", action="version", version=f"lightning-smddp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_verify(commands)
     _add_conversions(commands)

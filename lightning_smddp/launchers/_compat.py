@@ -1,4 +1,4 @@
-"""Two changes to Lightning's own search for a cluster environment, made when its modules are imported.
+"""Changes to Lightning's search for cluster environments, and for classes, made when its modules are imported.
 
 Nothing is imported here before it is needed: see ``_registration.py``.
 """
@@ -58,6 +58,16 @@ def ask_our_strategies(module: ModuleType) -> None:
         return choose(self)
 
     connector._choose_and_init_cluster_environment = choose_environment
+
+
+def know_our_classes(module: ModuleType) -> None:
+    """Import our strategies with LightningCLI, which finds the short name of a class among those that are imported.
+
+    So ``class_path: SMDDPStrategy`` works as ``DDPStrategy`` does. Remove when LightningCLI has a registry of classes.
+    """
+    if hasattr(module, "LightningCLI"):  # else too early
+        package = "lightning" if module.__name__.startswith("lightning.") else "pytorch_lightning"
+        import_module(f"lightning_smddp.strategies.{package}")
 
 
 def _home(strategy: Any, connector: str) -> str | None:

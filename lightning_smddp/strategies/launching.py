@@ -65,6 +65,15 @@ class ScriptLaunching:
     """For the launcher that starts the script again for each other rank, or finds ranks that are there already."""
 
     procs: list[subprocess.Popen[bytes]]
+    notebook_name = "smddp_notebook"  # the strategy that works there
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Never; Lightning asks in a notebook, and would advise a strategy of its own."""
+        raise ValueError(
+            "The strategy starts this script again for each other rank, and a notebook is no script. Use "
+            f"Trainer(strategy={self.notebook_name!r}), which forks the notebook's process."
+        )
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""

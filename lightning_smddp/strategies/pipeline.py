@@ -106,6 +106,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     _accumulates = False
     _in_step = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
+    _notebook_name = "smddp_pipeline_notebook"
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class Supervised(_Base):
     _reliability: ReliabilityOptions
     _script_launcher: type[Any]
     _spawn_launcher: type[Any]
+    _notebook_name = "smddp_notebook"
     _supervisor: Supervisor | None = None
     _stops: ExitStack | None = None
     _stopped: bool | None = None  # by a signal: whether the ranks agreed
@@ -72,7 +73,9 @@ class Supervised(_Base):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method == "popen":
-            self._launcher = self._script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            launcher = self._script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            launcher.notebook_name = self._notebook_name
+            self._launcher = launcher
         else:
             self._launcher = self._spawn_launcher(self, start_method=self._start_method)
 

@@ -234,6 +234,11 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
         self._exact_resume.take(checkpoint)
         self._session.load_state_dict(checkpoint.get(_CHECKPOINT_KEY, {}))
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Let Lightning's advice on unused parameters name this strategy."""
+        super().on_exception(exception)
+        exception.args = tuple(_as_ours(argument) for argument in exception.args)
+
     def teardown(self) -> None:
         """Free shared memory, threads and sockets."""
         self._exact_resume.close()
@@ -249,6 +254,13 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
             register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
         else:
             self._session.attach(self.model)
+
+
+def _as_ours(argument: Any) -> Any:
+    if not isinstance(argument, str) or "find_unused_parameters" not in argument:
+        return argument
+    named = argument.replace("strategy='ddp_find_unused", "strategy='smddp_find_unused")
+    return named.replace("strategy=DDPStrategy(", "strategy=SMDDPStrategy(")
 
 
 def _batch_size(trainer: Trainer) -> int | None:

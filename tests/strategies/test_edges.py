@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 
@@ -261,6 +262,60 @@ def test_lazy_layers_are_refused_with_the_cure_and_barriers_in_a_step_do_not_han
             assert waiting == "nothing"
         else:
             assert "`strategy.barrier()` is called inside of a step that runs as a pipeline" in waiting
+
+
+# ---- what Lightning advises ----
+
+
+class Partly(Evaluated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+def advised() -> str:
+    return error_of(lambda: trainer_for("smddp").fit(Partly()))
+
+
+def test_advice_on_unused_parameters_names_this_strategy() -> None:
+    for error in run_trainer_ranks(advised, 2):
+        assert "`strategy='smddp_find_unused_parameters_true'`" in error
+        assert "`strategy=SMDDPStrategy(find_unused_parameters=True)`" in error
+
+
+@pytest.mark.parametrize("name", ["smddp", "smddp_pipeline"])
+def test_advice_in_a_notebook_names_this_strategy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lightning.pytorch.trainer.connectors.accelerator_connector as connector
+
+    monkeypatch.setattr(connector, "_IS_INTERACTIVE", True)
+    with pytest.raises(ValueError, match=rf"Trainer\(strategy='{name}_notebook'\)"):
+        Trainer(accelerator="cpu", devices=2, strategy=name)
+
+
+SHORT = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+for name in ("SMDDPStrategy", "PipelineStrategy"):
+    arguments = {"trainer": {"accelerator": "cpu", "devices": 2, "strategy": {"class_path": name}}}
+    cli = LightningCLI(BoringModel, run=False, args=arguments)
+    print(type(cli.trainer.strategy).__module__, type(cli.trainer.strategy).__name__)
+"""
+
+
+def test_short_class_names_work_in_a_cli_file(tmp_path: Path) -> None:
+    (tmp_path / "short.py").write_text(SHORT)
+    result = run_program(["short.py"], tmp_path, {})
+    assert result.returncode == 0, result.stderr
+    names = ["SMDDPStrategy", "PipelineStrategy"]
+    assert result.stdout.split("\n")[-3:-1] == [f"lightning_smddp.strategies.lightning {name}" for name in names]
+
+
+def test_the_version_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_smddp import __version__, cli
+
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"lightning-smddp {__version__}\n"
 
 
 # ---- checkpoints ----
