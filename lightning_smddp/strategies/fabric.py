@@ -18,7 +18,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.values import broadcast_value
 from lightning_smddp.strategies.joining import start_process_group
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
-from lightning_smddp.strategies.option_checks import refuse_algorithm, require_known, require_timeout
+from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.session import Options, Session, check_devices
@@ -70,8 +70,7 @@ class FabricDataParallel(_Base):
             verbose,
         )
         require_known(self, kwargs)
-        refuse_algorithm(accelerator)
-        require_timeout(timeout)
+        require_arguments_of_ddp(accelerator, timeout)
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision=precision, timeout=timeout, start_method=start_method,

@@ -21,12 +21,6 @@ def require_bools(**values: object) -> None:
             raise ValueError(f"{name}={value!r} has to be True or False.")
 
 
-def require_timeout(timeout: object) -> None:
-    """``DDPStrategy`` takes a timedelta, and hands anything else on to where nobody knows what it was for."""
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise ValueError(f"timeout={timeout!r} has to be a datetime.timedelta, such as timedelta(minutes=30), or None.")
-
-
 def require_cache(tuning_cache: object) -> None:
     """A path, or whether to use the usual one."""
     if not isinstance(tuning_cache, (str, os.PathLike, bool)):
@@ -35,13 +29,15 @@ def require_cache(tuning_cache: object) -> None:
         )
 
 
-def refuse_algorithm(accelerator: object) -> None:
-    """The first argument by position is ``DDPStrategy``'s, not ours."""
+def require_arguments_of_ddp(accelerator: object, timeout: object) -> None:
+    """The first by position is ``DDPStrategy``'s, not ours; and no number for a timedelta, which it hands on unseen."""
     if isinstance(accelerator, str) and accelerator in NAMES:
         raise ValueError(
             f"accelerator={accelerator!r} is the name of an algorithm. By position come the arguments of DDPStrategy, "
             f"of which `accelerator` is the first: write algorithm={accelerator!r}."
         )
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise ValueError(f"timeout={timeout!r} has to be a datetime.timedelta, such as timedelta(minutes=30), or None.")
 
 
 def is_positive(value: object) -> bool:

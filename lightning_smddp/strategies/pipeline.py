@@ -33,7 +33,7 @@ from lightning_smddp.strategies.hand_over import connected
 from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking, loss_watchers
-from lightning_smddp.strategies.option_checks import refuse_algorithm, refuse_all, require_timeout
+from lightning_smddp.strategies.option_checks import refuse_all, require_arguments_of_ddp
 from lightning_smddp.strategies.pipeline_checks import (
     callback_against_pipelining,
     callbacks_of,
@@ -99,6 +99,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
+    _notebook_name = "smddp_pipeline_notebook"
     _groups: Groups | None = None
     _staged: StagedModule | None = None
     _ended: StagedModule | None = None
@@ -106,7 +107,6 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     _accumulates = False
     _in_step = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
-    _notebook_name = "smddp_pipeline_notebook"
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, split_batch, fallback,
             communication,
         )  # fmt: skip
-        _require_own(accelerator, timeout)
+        require_arguments_of_ddp(accelerator, timeout)
         self._reliability = ReliabilityOptions.parse(
             init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded
         )
@@ -165,8 +165,10 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, timeout=timeout, start_method=start_method,
             process_group_backend=communication.process_group_backend,
         )  # fmt: skip
-        self._session, self._exact_resume = Session(self.options.communication), ExactResume()
-        self._shown, self._changes = set[str](), ExitStack()  # tables' steps; changes of Lightning, until teardown
+        self._session = Session(self.options.communication)
+        self._exact_resume = ExactResume()
+        self._shown: set[str] = set()
+        self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
 
     # ---- start and end ----
@@ -452,9 +454,3 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
 
     def _get_process_group_backend(self) -> str:
         return self._session.options.process_group_backend or super()._get_process_group_backend()
-
-
-def _require_own(accelerator: Any, timeout: Any) -> None:
-    """Check what ``DDPStrategy`` does not."""
-    refuse_algorithm(accelerator)
-    require_timeout(timeout)

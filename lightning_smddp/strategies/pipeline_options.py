@@ -75,7 +75,7 @@ class PipelineOptions:
         _check_function("split_batch", split_batch, "a list of batches, called with a batch and a number")
         if memory_limit_gb is not None and not is_positive(memory_limit_gb):
             raise ValueError(f"memory_limit_gb={memory_limit_gb!r} has to be positive (GiB a rank), or None.")
-        _require_fallback(fallback)
+        _check_fallback(fallback)
         Grid.of(1, 1, placement)
         return cls(
             pipeline_parallel_size=pipeline_parallel_size,
@@ -111,6 +111,14 @@ class PipelineOptions:
         return grid
 
 
+def _check_fallback(fallback: Any) -> None:
+    if fallback not in FALLBACKS:
+        raise ValueError(
+            f"fallback={fallback!r} is unknown. Valid: 'replicate' (a training step that cannot be pipelined runs "
+            "as a whole on every rank), 'error' (it is refused)."
+        )
+
+
 def _check_count(name: str, value: Any, otherwise: str) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{name}={value!r} has to be a number from 1, or {otherwise}.")
@@ -119,11 +127,3 @@ def _check_count(name: str, value: Any, otherwise: str) -> None:
 def _check_function(name: str, value: Any, returns: str) -> None:
     if value is not None and not callable(value):
         raise ValueError(f"{name}={value!r} has to be a function that returns {returns}, or None.")
-
-
-def _require_fallback(fallback: Any) -> None:
-    if fallback not in FALLBACKS:
-        raise ValueError(
-            f"fallback={fallback!r} is unknown. Valid: 'replicate' (a training step that cannot be pipelined runs as a "
-            "whole on every rank), 'error' (it is refused)."
-        )

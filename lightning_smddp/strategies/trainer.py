@@ -26,7 +26,7 @@ from lightning_smddp.strategies.exact_resume import ExactResume
 from lightning_smddp.strategies.guarded import Guarded
 from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
-from lightning_smddp.strategies.option_checks import refuse_algorithm, require_known, require_timeout
+from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
@@ -123,8 +123,7 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
                 f"compression={compression!r} would have no effect. Give either the hook or these."
             )
         require_known(self, kwargs)
-        refuse_algorithm(accelerator)
-        require_timeout(timeout)
+        require_arguments_of_ddp(accelerator, timeout)
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, ddp_comm_state=ddp_comm_state,
