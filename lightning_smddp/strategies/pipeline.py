@@ -104,6 +104,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     _staged: StagedModule | None = None
     _ended: StagedModule | None = None
     _last_report: CommunicationReport | None = None
+    _shown: set[str] | None = None  # steps whose table was printed
     _accumulates = False
     _in_step = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
@@ -157,9 +158,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             communication,
         )  # fmt: skip
         require_arguments_of_ddp(accelerator, timeout)
-        self._reliability = ReliabilityOptions.parse(
-            init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded
-        )
+        reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, timeout=timeout, start_method=start_method,
@@ -167,7 +166,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         )  # fmt: skip
         self._session = Session(self.options.communication)
         self._exact_resume = ExactResume()
-        self._shown: set[str] = set()
+        self._reliability = reliability
         self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
 
@@ -210,6 +209,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._staged = StagedModule(
             self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
         )
+        if self._shown is None:
+            self._shown = set()
         self._staged.shown = self._shown
         if self._restored is not None:
             self._staged.load_state_dict(self._restored, strict=False)
@@ -427,7 +428,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             "_staged": None,
             "_ended": None,
             "_changes": ExitStack(),
-            "_shown": set(),
+            "_shown": None,
         }
         return {**super().__getstate__(), **ended}
 
