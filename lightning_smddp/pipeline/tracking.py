@@ -101,6 +101,8 @@ class Tracking:
             if id(leaf) in positions:
                 sources.append(("argument", positions[id(leaf)]))
             elif value is not None:
+                # What an `autograd.Function` returns requires a gradient only after the last operation of its forward.
+                self.trace.values[value].requires_grad = leaf.requires_grad
                 sources.append(("value", value))
             else:
                 sources.append(("constant", leaf if is_plain(leaf) else None))
