@@ -189,6 +189,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         mutated = [t for t, v in zip(given, versions, strict=True) if not _equal(self._version(t), v)]
         if given and args and is_inplace(function) and given[0] is args[0] and not any(t is given[0] for t in mutated):
             mutated.append(given[0])
+        if not mutated and args and is_inplace(function) and isinstance(args[0], (list, tuple)):
+            mutated = [t for t in args[0] if isinstance(t, Tensor)]  # `torch._foreach_mul_`: no version is counted here
         drew = any(not torch.equal(a, b) for a, b in zip(states, self._random_states(arguments), strict=True))
         event = Event(
             len(self.trace.events),

@@ -306,3 +306,16 @@ def test_threads_trace_at_the_same_time() -> None:
         thread.join(60)
     assert counts == [4] * 15
     assert torch.autograd.Function.__dict__["apply"].__func__.__name__ == "apply"
+
+
+def test_changes_of_many_parameters_at_once_are_seen() -> None:
+    """As momentum encoders are updated by `torch._foreach_mul_`, which counts no versions."""
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_mul_(list(s.b.parameters()), 0.5)
+        return s.b(s.a(x)).mean()
+
+    found, _ = record(Net(body))
+    (event,) = (event for event in found.events if event.parameters_changed)
+    assert event.parameters_changed == ("net.b.weight", "net.b.bias")

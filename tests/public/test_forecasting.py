@@ -66,7 +66,7 @@ def UnevenTemporalFusion() -> Any:  # noqa: N802
 
 
 def NBeats() -> Any:  # noqa: N802
-    return of_forecasting("NBeats", windows(), widths=[16, 16], backcast_loss_ratio=0.1, num_blocks=[1, 1])
+    return of_forecasting("NBeats", windows(), widths=[16, 16], backcast_loss_ratio=0.1, num_blocks=[1, 1], dropout=0.0)
 
 
 def NHits() -> Any:  # noqa: N802
