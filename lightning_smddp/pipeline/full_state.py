@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat import forget_hooks, swap_contents
 from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.pipeline.absent import AbsentParameter, mark_absent, mark_present, may_be_absent
 from lightning_smddp.pipeline.ownership import Ownership, named_tensors
 from lightning_smddp.pipeline.transfer import CPU, Spec, broadcast_tensors, gather_tensors
 
@@ -63,12 +64,15 @@ def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
     for name, parameter in module.named_parameters():
         if not ownership.is_mine(name, rank):
             set_contents(parameter, torch.empty_like(parameter, device="meta"))
+            mark_absent(parameter, name, ownership.owner(name))
 
 
 def set_contents(tensor: Tensor, value: Tensor) -> None:
     """Give ``tensor`` the memory of ``value``, on any device; it stays the same object, without gradient and hooks."""
     swap_contents(tensor, value.detach().requires_grad_(tensor.requires_grad))
     forget_hooks(tensor)
+    if isinstance(tensor, AbsentParameter) and not tensor.is_meta:
+        mark_present(tensor)
 
 
 def full_state_dict(
@@ -126,7 +130,8 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*", category=UserWarning)
-        return module.load_state_dict(state, strict=strict)
+        with may_be_absent():
+            return module.load_state_dict(state, strict=strict)
 
 
 def gather_full(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, device: torch.device = CPU) -> None:

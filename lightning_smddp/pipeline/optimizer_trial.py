@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-_STEPS = 2
+_STEPS = 6
 _LARGEST = 3  # elements of the copies' parameters in each dimension
 
 
@@ -36,7 +36,7 @@ def steps_one_by_one(optimizer: Optimizer) -> bool:
         apart = _stepped(optimizer, range(half)) + _stepped(optimizer, range(half, count))
     except Exception:  # it cannot be stepped so, whatever the reason is
         return False
-    return all(torch.allclose(one, other, rtol=1e-6, atol=1e-7) for one, other in zip(together, apart, strict=True))
+    return all(torch.allclose(one, other, rtol=1e-12, atol=0.0) for one, other in zip(together, apart, strict=True))
 
 
 def _stepped(optimizer: Optimizer, chosen: Sequence[int]) -> list[Tensor]:
@@ -49,18 +49,23 @@ def _stepped(optimizer: Optimizer, chosen: Sequence[int]) -> list[Tensor]:
         kept = {id(small[number]) for number in chosen}
         for group in clone.param_groups:
             group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
-        for _ in range(_STEPS):
+        for step in range(_STEPS):
+            for number in chosen:
+                small[number].grad = _gradient(small[number], number, step)
             type(clone).step(clone)  # an instance's own may be a scheduler's, bound to the original
     return [small[number].detach() for number in chosen]
 
 
 def _small(parameter: Tensor, number: int) -> nn.Parameter:
-    """A parameter of as many dimensions with a gradient of its own size."""
+    """A parameter of as many dimensions, in double precision: what is done to each element alone is the same bits."""
     shape = [min(size, _LARGEST) for size in parameter.shape]
-    values = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float32).reshape(shape)
-    result = nn.Parameter(values + 0.1 * number, parameter.requires_grad)
-    result.grad = (values * 3).cos() * (1.0 + number)
-    return result
+    values = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(shape)
+    return nn.Parameter(values + 0.1 * number, parameter.requires_grad)
+
+
+def _gradient(parameter: Tensor, number: int, step: int) -> Tensor:
+    """From small to so large that each limit of a norm is passed, and of another size for each parameter."""
+    return (parameter.detach() * 3 + step).cos() * (1.0 + number) * 10.0 ** (2 * step - 4)
 
 
 def _copied(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:

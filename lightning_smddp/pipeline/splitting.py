@@ -275,7 +275,7 @@ def _explained(error: PartitionError | None, modules: Modules, program: Program)
 
 
 def homes_of(program: Program, splitting: Splitting, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """For each parameter the stages that use it; those that no item uses go to the stage of their neighbours."""
+    """For each parameter the stages that use it; those that no item uses go to that of a twin, or of neighbours."""
     homes: dict[str, set[int]] = {}
     for plan in splitting.plans(len(program.items)):
         for item in program.items[plan.begin : plan.end]:
@@ -284,8 +284,28 @@ def homes_of(program: Program, splitting: Splitting, all_parameters: Collection[
     placed = {name: tuple(sorted(stages)) for name, stages in homes.items()}
     for name in all_parameters:
         if name not in placed:
-            placed[name] = (neighbour_stage(name, homes),)
+            twin = _twin(name, homes)
+            stage = neighbour_stage(name, homes) if twin is None else min(homes[twin])
+            placed[name] = (stage,)
     return placed
+
+
+def _twin(name: str, homes: Mapping[str, Collection[int]]) -> str | None:
+    """A parameter that the step uses whose name ends as ``name`` does, in two parts or more; the most alike one.
+
+    A teacher that follows a student, or an average of the weights, is a copy of modules under another name. Beside
+    the original nothing has to be sent to update it.
+    """
+    parts = name.split(".")
+    best, length = None, 1
+    for other in homes:
+        theirs = other.split(".")
+        common = 0
+        while common < min(len(parts), len(theirs)) and parts[-1 - common] == theirs[-1 - common]:
+            common += 1
+        if common > length:
+            best, length = other, common
+    return best
 
 
 def neighbour_stage(name: str, homes: Mapping[str, Collection[int]]) -> int:

@@ -33,7 +33,7 @@ def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(b, b.clone()) for b in root.buffers() if b.device.type != "meta"]
     registered = [(own, dict(own)) for own in map(registered_buffers, root.modules())]
     gradients = [(p, p.grad) for p in root.parameters()]
-    contents = [(p, p.data) for p in root.parameters() if not is_lazy(p)]
+    contents = [(p, p.data) for p in root.parameters() if not is_lazy(p) and not p.is_meta]
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     for parameter, _ in gradients:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from lightning_smddp.pipeline.full_state import gather_full, release
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.tensor import GlobalViewError
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -101,6 +102,13 @@ def ema_by_assignment(net: Net) -> Any:
 def ema_by_foreach(net: Net) -> Any:
     teacher, student = list(net.teacher.parameters()), [p.detach() for p in net.student.parameters()]
     torch._foreach_lerp_(teacher, student, 0.1)
+
+
+def ema_of_other_places(net: Net) -> Any:
+    """All averages on one rank, what they follow on two."""
+    averages = [net.teacher[2].weight[:6, :8].T.contiguous(), net.teacher[2].bias * 1]
+    torch._foreach_lerp_(averages, [net.student[0].weight.detach(), net.student[2].bias.detach()], 0.5)
+    return [a.sum().item() for a in averages]
 
 
 def ema_across_ranks(net: Net) -> Any:
@@ -257,7 +265,8 @@ def prune(net: Net) -> Any:
 
 CASES = [
     norms, lightnings_grad_norm, clip, clip_value, clip_by_foreach, ema_by_data, ema_by_no_grad, ema_by_assignment,
-    ema_by_foreach, ema_across_ranks, averaged, ema_buffers, noise, initialise, freeze, count, compare, save, load,
+    ema_by_foreach,
+    ema_of_other_places, ema_across_ranks, averaged, ema_buffers, noise, initialise, freeze, count, compare, save, load,
     swap, forward, forward_with_statistics, backward, dropout, copies, vector, gradients_by_hand, print_it, masked,
     prune,
 ]  # fmt: skip
@@ -339,3 +348,116 @@ def test_as_if_it_were_whole(hook: Hook, ranks: list[dict[str, Any]]) -> None:
         assert (everyones[name] is None) == (expected is None), name
         if expected is not None:
             torch.testing.assert_close(everyones[name], expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- ranks that do different things ----
+
+
+def on_first_rank(net: Net, rank: int) -> Any:
+    """What code under `if trainer.is_global_zero` may do."""
+    if rank != 0:
+        return None
+    half = {name: (value.detach().cpu() / 2).clone() for name, value in net.state_dict().items()}
+    gradients = [p.grad.norm().item() for p in net.student.parameters()]
+    return {name: value.numpy().sum().item() for name, value in half.items()}, gradients
+
+
+def writes_on_first_rank(net: Net, rank: int) -> Any:
+    if rank == 0:
+        net.student[4].weight.data.zero_()
+
+
+def other_parameters(net: Net, rank: int) -> Any:
+    return (net.student[2] if rank == 0 else net.student[4]).weight.sum().item()
+
+
+def new_parameter(net: Net, rank: int) -> Any:
+    net.student[2].weight = nn.Parameter(torch.zeros(8, 8))
+
+
+def other_shape(net: Net, rank: int) -> Any:
+    net.student[2].weight.data = torch.zeros(3, 3)
+
+
+def shape_in_place(net: Net, rank: int) -> Any:
+    net.student[4].weight.data.t_()
+
+
+def differing(hooks: list[Any]) -> list[Any]:
+    found = []
+    for hook in hooks:
+        net = Net()
+        group = dist.group.WORLD
+        assert group is not None
+        ownership, rank = placed(net), group.rank()
+        gradients = {name: p.grad for name, p in net.named_parameters()}
+        release(net, ownership, rank)
+        for name, parameter in net.named_parameters():
+            if ownership.is_mine(name, rank):
+                parameter.grad = gradients[name]
+        view = GlobalView(net, ownership, group, CPU)
+        try:
+            with view.entered():
+                result = hook(net, rank)
+            found.append(result)
+        except GlobalViewError as error:
+            found.append(str(error))
+        dist.barrier()
+    return found
+
+
+def test_values_for_one_rank_alone() -> None:
+    first, second = run_ranks(differing, 2, [on_first_rank])
+    assert_equal(first, [on_first_rank(Net(), 0)])
+    assert second == [None]
+
+
+def test_what_ranks_do_differently_is_an_error_on_all() -> None:
+    hooks = [writes_on_first_rank, other_parameters, new_parameter, other_shape, shape_in_place]
+    texts = [
+        "changed different parameters in a hook or callback: on rank 0 the last change so far is that of "
+        "'student.4.weight' at ",
+        "run different code in a hook or callback: rank 0 of the pipeline asks for the values of ",
+        "Parameter 'weight' of a Linear is replaced by another one at ",
+        "`.data` of 'student.2.weight' is set at ",
+        "changes the shape of 'student.4.weight', a tensor of shape (4, 8) in place",
+    ]
+    for found in run_ranks(differing, 2, hooks):
+        for text, error in zip(texts, found, strict=True):
+            assert text in error
+            assert "test_global_view.py:" in error
+
+
+def kept(_: Any = None) -> Any:
+    """A hook keeps what it made: an error outside of hooks, a plain tensor at the end."""
+    group = dist.group.WORLD
+    assert group is not None
+    net = Net()
+    ownership = placed(net)
+    release(net, ownership, group.rank())
+    view = GlobalView(net, ownership, group, CPU)
+    with view.entered():
+        average = {name: p.detach().clone() for name, p in net.named_parameters()}
+        clone = copy.deepcopy(net.student)
+    with view.entered():
+        for name, p in net.named_parameters():
+            average[name] = average[name] * 0.5 + p.detach() * 0.5
+    message = ""
+    try:
+        average["student.0.weight"].sum()
+    except GlobalViewError as error:
+        message = str(error)
+    view.close()
+    gather_full(net, ownership, group)
+    kinds = {type(value) for value in average.values()} | {type(p) for p in clone.parameters()}
+    return message, kinds, average, dict(clone.state_dict())
+
+
+def test_what_hooks_keep() -> None:
+    whole = Net()
+    for message, kinds, average, state in run_ranks(kept, 2):
+        assert "whose values are on rank 0 of the pipeline" in message
+        assert "test_global_view.py:" in message
+        assert kinds == {Tensor, nn.Parameter}
+        assert_equal(average, {name: p.detach() for name, p in whole.named_parameters()})
+        assert_equal(state, dict(whole.student.state_dict()))

@@ -39,6 +39,17 @@ class GlobalNorm(Sign):
             p.sub_(0.1 * p.grad / norm)
 
 
+class ClipsItself(Sign):
+    """By the norm of all gradients, if that is large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        everything = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in everything]).norm()
+        for p in everything:
+            p.sub_(1e-3 * p.grad / max(1.0, float(norm) / 1000))
+
+
 class NeedsClosure(Sign):
     def step(self, closure: Any = None) -> None:
         assert closure is not None
@@ -53,7 +64,8 @@ class Noisy(Sign):
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(torch.optim.AdamW, True), (torch.optim.LBFGS, False), (Sign, True), (GlobalNorm, False), (NeedsClosure, False),
+    [(torch.optim.AdamW, True), (torch.optim.LBFGS, False), (Sign, True), (GlobalNorm, False),
+     (ClipsItself, False), (NeedsClosure, False),
      (Noisy, False)],
 )  # fmt: skip
 def test_what_is_found(kind: Any, expected: bool) -> None:

@@ -43,13 +43,14 @@ class Agreement:
         self.group, self.device, self.rank = group, device, group.rank()
         self.alike = True
 
-    def meet(self, ask: Ask, detail: str, serial: int) -> tuple[Ask, list[int], int]:
+    def meet(self, ask: Ask, detail: str, serial: int, exactly: str = "") -> tuple[Ask, list[int], int]:
         """Say what this rank asks for, and hear the others. Collective.
 
         Args:
             ask: see there.
-            detail: what exactly; ranks that ask for the same give the same.
+            detail: what of it, for messages; ranks that ask for the same give the same.
             serial: of the next tensor that this rank makes.
+            exactly: more of ``detail`` that has to be the same.
 
         Returns:
             What is to be done together; the ranks that asked for it; the highest ``serial``.
@@ -57,7 +58,7 @@ class Agreement:
         Raises:
             GlobalViewError: on every rank, if two ask for different things.
         """
-        mine = torch.tensor([int(ask), zlib.crc32(detail.encode()), serial], device=self.device)
+        mine = torch.tensor([int(ask), zlib.crc32(f"{detail} {exactly}".encode()), serial], device=self.device)
         theirs = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(theirs, mine, group=self.group)
         rows = torch.stack(theirs).tolist()
@@ -72,7 +73,8 @@ class Agreement:
         return Ask(kind), [rank for rank, row in enumerate(rows) if row[0] != Ask.END], highest
 
     def _differ(self, detail: str) -> None:
-        texts = gather_json(f"{detail or 'the end of the hook'} at {user_place()}", self.group, self.device)
+        mine = f"{detail} at {user_place()}" if detail else "nothing more"
+        texts = gather_json(mine, self.group, self.device)
         lines = "; ".join(f"rank {rank} of the pipeline asks for {text}" for rank, text in enumerate(texts))
         raise GlobalViewError(
             f"The ranks of a pipeline run different code in a hook or callback: {lines}. Whatever uses parameters has "

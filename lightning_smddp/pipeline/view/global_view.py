@@ -52,6 +52,7 @@ class GlobalView:
         self.serial = 0  # of the next tensor that is made
         self.writes = 0  # a digest of the names of what was written, in order
         self.last_write = ""
+        self._trail = 0  # a digest of the operations in this hook so far
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
         self._copied: list[Memory] = []  # those with a copy
         self._parts: dict[tuple[int, int], Tensor] = {}  # by serial and version, copies of views
@@ -83,6 +84,7 @@ class GlobalView:
             nn.modules.module.register_module_buffer_registration_hook(keep_buffers(self)),
         ]
         versions = {leaf.name: leaf.memory.version for leaf in self.leaves.shared()}
+        self._trail = 0
         self._push()
         try:
             yield
@@ -194,6 +196,11 @@ class GlobalView:
         """An operation has changed ``tensor``."""
         self.note_change(tensor.memory)
 
+    def note_operation(self, name: str, tensors: Sequence[GlobalTensor]) -> None:
+        """What ranks do has to be the same, or they would take each other's values for their own."""
+        on = ",".join(str(tensor.memory.leaf) for tensor in tensors)
+        self._trail = zlib.crc32(f"{name} {on}".encode(), self._trail)
+
     def note_change(self, memory: Memory) -> None:
         """What ``memory`` holds has changed."""
         memory.written()
@@ -300,7 +307,7 @@ class GlobalView:
     def _ask(self, missing: list[GlobalTensor]) -> None:
         detail = f"the values of {', '.join(t.describe() for t in missing[:3])}"
         exactly = [(t.serial, t.memory.version) for t in missing]
-        _, ranks, _ = self.agreement.meet(Ask.VALUES, f"{detail} {exactly}", self.serial)
+        _, ranks, _ = self.agreement.meet(Ask.VALUES, detail, self.serial, f"{exactly} {self._trail}")
         if len(ranks) < self.group.size():
             self.requests.ask_alone(ranks, missing)
             return
@@ -325,7 +332,7 @@ class GlobalView:
 
     def tell(self, value: Any, home: int, function: Any) -> Any:
         """What ``home`` has found out, on every rank. Collective."""
-        _, ranks, _ = self.agreement.meet(Ask.VALUES, f"the result of {function} {self.serial}", self.serial)
+        _, ranks, _ = self.agreement.meet(Ask.VALUES, f"the result of {function}", self.serial, str(self._trail))
         if len(ranks) < self.group.size():
             self.requests.refuse(ranks, f"{function} at {user_place()}")
         return broadcast_json(value, self.group, self.device, home)

@@ -47,6 +47,7 @@ class Operations:
             if facts.draws and not _own_generator(kwargs):
                 self.view.share_random_state()
             return function(*args, **kwargs)
+        self.view.note_operation(facts.name, found)
         if facts.changes_shape:
             raise GlobalViewError(
                 f"{facts.name} at {user_place()} changes the shape of {found[0].describe()} in place, which a pipeline "
@@ -241,13 +242,9 @@ def _home_of(tensors: Sequence[GlobalTensor]) -> int:
 
 
 def _is_mixed(args: tuple[Any, ...]) -> bool:
-    """Whether tensors of different ranks are in one list."""
-    for arg in args:
-        if isinstance(arg, (list, tuple)):
-            homes = {leaf.home if isinstance(leaf, GlobalTensor) else None for leaf in arg}
-            if len(homes) > 1:
-                return True
-    return False
+    """Whether the first list, of which the others' places follow, has tensors of different ranks."""
+    first = next((arg for arg in args if isinstance(arg, (list, tuple))), ())
+    return len({leaf.home if isinstance(leaf, GlobalTensor) else None for leaf in first}) > 1
 
 
 def _meta(leaf: Any) -> Any:
