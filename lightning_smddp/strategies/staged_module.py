@@ -37,6 +37,7 @@ from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.strategies.batch_cutting import BatchCutter
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
@@ -151,6 +152,7 @@ class StagedModule:
             if not view.is_entered:
                 for partition in self._partitions:
                     stack.enter_context(partition.shown_whole())
+                    stack.enter_context(shown_state(partition.optimizer, view))
             stack.enter_context(patched([(self.module, "log", self._plain_log(view))]))
             stack.enter_context(view.entered())
             yield functools.partial(_without_globals, view)
@@ -164,6 +166,7 @@ class StagedModule:
             return
         with view.left(), ExitStack() as stack:
             for partition in self._partitions:
+                stack.enter_context(real_state(partition.optimizer))
                 stack.enter_context(partition.shown_own())
             yield
 

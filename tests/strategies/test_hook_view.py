@@ -48,6 +48,21 @@ class ClipsOfOptimizer(Evaluated):
         self.log("count", float(len(parameters)))
 
 
+class LooksAtState(Evaluated):
+    """Looks at the optimizer's state, and changes it."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        optimizer = self.optimizers().optimizer
+        momenta = [optimizer.state[p]["momentum_buffer"] for p in self.parameters()]
+        self.log("momentum", torch.stack([m.norm() for m in momenta]).norm())
+        self.losses.append(float(len(optimizer.state)))
+        if self.trainer.global_step % 3 == 0:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    optimizer.state[p]["momentum_buffer"].mul_(0.5)
+                    p.data.lerp_(optimizer.state[p]["momentum_buffer"], 0.01)
+
+
 class LightningsClipping(Evaluated):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
@@ -247,7 +262,8 @@ def weight_averaging(bench: Bench) -> Any:
 
 
 MODULES = [
-    "MeanTeacher", "ClipsInHook", "ClipsOfOptimizer", "LightningsClipping", "Diffusion", "Samples", "Noise", "OwnStep",
+    "MeanTeacher", "ClipsInHook", "LooksAtState", "ClipsOfOptimizer", "LightningsClipping", "Diffusion", "Samples",
+    "Noise", "OwnStep",
 ]  # fmt: skip
 CASES: list[Case] = [
     *(functools.partial(fit, module=name) for name in MODULES),

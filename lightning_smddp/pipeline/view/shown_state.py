@@ -1,0 +1,164 @@
+"""The state of an optimizer as hooks see it: of all parameters, each where its parameter is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.pipeline.transfer import Spec
+from lightning_smddp.pipeline.view.agreement import Ask
+from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.leaves import Leaf
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class ShownState(defaultdict[Any, Any]):
+    """Stands for ``optimizer.state`` in a hook. The first look at it is collective.
+
+    Args:
+        view: of the module.
+        real: of this rank's parameters.
+    """
+
+    def __init__(self, view: GlobalView, real: defaultdict[Any, Any]) -> None:
+        super().__init__(dict)
+        self.view, self.real, self.loaded = view, real, False
+
+    def load(self) -> None:
+        """Show what all ranks have."""
+        if self.loaded:
+            return
+        self.loaded = True
+        what = "the state of an optimizer"
+        _, ranks, _ = self.view.agreement.meet(Ask.VALUES, what, self.view.serial)
+        if len(ranks) < self.view.group.size():
+            self.view.requests.refuse(ranks, what)
+        mine = {name: self._described(leaf) for name, leaf in self.view.leaves.by_name.items()}
+        mine = {name: described for name, described in mine.items() if described is not None}
+        everyones = gather_json(mine, self.view.group, self.view.device)
+        found = {name: described for part in everyones for name, described in part.items()}
+        for name, leaf in self.view.leaves.by_name.items():
+            if name in found:
+                super().__setitem__(leaf.tensor, self._shown(leaf, found[name]))
+
+    def _described(self, leaf: Leaf) -> dict[str, Any] | None:
+        if leaf.home != self.view.rank or leaf.tensor not in self.real:
+            return None
+        described: dict[str, Any] = {}
+        for key, value in self.real[leaf.tensor].items():
+            if isinstance(value, Tensor):
+                described[key] = {"tensor": Spec.of(value).to_json(), "stride": list(value.stride())}
+            elif isinstance(value, _PLAIN):
+                described[key] = {"value": value}
+        return described
+
+    def _shown(self, leaf: Leaf, described: dict[str, Any]) -> dict[str, Any]:
+        shown: dict[str, Any] = {}
+        for key, fact in described.items():
+            if "value" in fact:
+                shown[key] = fact["value"]
+                continue
+            spec = Spec.from_json(fact["tensor"])
+            meta = torch.empty_strided(spec.shape, fact["stride"], dtype=spec.dtype, device="meta")
+            local = self.real[leaf.tensor][key].detach() if leaf.home == self.view.rank else None
+            shown[key] = GlobalTensor(self.view, leaf.home, meta, local, Memory())
+        return shown
+
+    def write_back(self) -> None:
+        """The state of this rank's parameters becomes what the hook has left. Collective if some has to be sent."""
+        for leaf in self.view.leaves.by_name.values():
+            shown = super().get(leaf.tensor) if self.loaded else None
+            if shown is None:
+                continue
+            away = [v for v in shown.values() if isinstance(v, GlobalTensor) and v.home != leaf.home]
+            copies = {id(v): copy for v, copy in zip(away, self.view.fetch(away), strict=True)}
+            if self.view.rank not in leaf.holders:
+                continue
+            own = self.real[leaf.tensor]
+            for key, value in shown.items():
+                if not isinstance(value, GlobalTensor):
+                    own[key] = value.detach().clone() if isinstance(value, Tensor) else value
+                elif id(value) in copies:
+                    own[key] = copies[id(value)].clone()
+                elif value.local is not None and not _is_same(own.get(key), value.local):
+                    own[key] = value.local
+
+    # ---- what is read loads ----
+
+    def __contains__(self, key: object) -> bool:
+        """Of all ranks."""
+        self.load()
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Of all ranks."""
+        self.load()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Of all ranks."""
+        self.load()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        """Of all ranks."""
+        self.load()
+        return super().__len__()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Of all ranks."""
+        self.load()
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        """Of all ranks."""
+        self.load()
+        return super().items()
+
+    def values(self) -> Any:
+        """Of all ranks."""
+        self.load()
+        return super().values()
+
+
+def _is_same(before: Any, after: Tensor) -> bool:
+    return isinstance(before, Tensor) and before.data_ptr() == after.data_ptr() and before.shape == after.shape
+
+
+@contextmanager
+def shown_state(optimizer: Optimizer, view: GlobalView) -> Iterator[None]:
+    """Within it ``optimizer.state`` is that of all ranks."""
+    real = optimizer.state
+    shown = ShownState(view, real)
+    optimizer.state = shown
+    try:
+        yield
+        shown.write_back()
+    finally:
+        optimizer.state = real
+
+
+@contextmanager
+def real_state(optimizer: Optimizer) -> Iterator[None]:
+    """Within :func:`shown_state`: this rank's state again, up to date."""
+    shown = optimizer.state
+    if not isinstance(shown, ShownState):
+        yield
+        return
+    shown.write_back()
+    optimizer.state = shown.real
+    shown.clear()
+    shown.loaded = False
+    try:
+        yield
+    finally:
+        optimizer.state = shown
