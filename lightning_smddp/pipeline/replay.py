@@ -149,7 +149,8 @@ class Replay:
             return  # the user's code caught StageDone
         if self.is_last and all(item.module is None for item in missing):
             return
-        if not missing and all(item.module is None for item in self.program.items[self.plan.end :]):
+        rest = self.program.items[run.cursor :]
+        if all(item.module is None for item in rest) and all(value in run.environment for value in self.plan.sends):
             return  # what follows is what logging does with a value, which only the last stage comes to
         if not self.is_last and not missing:
             expected = f"{self.program.items[self.plan.end].name}, the next stage's first item"

@@ -396,7 +396,7 @@ def prune_globally() -> Callback:
     Case(Sam, CUT),
     Case(Manual, CUT),
     Case(Lamb, CUT),
-    Case(Lamb2, CUT),
+    Case(Lamb2, CUT, trainer=EXACT),
     Case(Lion, CUT, trainer=EXACT),
     Case(Adan, CUT, trainer=EXACT),
     Case(Prodigy, CUT, trainer=EXACT),

@@ -202,6 +202,47 @@ class Backbone(Net):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
+class Codebook(nn.Module):
+    """Buffers that training changes, and no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+                self.count += 1
+        return x - self.mean
+
+
+class Codes(Net):
+    """Validation calls the codebook in another place than training."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+        self.codes = Codebook()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.codes(self.net[1](self.net[0](batch[0])))
+        loss = F.cross_entropy(self.net[2:](x), batch[1])
+        self.log("count", self.codes.count)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x = self.codes(self.net[:-1](batch[0]))
+        self.log("val_loss", F.cross_entropy(self.net[-1](x), batch[1]))
+
+    val_dataloader = Evaluated.val_dataloader
+
+
+def codebook(bench: Bench) -> Any:
+    options = {"num_microbatches": 1, "schedule": "gpipe", "check": False, "split": ["net.4"]}
+    return bench.fit(Codes(), pipeline=options, max_epochs=2)
+
+
 class Whole(Backbone):
     """With all of it trained."""
 
@@ -274,6 +315,7 @@ CASES: list[Case] = [
     averaging_of_batch_norm,
     weight_averaging,
     pruning,
+    codebook,
 ]
 
 
