@@ -227,9 +227,7 @@ class Codes(Net):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         x = self.codes(self.net[1](self.net[0](batch[0])))
-        loss = F.cross_entropy(self.net[2:](x), batch[1])
-        self.log("count", self.codes.count)
-        return loss
+        return F.cross_entropy(self.net[2:](x), batch[1])
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         x = self.codes(self.net[:-1](batch[0]))
