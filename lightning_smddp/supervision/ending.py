@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -53,9 +54,14 @@ class Ending:
     # ---- for the training thread ----
 
     def take_over(self) -> None:
-        """The training thread has an exception, and needs no other."""
+        """The training thread has an exception, and needs no other.
+
+        One that waits for it already is raised and dropped: if it were withdrawn, by setting none in its place, the
+        interpreter would look for it again and again, and Python 3.11 would do nothing else under a profiler.
+        """
         self.is_handled = True
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+        with contextlib.suppress(InterruptionError):
+            _let_it_come()
 
     def postpone(self, seconds: float) -> None:
         """No forced end within ``seconds`` from now."""
@@ -100,6 +106,10 @@ class Ending:
             thread.start()
             thread.join(max(0.05, min(CLEAN_UP_WITHIN_S, deadline - time.monotonic())))
         os._exit(code)
+
+
+def _let_it_come() -> None:
+    """Where a function begins, the interpreter raises what another thread has set."""
 
 
 def _run_guarded(clean_up: Callable[[], object]) -> None:

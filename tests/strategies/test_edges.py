@@ -141,10 +141,10 @@ def test_a_module_in_parts_says_so() -> None:
 
 
 def profiled(name: str, directory: str) -> list[Any]:
-    from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+    from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
     found: list[Any] = []
-    for profiler in (SimpleProfiler, PyTorchProfiler):
+    for profiler in (SimpleProfiler, AdvancedProfiler, PyTorchProfiler):
         for fails in (False, True):
             module = Failing()
             module.fails = fails
@@ -158,7 +158,7 @@ def profiled(name: str, directory: str) -> list[Any]:
 @pytest.mark.parametrize("name", BOTH)
 def test_profilers_work_with_an_exception_too(name: str, tmp_path: Path) -> None:
     steps = 5 if name == "pipeline" else 3
-    expected = [("nothing", steps), ('KeyError: "the user\'s own"', 2)] * 2
+    expected = [("nothing", steps), ('KeyError: "the user\'s own"', 2)] * 3
     for result in run_trainer_ranks(profiled, 2, name, str(tmp_path)):
         assert result == expected
 
