@@ -47,7 +47,7 @@ from lightning_smddp.strategies.lockstep import Lockstep
 from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
-from lightning_smddp.strategies.pipeline_step import LightningStep
+from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.replicated_module import ReplicatedModule
 from lightning_smddp.strategies.row_trials import rows_by_results
 from lightning_smddp.strategies.step_capture import StepCapture
@@ -203,7 +203,9 @@ class StagedModule:
         outputs = self._run(divided, courses, step, microbatches)
         divided.window.set_aside()
         self._buffers_changed = True
-        return self._share(step, outputs)
+        output = self._share(step, outputs)
+        loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
+        return output
 
     def _choose(self, step: LightningStep, batch: Any) -> None:
         """Divide the module by its training step, or leave it whole if that is not possible. Collective."""

@@ -61,6 +61,11 @@ class NoScalar(Net):
         return F.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
 
 
+class NoScalarInDict(NoScalar):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx)}
+
+
 class NoLoss(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         self.net(batch[0])
@@ -91,7 +96,8 @@ def pruning() -> Any:
         ("Manual uses manual optimization (automatic_optimization=False)", Manual),
         ("FromIterator.training_step takes `dataloader_iter`", FromIterator),
         ("LBFGS cannot be used with a pipeline", Huge),
-        ("`training_step` returned is a tensor of shape", NoScalar),
+        ("`training_step` returned is a tensor of shape (8,)", NoScalar),  # of micro-batches with one row
+        ("`training_step` returned is a tensor of shape (8,)", NoScalarInDict),
         ("`training_step` returned None", NoLoss),
         ("a dict without 'loss' (it has 'output')", DictWithoutLoss),
         ("does not depend on any parameter", Detached),
