@@ -28,6 +28,30 @@ _OF_THE_STRATEGY = (
 )  # fmt: skip
 
 
+class _Outside:
+    """A method of the strategy, outside of the view.
+
+    Lightning copies it deeply with what it keeps of ``self.log(..., sync_dist=True)``; the strategy is not copied then.
+    It compares such copies with those of the next run, which may be another copy's of the Trainer. It is no dataclass,
+    as Lightning would look for tensors in one.
+    """
+
+    def __init__(self, view: HookView, name: str) -> None:
+        self.view, self.name = view, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.view.call_outside(self.name, *args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Outside) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Outside:
+        return self
+
+
 class HookView:
     """Puts hooks and callbacks of a Trainer's run into the view of the module that it trains.
 
@@ -41,7 +65,11 @@ class HookView:
         self._waiting: ExitStack | None = None  # of a hook within which the module is divided
         self._depth = 0  # of calls of the strategy
         # Made once: Lightning compares functions that it was given in one run with those of the next.
-        self._outside = {name: self._outside_of(name) for name in _OF_THE_STRATEGY}
+        self._outside = {name: _Outside(self, name) for name in _OF_THE_STRATEGY}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: the copy is about its own strategy."""
+        return HookView, (self.strategy, self._staged)
 
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
@@ -52,15 +80,7 @@ class HookView:
             stack.enter_context(around_hooks(trainer, self._around))
             yield
 
-    def _outside_of(self, name: str) -> Callable[..., Any]:
-        """A function, which Lightning may copy deeply with what it keeps of `self.log(..., sync_dist=True)`."""
-
-        def outside(*args: Any, **kwargs: Any) -> Any:
-            return self._call_outside(name, *args, **kwargs)
-
-        return outside
-
-    def _call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The strategy's own method."""
         function = getattr(type(self.strategy), name)
         self._depth += 1

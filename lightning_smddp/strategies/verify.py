@@ -190,10 +190,13 @@ def _keep(hook: Any, loaders: dict[str, Any], name: str) -> Any:
 
 
 class _Batches:
-    """A loader of batches that are there; a list of lists would be a list of loaders."""
+    """A loader of batches that are there; a list of lists would be a list of loaders.
 
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
+    It says the rows of a batch where the user's loader does, so that batches are cut as in training.
+    """
+
+    def __init__(self, batches: list[Any], batch_size: int | None) -> None:
+        self.batches, self.batch_size = batches, batch_size
 
     def __iter__(self) -> Iterator[Any]:
         return iter(copy.deepcopy(self.batches))  # a step may change its batch
@@ -207,7 +210,9 @@ def _first(loader: Any) -> Any:
         return {key: _first(value) for key, value in loader.items()}
     if isinstance(loader, (list, tuple)):
         return [_first(value) for value in loader]
-    return _Batches(list(islice(loader, STEPS)))
+    sampler = getattr(loader, "batch_sampler", None)
+    batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    return _Batches(list(islice(loader, STEPS)), batch_size)
 
 
 def _give(source: LightningModule | LightningDataModule, loaders: Mapping[str, Any]) -> None:

@@ -78,6 +78,13 @@ def test_module_and_trainer_can_be_pickled_and_copied_after_fit(name: str) -> No
         assert result == ([True, True], [steps, steps * 3 // 2] * 2, [])
 
 
+def test_a_strategy_that_has_not_run_is_copied_with_all_that_is_about_it() -> None:
+    strategy = PipelineStrategy(start_method="spawn")
+    for other in (copy.deepcopy(strategy), pickle.loads(pickle.dumps(strategy))):
+        assert other._hook_view.strategy is other
+        assert {outside.view.strategy for outside in other._hook_view._outside.values()} == {other}
+
+
 def by_hand(name: str) -> list[list[str]]:
     seen = []
     trainer = trainer_for(name)
