@@ -86,6 +86,7 @@ def find_weighting(
     cut: Cut,
     tolerance: float = EXACT,
     louder: Callable[[], AbstractContextManager[object]] | None = None,
+    may_be_whole: bool = False,
 ) -> tuple[Weighting, str | None]:
     """Which weights make micro-batches' losses the batch's.
 
@@ -95,6 +96,7 @@ def find_weighting(
         cut: cuts what is like ``microbatch`` in two.
         tolerance: see ``EXACT`` and ``MIXED``.
         louder: makes a context in which losses of rows are less alike; see :func:`amplified`.
+        may_be_whole: whether batches run as one micro-batch if no weighting is right; for the warning.
 
     Returns:
         The weighting, and a warning if none is right, or if it is not certain which one is.
@@ -119,7 +121,7 @@ def find_weighting(
                     candidates.add(trial)
     left = candidates.distinct()
     if not left:
-        return Weighting(), _wrong(microbatch, first)
+        return Weighting(fits=False), _wrong(microbatch, first, may_be_whole)
     return candidates.weightings[0], None if len(left) == 1 else _uncertain(microbatch, first, left)
 
 
@@ -270,12 +272,21 @@ def _with_leaf(value: Any, old: Tensor, new: Tensor) -> Any:
 # ---- what to say -----------------------------------------------------------------------------------------------------
 
 
-def _wrong(microbatch: MicroBatch, trial: _Trial) -> str:
+def _wrong(microbatch: MicroBatch, trial: _Trial, may_be_whole: bool) -> str:
+    if may_be_whole:
+        end = (
+            "each batch runs as one micro-batch: right, but without overlap of stages, and with the memory of the "
+            "whole batch. A num_microbatches that you give is used, with other numbers than those of one process."
+        )
+    else:
+        end = (
+            "training with micro-batches is not quite training with the batch, just as with gradient accumulation. Use "
+            "fewer micro-batches, or num_microbatches=1, if it matters."
+        )
     return (
         f"The loss of {microbatch.size} rows is {trial.whole:.6g}, but the mean of the losses of its two halves is "
         f"{trial.predicted(Weighting()):.6g}. So the loss of a batch is not the mean over its micro-batches, and "
-        "training with micro-batches is not quite training with the batch, just as with gradient accumulation. Use "
-        "fewer micro-batches, or num_microbatches=1, if it matters."
+        f"{end}"
     )
 
 

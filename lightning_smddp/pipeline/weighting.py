@@ -8,7 +8,7 @@ labels. Which weights are right is found out by ``weight_trials.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -33,6 +33,7 @@ class Weighting:
             last one.
         ignored: the label that does not count.
         class_weights: by label, how much one counts; empty if all count alike.
+        fits: False if no weights make the losses of micro-batches the batch's.
     """
 
     kind: Kind = "rows"
@@ -40,6 +41,7 @@ class Weighting:
     skip: int = 0
     ignored: int = IGNORED
     class_weights: tuple[float, ...] = ()
+    fits: bool = field(default=True, compare=False)
 
     def apply(self, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The same micro-batches with these weights; by rows where there is no such tensor, or nothing counts."""

@@ -47,6 +47,7 @@ class BatchCutter:
         )  # fmt: skip
         hook = options.split_batch or getattr(module, "split_batch", None)
         self.splitter = Splitter(options.batch_size_fn, hook if callable(hook) else None)
+        self.looks_across_rows = False  # the loss: no weights make it of those of micro-batches
         self._rows_first: dict[Any, bool] = {}  # by step: what was found for it
         self._said: set[str] = set()
 
@@ -58,7 +59,7 @@ class BatchCutter:
             step: that it is for.
             can_try: whether the whole module is on each rank, so that the step can be run as it is.
         """
-        if self.options.num_microbatches == 1:
+        if self.is_whole(step):
             return [self.splitter.whole(batch)]
         try:
             parts = self._cut(batch, step)
@@ -75,7 +76,7 @@ class BatchCutter:
 
     def doubtful(self, batch: Any, step: LightningStep) -> MicroBatch | None:
         """The whole batch, if :meth:`cut` left it whole only because nobody has tried yet whether rows come first."""
-        if self.options.num_microbatches == 1 or self._known(step) is not None:
+        if self.is_whole(step) or self._known(step) is not None:
             return None
         try:
             parts = self._cut(batch, step)
@@ -84,6 +85,12 @@ class BatchCutter:
         if len(parts) < 2 or self.splitter.split_batch is not None or self._evidence(batch, parts, step) == "rows":
             return None
         return MicroBatch(batch, sum(part.size for part in parts), 1.0, parts[0].paths)
+
+    def is_whole(self, step: LightningStep) -> bool:
+        """Whether it is known that each batch is one micro-batch."""
+        if self.looks_across_rows and self.options.num_microbatches is None:
+            return step.hook != "predict_step"  # which has no loss
+        return self.options.num_microbatches == 1
 
     def learn(self, step: LightningStep, rows_first: bool) -> None:
         """Rows of batches of ``step`` come first, or not."""

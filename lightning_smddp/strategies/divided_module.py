@@ -221,7 +221,8 @@ class DividedModule:
             warning = warning_without_trial(pair, why)
             return Weighed(warnings=[] if warning is None else [warning])
         buffers = sorted({name for item in self.division.program.items for name in item.buffers})
-        weighing = Weighing(self.module, self.device, step, pair, self._is_exact(), buffers)
+        is_auto = self.options.num_microbatches is None
+        weighing = Weighing(self.module, self.device, step, pair, self._is_exact(), buffers, is_auto)
         return Weighed.from_json(first_decides(lambda: weighing.run().to_json(), world, self.device))
 
     def _is_exact(self) -> bool:

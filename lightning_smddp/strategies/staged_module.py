@@ -404,6 +404,7 @@ class StagedModule:
             self.known_division,
         )
         self._weights = {}
+        self.cutter.looks_across_rows = not self.divided.weighting.fits
         if self.divided.replicas is not None:
             self.divided.replicas.watching, self.divided.replicas.marking = self.watching, self.marking
         self._partition_optimizers(self.divided)
@@ -411,6 +412,8 @@ class StagedModule:
         self.shown.add(step.hook)
         if self.options.communication.verbose and dist.get_rank() == 0 and is_new:
             weights = self.divided.weighting.describe()
+            if step.trains and self.cutter.is_whole(step):
+                weights = "each batch is one micro-batch"
             rows = describe(self.divided.division, self.options, resources, self.module, microbatches, weights)
             print_table(_TITLE, [(step.hook, f"pipelined in {self.num_stages} stages"), *rows], self.module.trainer)
         for warning in self.divided.warnings if dist.get_rank() == 0 else ():

@@ -53,6 +53,7 @@ class Weighing:
         pair: some rows of the first batch, about two micro-batches.
         exact: whether losses are computed with at least 32 bits.
         changed_buffers: names of buffers that the step changes.
+        may_be_whole: whether batches run as one micro-batch if no weighting is right.
     """
 
     module: LightningModule
@@ -61,6 +62,7 @@ class Weighing:
     pair: MicroBatch
     exact: bool
     changed_buffers: Sequence[str]
+    may_be_whole: bool = False
 
     def run(self) -> Weighed:
         """All trials: without dropout; random numbers that are not the same for all rows are not compared."""
@@ -72,6 +74,8 @@ class Weighing:
             except Exception as error:  # of user code in a mode that it is not made for
                 failure = error
                 continue
+            if self.may_be_whole and not found.weighting.fits:
+                return found  # nothing else is done for each micro-batch either
             return Weighed(found.weighting, found.warnings + buffers, found.rules)
         why = f"the step fails in evaluation mode ({failure!r}), in which micro-batches are compared, so"
         warning = warning_without_trial(self.pair, why)
@@ -81,7 +85,9 @@ class Weighing:
         runs = _Runs(self, mode)
         tolerance = EXACT if self.exact else MIXED
         louder = functools.partial(amplified, self.module)
-        weighting, warning = find_weighting(runs.loss, self.pair, self._cut, tolerance, louder)
+        weighting, warning = find_weighting(runs.loss, self.pair, self._cut, tolerance, louder, self.may_be_whole)
+        if self.may_be_whole and not weighting.fits:
+            return Weighed(weighting, [] if warning is None else [warning])
         parts = weighting.apply(self._cut(self.pair.value))
         whole, again = runs.observed(self.pair), runs.observed(self.pair)
         learned = learn_rules(whole, [runs.observed(part) for part in parts], parts, again)

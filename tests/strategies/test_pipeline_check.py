@@ -160,7 +160,7 @@ def train(model: type[Chain], strategy: Any = "auto", devices: int = 1, **option
 def pipelined(model: type[Chain], callbacks: Any = None, **options: Any) -> Any:
     from lightning_smddp import PipelineStrategy
 
-    strategy = PipelineStrategy(num_microbatches=4, **{"verbose": False, **options})
+    strategy = PipelineStrategy(**{"num_microbatches": 4, "verbose": False, **options})
     ranks = int(os.environ["WORLD_SIZE"])
     return train(model, strategy, ranks, callbacks=None if callbacks is None else callbacks())
 
@@ -217,6 +217,22 @@ def test_a_loss_between_rows_is_reported() -> None:
     assert len(first) == 1
     assert "is not the mean over its micro-batches" in first[0]
     assert second == []  # once is enough
+
+
+def left_at_auto() -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        metrics, weights = pipelined(Contrastive, num_microbatches="auto")
+    return [str(w.message) for w in caught if "micro-batch" in str(w.message)], weights
+
+
+def test_a_loss_between_rows_is_right_unless_micro_batches_are_asked_for() -> None:
+    _, expected = train(Contrastive)
+    (first, weights), (second, others) = run_trainer_ranks(left_at_auto, 2)
+    assert len(first) == 1
+    assert "each batch runs as one micro-batch" in first[0]
+    assert second == []
+    torch.testing.assert_close((weights, others), (expected, expected), rtol=1e-5, atol=1e-6)
 
 
 def test_no_warning_for_a_mean_over_rows() -> None:
