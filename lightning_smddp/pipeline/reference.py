@@ -52,6 +52,8 @@ def run_reference(
     """
     live, again = live_sets(program, [])
     replay = Replay(program, StagePlan(0, 0, len(program.items), again[0], (), ()), root, device)
+    if not own_numbers:
+        replay.python_random = None  # what units draw in Python, too
     clock = _Clock(len(program.items), device, seeding(seed) if own_numbers else None)
     assert not live
     torch.manual_seed(seed)

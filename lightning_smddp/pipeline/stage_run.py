@@ -57,12 +57,14 @@ class Run(TorchFunctionMode):
         self.holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
         self.cursor, self.inside, self.diverged, self.done = 0, False, False, False
         self.random = replay.python_random
-        self.seed = 0 if self.random is None else digest(self.random.get())
+        self.seed: int | None = None  # what units draw follows from the state at the first one, alike on all stages
 
     # ---- what user code calls ----
 
     def unit(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of unit ``name``."""
+        if self.random is not None and self.seed is None:
+            self.seed = digest(self.random.get())
         item = self._next(name, None)
         if item is None:  # behind the last traced item
             return self._do(forward, args, kwargs)
@@ -72,6 +74,7 @@ class Run(TorchFunctionMode):
             args, kwargs = self.present(args, kwargs)
         if self.random is None:
             return self._unit(item, forward, args, kwargs)
+        assert self.seed is not None
         with self.random.put_back():  # what units draw is not drawn on other stages
             self.random.seed(self.seed + 1 + item.index)
             return self._unit(item, forward, args, kwargs)

@@ -101,7 +101,9 @@ class BatchCutter:
         if len(microbatches) < 2:
             return None
         rows = sum(microbatch.size for microbatch in microbatches)
-        return self.splitter.cut(batch, max(1, len(microbatches) // 2), rows)[0]
+        if len(microbatches) < 4:
+            return MicroBatch(batch, rows, 1.0, microbatches[0].paths, microbatches[0].cuts)
+        return self.splitter.cut(batch, len(microbatches) // 2, rows)[0]
 
     def _cut(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
         rows = self.splitter.rows(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,7 @@ class HookView:
         self.strategy, self._staged = strategy, staged
         self._waiting: ExitStack | None = None  # of a hook within which the module is divided
         self._depth = 0  # of calls of the strategy
+        self._replaced: dict[str, Callable[..., Any]] = {}  # methods that somebody has set on the strategy itself
         # Made once: Lightning compares functions that it was given in one run with those of the next.
         self._outside = {name: _Outside(self, name) for name in _OF_THE_STRATEGY}
 
@@ -74,6 +76,8 @@ class HookView:
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
         """Until the end of the run."""
+        own = vars(self.strategy)
+        self._replaced = {name: own[name] for name in _OF_THE_STRATEGY if name in own}
         with ExitStack() as stack:
             functions = [(self.strategy, name, function) for name, function in self._outside.items()]
             stack.enter_context(patched(functions))
@@ -82,11 +86,11 @@ class HookView:
 
     def call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """The strategy's own method."""
-        function = getattr(type(self.strategy), name)
+        function = self._replaced.get(name) or functools.partial(getattr(type(self.strategy), name), self.strategy)
         self._depth += 1
         try:
             with self._left():
-                result = function(self.strategy, *args, **kwargs)
+                result = function(*args, **kwargs)
         finally:
             self._depth -= 1
         self._enter_late()

@@ -154,7 +154,7 @@ def train(model: type[Chain], strategy: Any = "auto", devices: int = 1, **option
     trainer = Trainer(strategy=strategy, devices=devices, **{**QUIET, "max_epochs": 1, **options})
     trainer.fit(module)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return metrics, {name: p.detach().clone() for name, p in module.named_parameters()}
+    return metrics, {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
 
 
 def pipelined(model: type[Chain], callbacks: Any = None, **options: Any) -> Any:

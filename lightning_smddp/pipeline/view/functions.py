@@ -47,8 +47,9 @@ class ViewFunctions(TorchFunctionMode):
             return self._flag(args[0], function, args, kwargs)
         if name == "grad" and attribute == "__get__" and self.view.knows(args[0]):
             return self.view.gradient(args[0])
-        if kind_of(function, args) is Kind.METADATA and not asks_for_place(name):
-            return function(*args, **kwargs)
+        kind = kind_of(function, args)
+        if kind is Kind.WATCHER or (kind is Kind.METADATA and not asks_for_place(name)):
+            return function(*args, **kwargs)  # a hook for gradients fires where the parameter is
         result = function(*self.view.stand_in(args), **self.view.stand_in(kwargs))
         if isinstance(result, GlobalTensor):  # in-place operations give the user's own object back
             return self.view.own_object(result)
