@@ -134,7 +134,7 @@ def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
     What the context gives, if anything, is called with the hook's result and the arguments, and returns the result.
     Lightning calls all callbacks in one function; ours repeat its loops, as each callback is entered for itself.
     """
-    call: Any = sys.modules[f"{type(trainer).__module__.rpartition('.')[0]}.call"]
+    call = _call_module(trainer)
     ours = _HookCalls(call, trainer, around)
     before = {name: getattr(call, name) for name in ours.functions}
     for name, function in ours.functions.items():
@@ -144,6 +144,15 @@ def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(call, name, function)
+
+
+def _call_module(trainer: Any) -> Any:
+    """``lightning.pytorch.trainer.call``, or its twin, beside the Trainer that ``trainer`` is an instance of."""
+    for cls in type(trainer).__mro__:
+        name = f"{cls.__module__.rpartition('.')[0]}.call"
+        if name.endswith(".trainer.call") and name in sys.modules:
+            return sys.modules[name]
+    raise AssertionError(f"{type(trainer)} is no Trainer of Lightning's")
 
 
 class _HookCalls:
