@@ -41,6 +41,7 @@ class Modules:
             self.chains[call.index] = (*self.chains[call.parent], call.index)
         self.obstacles: dict[str, str] = {}  # module -> why it cannot be a unit
         self.seals: dict[str, str] = {}  # module -> why it cannot be opened
+        self.refusal: str | None = None  # why the step cannot be cut, wherever that would be
         self._find_escapes()
         self._judge_calls()
 
@@ -57,6 +58,8 @@ class Modules:
                 self.obstacles.setdefault(name, "its result depends on the batch alone")
         for event in self.trace.events:
             if event.call is None:
+                if self._sizes_by_values(event):
+                    self._refuse_sizes(event)
                 continue
             name = self.trace.calls[event.call].module
             if event.function is HIDDEN:
@@ -79,6 +82,15 @@ class Modules:
         kinds = [self.trace.values[value].dtype for value in event.returned.values]
         masks = [value for value in event.inputs if self.trace.values[value].dtype is torch.bool]
         return bool(masks) and torch.bool not in kinds
+
+    def _refuse_sizes(self, event: Event) -> None:
+        """Between modules only the stage that has the values knows such a size, and later stages count on it."""
+        if any(call.first > event.index for call in self.trace.calls):
+            self.refusal = (
+                f"{event.name} at {event.place} makes a tensor whose size depends on values that a module made, and "
+                "the step calls modules behind it, on stages that count on sizes. Pad it, do it behind the last "
+                "module, or put it and what follows into one module."
+            )
 
     def _seal_around(self, event: Event, does: str, why: str) -> None:
         """The innermost module that can be placed whole stays whole."""

@@ -204,6 +204,8 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
     """
     _refuse(trace)
     _refuse_scripted(modules)
+    if modules.refusal is not None:
+        raise SplitError(modules.refusal)
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
     units = tuple(dict.fromkeys(item.module for item in builder.items if item.module is not None))

@@ -282,6 +282,21 @@ def carried(bench: Bench) -> Any:
     return fit(bench, Carried())
 
 
+class Mined(Net):
+    """Goes on with the rows that are hard: how many depends on values."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        hard = (x.sum(1) > x.sum(1).mean()).nonzero().flatten()
+        loss = F.cross_entropy(self.net[4:](x[hard]), batch[1][hard])
+        self.losses.append(loss.item())
+        return loss
+
+
+def mined(bench: Bench) -> Any:
+    return fit(bench, Mined(6))
+
+
 class Closures(Net):
     """LBFGS calls the step several times."""
 
@@ -310,7 +325,7 @@ def unseen(bench: Bench) -> Any:
 
 CASES: list[Case] = [
     manual, gan, penalty, functools.partial(momentum, rebinds=True), functools.partial(momentum, rebinds=False),
-    momentum_in_a_module, queue, rebound_buffer, center, carried, closures, unseen,
+    momentum_in_a_module, queue, rebound_buffer, center, carried, mined, closures, unseen,
 ]  # fmt: skip
 ONE = Matrix(CASES)
 
