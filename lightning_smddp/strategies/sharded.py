@@ -43,7 +43,7 @@ class ShardedSaving(Saving):
             checkpoint if self._is_first_replica else None,
             filepath,
             names_of(module, [self._optimized(getattr(o, "optimizer", o)) for o in optimizers]),
-            list(module.state_dict()) if self.is_global_zero else (),
+            list(module.state_dict(keep_vars=True)) if self.is_global_zero else (),
             self._ranks,
         )
 
