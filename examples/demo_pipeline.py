@@ -51,9 +51,8 @@ def train(arm: str, out: Path, turns: list[int], quick: bool) -> None:
             self.losses.append(float(outputs["loss"]))
 
         def on_train_end(self, trainer, module) -> None:
-            mine = sum(p.numel() for p in module.parameters() if not p.is_meta)  # others' have no memory here
-            held = trainer.strategy.all_gather(torch.tensor(mine))
-            self.parameters = held.reshape(-1).tolist()
+            total = sum(p.numel() for p in module.parameters())
+            self.parameters = getattr(trainer.strategy, "parameters_by_rank", [total])
             take_turn(trainer, turns)
 
     torch.set_num_threads(1)

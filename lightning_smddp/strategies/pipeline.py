@@ -440,6 +440,15 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         return [] if self._staged is None or self._staged.divided is None else self._staged.divided.findings
 
     @property
+    def parameters_by_rank(self) -> list[int]:
+        """How many parameters each rank of a pipeline holds; empty before the module is divided. Not collective."""
+        if self._staged is None or self._staged.divided is None:
+            return []
+        sizes = {name: parameter.numel() for name, parameter in self._staged.module.named_parameters()}
+        ownership = self._staged.divided.division.ownership
+        return [sum(sizes[name] for name in ownership.held_by(rank)) for rank in range(ownership.num_ranks)]
+
+    @property
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
         return self._last_report if self._staged is None else self._staged.report()

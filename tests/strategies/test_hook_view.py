@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import CLASSES, INPUTS
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, name_of, outcome
 
@@ -322,3 +323,25 @@ def test_as_in_one_process(case: Case, tmp_path: Path) -> None:
     for kind in ("ranks", "alone"):
         (tmp_path / name_of(case) / kind).mkdir(parents=True)
     Matrix([case]).compare(case, str(tmp_path))
+
+
+class Counts(Callback):
+    """What each rank holds, as the strategy says it; in hooks all parameters are there."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        module.held = trainer.strategy.parameters_by_rank
+        module.total = sum(p.numel() for p in module.parameters() if not p.is_meta)
+
+
+def counted() -> Any:
+    model: Any = Evaluated()
+    Bench({}).fit(model, callbacks=[Counts()], max_epochs=1)
+    return model.held, model.total
+
+
+def test_what_each_rank_holds() -> None:
+    total = sum(p.numel() for p in Evaluated().parameters())
+    for held, counted_there in run_trainer_ranks(counted, 2):
+        assert len(held) == 2
+        assert all(held)
+        assert sum(held) == counted_there == total
