@@ -91,14 +91,9 @@ class Operations:
         if facts.draws and not _own_generator(kwargs):
             self.view.share_random_state()
 
-        def here(leaf: Any) -> Any:
-            if not isinstance(leaf, GlobalTensor):
-                return leaf
-            return copies.get(id(leaf), leaf.local)
-
         real = None
         if self.view.rank == home:
-            real = function(*map_arguments(here, args), **map_arguments(here, kwargs))
+            real = _call_with_locals(function, args, kwargs, copies)
         elif facts.draws:  # every rank's generator goes on alike
 
             def stand_in(leaf: Any) -> Any:
@@ -194,14 +189,9 @@ class Operations:
         home = _home_of(found)
         copies = self._fetch_from_others(found, home)
 
-        def here(leaf: Any) -> Any:
-            if not isinstance(leaf, GlobalTensor):
-                return leaf
-            return copies.get(id(leaf), leaf.local)
-
         value = None
         if self.view.rank == home:
-            value = function(*map_arguments(here, args), **map_arguments(here, kwargs))
+            value = _call_with_locals(function, args, kwargs, copies)
         return self.view.tell(value, home, function)
 
     # ---- lists of tensors ----
@@ -230,6 +220,19 @@ class Operations:
                 for index, value in zip(chosen, returned, strict=True):
                     results[index] = value
         return None if returned is None else results
+
+
+def _call_with_locals(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], copies: dict[int, Tensor]
+) -> Any:
+    """On the home: with the values that are here, and ``copies`` of those from other ranks."""
+
+    def here(leaf: Any) -> Any:
+        if not isinstance(leaf, GlobalTensor):
+            return leaf
+        return copies.get(id(leaf), leaf.local)
+
+    return function(*map_arguments(here, args), **map_arguments(here, kwargs))
 
 
 def _home_of(tensors: Sequence[GlobalTensor]) -> int:
