@@ -25,7 +25,7 @@ def steps_one_by_one(optimizer: Optimizer) -> bool:
     """
     if isinstance(optimizer, LBFGS):
         return False
-    if type(optimizer).__module__.startswith("torch.optim"):
+    if type(optimizer).__module__.startswith("torch.optim."):
         return True
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if count < 2:
