@@ -282,17 +282,22 @@ class StagedModule:
                 raise own_error(error) from None
             self.lockstep.take(step, own_error(error))
             return self._in_lockstep(step, batch)
+        # A first trace fails on all ranks alike, also by an error of the user's own, which then comes again.
+        # Later an error of one stage alone has to end the run: the others wait for it.
+        is_new = step.key not in self._tried
         try:
             if (whole := self.cutter.doubtful(batch, step)) is not None:
                 self._find_rows(divided, step, whole)
                 microbatches = self._microbatches(batch, step)
             courses = divided.courses(step, microbatches)
-            if step.key not in self._tried:
-                self._tried.add(step.key)
-                self._try(divided, step, self.cutter.pair(batch, microbatches))
-        except Exception as error:  # also an error of the user's own, which then comes again
+        except Exception as error:
+            if not is_new and not isinstance(error, SplitError):
+                raise
             self.lockstep.take(step, error)
             return self._in_lockstep(step, batch)
+        if is_new:
+            self._tried.add(step.key)
+            self._try(divided, step, self.cutter.pair(batch, microbatches))
         outputs = self._run(divided, courses, step, microbatches)
         return self._share(step, outputs)
 
