@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from lightning_smddp.communication.autotune import memory_link, time_algorithm
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.communication.round_trips import round_trips
 
 SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes
 _LINK_BYTES = 4 * 2**20
@@ -55,26 +55,13 @@ def _link(group: dist.ProcessGroup, device: torch.device, peer: int, host: str) 
     rank, found = dist.get_rank(group), None
     if rank in (0, peer):
         other = peer if rank == 0 else 0
-        small = _round_trip(group, torch.zeros(1, device=device), other)
-        large = _round_trip(group, torch.zeros(_LINK_BYTES // 4, device=device), other)
+        small = _median_round_trip(group, torch.zeros(1, device=device), other)
+        large = _median_round_trip(group, torch.zeros(_LINK_BYTES // 4, device=device), other)
         speed = 2 * _LINK_BYTES / max(large - small, 1e-9) / 1e9
         found = {"rank": peer, "host": host, "latency_us": small / 2 * 1e6, "gigabytes_per_s": speed}
     link: dict[str, Any] = broadcast_json(found, group, device)
     return link
 
 
-def _round_trip(group: dist.ProcessGroup, tensor: torch.Tensor, other: int) -> float:
-    """Seconds, there and back: the median."""
-    first = dist.get_rank(group) < other
-    samples = []
-    for _ in range(_ROUNDS + 1):
-        begin = time.perf_counter()
-        for sends in (first, not first):
-            if sends:
-                dist.send(tensor, group=group, group_dst=other)
-            else:
-                dist.recv(tensor, group=group, group_src=other)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-        samples.append(time.perf_counter() - begin)
-    return sorted(samples[1:])[_ROUNDS // 2]
+def _median_round_trip(group: dist.ProcessGroup, tensor: torch.Tensor, other: int) -> float:
+    return round_trips(group, tensor, other, _ROUNDS)[_ROUNDS // 2]

@@ -17,11 +17,11 @@ from lightning_smddp.pipeline.replay import StagePlan
 from lightning_smddp.pipeline.tracing import Trace
 from lightning_smddp.planner.partition import Partition, PartitionError, best_partition, given_partition
 from lightning_smddp.planner.problem import Item as Cost
-from lightning_smddp.planner.problem import PartitionProblem
+from lightning_smddp.planner.problem import Link, PartitionProblem
 
 _BACKWARD_OF_FORWARD = 2.0  # time of a backward where only the forward was measured
 _BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,
-_NEGLIGIBLE = 5e-4  # nor is one that is so many seconds slower: times vary as much
+_NEGLIGIBLE = 5  # nor is one that is slower by as many messages' latencies: times vary as much
 _ROUNDS = 24  # modules opened at most in search of a better balance
 _PATIENCE = 4  # of them without any success
 
@@ -83,15 +83,14 @@ class Resources:
         in_flight: micro-batches whose activations each stage keeps at once.
         parameter_bytes: of each parameter, with its gradient and optimizer state.
         memory_limit: bytes of a rank, or None.
-        bytes_per_s, latency_s: of the link between ranks.
+        links: between the ranks of each stage and the next.
     """
 
     rank_of_stage: tuple[int, ...]
     in_flight: tuple[int, ...]
     parameter_bytes: Mapping[str, int]
     memory_limit: float | None = None
-    bytes_per_s: float = 2e9
-    latency_s: float = 1e-4
+    links: tuple[Link, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -112,9 +111,8 @@ def problem_of(
         cut_bytes=cuts,
         rank_of_stage=resources.rank_of_stage,
         in_flight=resources.in_flight,
-        bytes_per_s=resources.bytes_per_s,
-        latency_s=resources.latency_s,
         memory_limit=resources.memory_limit,
+        links=resources.links,
     )
 
 
@@ -160,6 +158,7 @@ def choose_units(
     if split is not None:
         return _units_for(trace, modules, split)
     opened = _first_opened(modules, resources.num_stages)
+    negligible = _NEGLIGIBLE * max([link.latency_s for link in resources.links], default=0.0)
     best, best_seconds, failures, error = None, float("inf"), 0, None
     for _ in range(_ROUNDS):
         program = build_program(trace, modules, _is_closed(opened))
@@ -172,7 +171,7 @@ def choose_units(
         failures = 0 if slowest < 0.98 * best_seconds else failures + 1
         if partition is not None and slowest < 0.98 * best_seconds:
             best, best_seconds = program, slowest
-        if (best is not None and failures > _PATIENCE) or slowest <= max(_BALANCED * mean, mean + _NEGLIGIBLE):
+        if (best is not None and failures > _PATIENCE) or slowest <= max(_BALANCED * mean, mean + negligible):
             break
         candidate = _to_open(program, partition, modules)
         if candidate is None:

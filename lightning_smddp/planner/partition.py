@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_smddp.planner.coupled_search import solve_coupled
-from lightning_smddp.planner.problem import PICOSECONDS, Item, PartitionError, PartitionProblem, StageCosts
+from lightning_smddp.planner.problem import PICOSECONDS, Item, Link, PartitionError, PartitionProblem, StageCosts
 from lightning_smddp.planner.stage_search import fastest_stage, fewest_bytes, least_memory, most_stages, windows
 
 __all__ = [
     "Item",
+    "Link",
     "Partition",
     "PartitionError",
     "PartitionProblem",

@@ -36,6 +36,29 @@ class Item:
 
 
 @dataclass(frozen=True)
+class Link:
+    """What messages between two ranks cost.
+
+    Attributes:
+        latency_s, bytes_per_s: one message of n bytes takes ``latency_s + n / bytes_per_s``.
+        unhidden: the share of that time, 0 to 1, in which the rank cannot compute: 1 where the cores that compute also
+            copy, 0 where a device or a network card does it beside them.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    unhidden: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf or not 0 <= self.unhidden <= 1:
+            raise ValueError(f"not a link: {self}")
+
+    def seconds(self, size: float) -> float:
+        """Of a message of ``size`` bytes."""
+        return self.latency_s + size / self.bytes_per_s
+
+
+@dataclass(frozen=True)
 class PartitionProblem:
     """Items to cut into stages, and what the stages have at their disposal.
 
@@ -44,10 +67,10 @@ class PartitionProblem:
         parameter_bytes: name -> bytes of weights, gradient and optimizer state together.
         cut_bytes: ``cut_bytes[i]`` cross from the items before i to item i and later, for one micro-batch; ``inf``
             where the step cannot be cut. One value more than items; the first and the last are not used.
-        bytes_per_s, latency_s: of the link between ranks.
         rank_of_stage: the rank that runs each stage, in stage order; its length is the number of stages.
         in_flight: micro-batches whose activations each stage keeps at once.
         memory_limit: bytes on each rank for parameters and activations; None for no limit.
+        links: between each stage and the next; empty where messages cost nothing.
     """
 
     items: Sequence[Item]
@@ -55,9 +78,8 @@ class PartitionProblem:
     cut_bytes: Sequence[float]
     rank_of_stage: Sequence[int]
     in_flight: Sequence[int]
-    bytes_per_s: float = math.inf
-    latency_s: float = 0.0
     memory_limit: float | None = None
+    links: Sequence[Link] = ()
 
     def __post_init__(self) -> None:
         if len(self.cut_bytes) != len(self.items) + 1:
@@ -69,8 +91,8 @@ class PartitionProblem:
                 f"rank_of_stage={list(self.rank_of_stage)} and in_flight={list(self.in_flight)} must have one value"
                 f" for each stage, and at least one"
             )
-        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"not a link: bytes_per_s={self.bytes_per_s}, latency_s={self.latency_s}")
+        if self.links and len(self.links) != self.num_stages - 1:
+            raise ValueError(f"{self.num_stages} stages need {self.num_stages - 1} links, got {len(self.links)}")
         for item in self.items:
             if not (0 <= item.forward_s < math.inf and 0 <= item.backward_s < math.inf):
                 raise ValueError(f"{item.name!r} takes forward_s={item.forward_s}, backward_s={item.backward_s}")
@@ -88,12 +110,13 @@ class StageCosts:
 
     A stage k of the items i .. j-1 takes
 
-        sum of forward_s + backward_s of its items + boundary(i) + boundary(j)
+        max(sum of forward_s + backward_s of its items + unhidden * (boundary(i) + boundary(j)),
+            boundary(i) + boundary(j))
         boundary(i) = 2 * (latency_s + cut_bytes[i] / bytes_per_s)
 
-    picoseconds for a micro-batch: at each of its two boundaries the activations pass one way and their gradients
-    the other, and both ends are charged, as if nothing overlapped. A boundary between two stages of one rank costs
-    nothing; nor does the start of the first stage or the end of the last.
+    picoseconds for a micro-batch, each boundary with its own link: at each of its two boundaries the activations pass
+    one way and their gradients the other, and both ends are charged for what computing does not hide. A boundary
+    between two stages of one rank costs nothing; nor does the start of the first stage or the end of the last.
 
     It holds ``in_flight[k]`` times the activations of its items, and each parameter that they name once.
     """
@@ -115,14 +138,19 @@ class StageCosts:
         self._tied_bytes = self._tied_table() if self.last_use else None
         self.is_allowed = [0 < i < len(items) and size < math.inf for i, size in enumerate(problem.cut_bytes)]
         self.is_sent = [a != b for a, b in zip(problem.rank_of_stage, problem.rank_of_stage[1:], strict=False)]
-        boundary = [self._boundary(size) for size in problem.cut_bytes]
-        free = [0] * len(boundary)
-        self.entry = [free, *(boundary if sent else free for sent in self.is_sent), free]
+        links = [link if sent else None for link, sent in zip(self._links(), self.is_sent, strict=True)]
+        self.entry = [self._boundary(link, 1.0) for link in (None, *links, None)]
+        self.unhidden = [self._boundary(link, link.unhidden if link else 0.0) for link in (None, *links, None)]
 
-    def _boundary(self, size: float) -> int:
-        if math.isinf(size):
-            return 0  # never used: no cut is allowed there
-        return round(2 * (self.problem.latency_s + size / self.problem.bytes_per_s) * PICOSECONDS)
+    def _links(self) -> Sequence[Link | None]:
+        return self.problem.links or [None] * (self.num_stages - 1)
+
+    def _boundary(self, link: Link | None, share: float) -> list[int]:
+        """A share of the messages' picoseconds, both ways, at each cut; 0 where none is allowed: it is never used."""
+        sizes = self.problem.cut_bytes
+        if link is None:
+            return [0] * len(sizes)
+        return [0 if math.isinf(size) else round(2 * share * link.seconds(size) * PICOSECONDS) for size in sizes]
 
     def _tied_table(self) -> list[list[int]]:
         """``table[j][i]``: bytes of the tied parameters that the items i .. j-1 name."""
@@ -140,7 +168,8 @@ class StageCosts:
 
     def seconds(self, stage: int, start: int, end: int) -> int:
         """Picoseconds of ``stage`` when it has the items ``start`` .. ``end - 1``."""
-        return self.compute[end] - self.compute[start] + self.entry[stage][start] + self.entry[stage + 1][end]
+        busy = self.compute[end] - self.compute[start] + self.unhidden[stage][start] + self.unhidden[stage + 1][end]
+        return max(busy, self.entry[stage][start] + self.entry[stage + 1][end])
 
     def untied_bytes(self, stage: int, start: int, end: int) -> int:
         """Bytes that no other stage can hold as well: activations, and parameters used by one item only."""

@@ -14,6 +14,7 @@ from lightning_smddp.pipeline.schedules import orders
 from lightning_smddp.pipeline.splitting import Resources, problem_of
 from lightning_smddp.planner.actions import parse_action
 from lightning_smddp.planner.advice import Setting, advice
+from lightning_smddp.planner.problem import Link
 from lightning_smddp.planner.schedules import simulated_bound
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 
@@ -26,8 +27,9 @@ def resources_for(
     optimizers: Sequence[Optimizer],
     rank_of_stage: Sequence[int],
     num_microbatches: int,
+    links: tuple[Link, ...],
 ) -> Resources:
-    """Memory that parameters take, and micro-batches that stages hold at once."""
+    """Memory that parameters take, micro-batches that stages hold at once, and links between the stages' ranks."""
     copies = max([_state_copies(optimizer) for optimizer in optimizers], default=0)
     sizes = {}
     for name, parameter in module.named_parameters():
@@ -38,6 +40,7 @@ def resources_for(
         tuple(in_flight(options, rank_of_stage, num_microbatches)),
         sizes,
         options.memory_limit,
+        links,
     )
 
 

@@ -30,6 +30,7 @@ from lightning_smddp.pipeline.full_state import (
     partial_state_dict,
     share_buffers,
 )
+from lightning_smddp.pipeline.links import find_links
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition, require_divisible
 from lightning_smddp.pipeline.placement import Groups
@@ -390,8 +391,11 @@ class StagedModule:
         self, step: LightningStep, microbatches: Sequence[MicroBatch], pair: MicroBatch | None
     ) -> DividedModule:
         """Find stages, and let go of other ranks' parameters. Collective over all ranks."""
-        resources = resources_for(self.module, self.options, self._optimizers, self.rank_of_stage, len(microbatches))
         assert dist.group.WORLD is not None
+        links = find_links(self.groups.pipeline, self.rank_of_stage, self.device, dist.group.WORLD)
+        resources = resources_for(
+            self.module, self.options, self._optimizers, self.rank_of_stage, len(microbatches), links
+        )
         self.divided = DividedModule(
             self.module,
             self.options,

@@ -21,20 +21,25 @@ def possible_cuts(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
             yield cuts
 
 
-def boundary_s(problem: PartitionProblem, stage: int, cut: int) -> float:
-    """Between ``stage - 1`` and ``stage``."""
-    if problem.rank_of_stage[stage - 1] == problem.rank_of_stage[stage]:
-        return 0.0
-    return 2 * (problem.latency_s + problem.cut_bytes[cut] / problem.bytes_per_s)
+def boundary_s(problem: PartitionProblem, stage: int, cut: int) -> tuple[float, float]:
+    """Between ``stage - 1`` and ``stage``: seconds of messages, and those of them that computing cannot hide."""
+    if not problem.links or problem.rank_of_stage[stage - 1] == problem.rank_of_stage[stage]:
+        return 0.0, 0.0
+    link = problem.links[stage - 1]
+    seconds = 2 * (link.latency_s + problem.cut_bytes[cut] / link.bytes_per_s)
+    return seconds, link.unhidden * seconds
 
 
 def stage_seconds(problem: PartitionProblem, cuts: tuple[int, ...]) -> list[float]:
     bounds = zip((0, *cuts), (*cuts, len(problem.items)), strict=True)
-    seconds = [float(sum(item.forward_s + item.backward_s for item in problem.items[a:b])) for a, b in bounds]
+    busy = [float(sum(item.forward_s + item.backward_s for item in problem.items[a:b])) for a, b in bounds]
+    messages = [0.0] * len(busy)
     for stage, cut in enumerate(cuts, start=1):
-        seconds[stage - 1] += boundary_s(problem, stage, cut)
-        seconds[stage] += boundary_s(problem, stage, cut)
-    return seconds
+        for end in (stage - 1, stage):
+            all_of_it, unhidden = boundary_s(problem, stage, cut)
+            messages[end] += all_of_it
+            busy[end] += unhidden
+    return [max(pair) for pair in zip(busy, messages, strict=True)]
 
 
 def rank_memory(problem: PartitionProblem, cuts: tuple[int, ...]) -> dict[int, int]:

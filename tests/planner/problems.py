@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
-from lightning_smddp.planner.partition import Item, PartitionProblem
+from lightning_smddp.planner.partition import Item, Link, PartitionProblem
 
 PLACEMENTS = {
     "one": lambda ranks: list(range(ranks)),
@@ -44,8 +45,10 @@ def random_problem(
         cuts,
         rank_of_stage,
         in_flight=[draw.randint(1, 3) for _ in rank_of_stage],
-        bytes_per_s=draw.choice([1.0, 4.0, math.inf]),
-        latency_s=draw.choice([0.0, 0.5]),
+        links=[
+            Link(draw.choice([0.0, 0.5]), draw.choice([1.0, 4.0, math.inf]), draw.choice([0.0, 0.5, 1.0]))
+            for _ in rank_of_stage[1:]
+        ],
     )
 
 
@@ -56,8 +59,8 @@ def chain(
     tied: dict[int, str] | None = None,
     sizes: dict[str, int] | None = None,
     cut_bytes: list[float] | None = None,
-    bytes_per_s: float = math.inf,
-    latency_s: float = 0.0,
+    link: Link | None = None,
+    links: Sequence[Link] = (),
 ) -> PartitionProblem:
     """Equal units net.0, net.1, ... of 1 + 2 seconds."""
     names = tied or {}
@@ -68,6 +71,21 @@ def chain(
         cut_bytes or [0] * (num_items + 1),
         rank_of_stage,
         [1] * len(rank_of_stage),
-        bytes_per_s,
-        latency_s,
+        links=links if link is None else [link] * (len(rank_of_stage) - 1),
     )
+
+
+def llama_7b(num_ranks: int, tokens: int = 2048, teraflops: float = 300.0) -> PartitionProblem:
+    """A Llama of 7B parameters in bf16, opened down to its projections; one row of ``tokens`` is a micro-batch."""
+    width, inner, words = 4096, 11008, 32000
+    inputs = {"q": 1, "k": 2, "v": 3, "o": 2, "gate": 2, "up": 2 + inner / width, "down": 1 + inner / width}
+    weights = {"q": width, "k": width, "v": width, "o": width, "gate": inner, "up": inner, "down": inner}
+    names = [f"layers.{layer}.{name}" for layer in range(32) for name in weights]
+    sizes = [width * weights[name.rpartition(".")[2]] for name in names]
+    wide = [inputs[name.rpartition(".")[2]] for name in names]
+    items = [Item("embed", 1e-5, 1e-5, 0)]
+    for name, size in [*zip(names, sizes, strict=True), ("head", width * words)]:
+        forward = 2 * size * tokens / (teraflops * 1e12)
+        items.append(Item(name, forward, 2 * forward, 2 * tokens * width))
+    cut_bytes = [0.0, *(2 * tokens * width * each for each in wide), 2.0 * tokens * width, 0.0]
+    return PartitionProblem(items, {}, cut_bytes, list(range(num_ranks)), list(range(num_ranks, 0, -1)))

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from lightning_smddp.planner.partition import Item, PartitionError, PartitionProblem, best_partition, partition_at
+from lightning_smddp.planner.partition import Item, Link, PartitionError, PartitionProblem, best_partition, partition_at
 from tests.planner.brute_force import best_score, possible_cuts, rank_memory, score, stage_seconds
-from tests.planner.problems import PLACEMENTS, chain, random_problem
+from tests.planner.problems import PLACEMENTS, chain, llama_7b, random_problem
 
 PLACES = pytest.mark.parametrize("placement", PLACEMENTS)
 
@@ -81,7 +81,7 @@ def test_tied_parameters_draw_their_users_to_one_rank() -> None:
 
 
 def test_boundaries_cost_both_ends_unless_they_share_a_rank() -> None:
-    problem = chain(4, [0, 1, 1, 0], cut_bytes=[0, 10, 20, 30, 0], bytes_per_s=10, latency_s=1)
+    problem = chain(4, [0, 1, 1, 0], cut_bytes=[0, 10, 20, 30, 0], link=Link(1, 10))
     found = partition_at(problem, (1, 2, 3))
     assert found.stage_seconds == (3 + 4, 3 + 4, 3 + 8, 3 + 8)
     assert found.rank_seconds == {0: 18, 1: 18}
@@ -90,8 +90,44 @@ def test_boundaries_cost_both_ends_unless_they_share_a_rank() -> None:
 
 def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
     cuts = [0, 100, 100, 100, 1, 100, 0]
-    assert best_partition(chain(6, [0, 1], cut_bytes=cuts, bytes_per_s=math.inf)).cuts == (3,)
-    assert best_partition(chain(6, [0, 1], cut_bytes=cuts, bytes_per_s=10.0)).cuts == (4,)
+    assert best_partition(chain(6, [0, 1], cut_bytes=cuts, link=Link(0.0, math.inf))).cuts == (3,)
+    assert best_partition(chain(6, [0, 1], cut_bytes=cuts, link=Link(0.0, 10.0))).cuts == (4,)
+
+
+def test_messages_that_computing_hides_cost_nothing() -> None:
+    cuts = [0, 100, 100, 100, 1, 100, 0]
+    hidden = chain(6, [0, 1], cut_bytes=cuts, link=Link(0.0, 25.0, unhidden=0.0))
+    assert best_partition(hidden).stage_seconds == (9, 9)
+    too_slow = chain(6, [0, 1], cut_bytes=cuts, link=Link(0.0, 5.0, unhidden=0.0))
+    assert best_partition(too_slow).cuts == (4,)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bytes_per_s": 0.0}, r"not a link: .*bytes_per_s=0\.0"),
+        ({"latency_s": -1.0}, r"not a link: .*latency_s=-1\.0"),
+        ({"unhidden": 1.5}, r"not a link: .*unhidden=1\.5"),
+    ],
+)
+def test_links_that_make_no_sense(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(Link(0.0, 1.0), **change)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_llama_over_fast_links_is_cut_evenly(ranks: int) -> None:
+    """Stages in the middle have two boundaries: that must not make them smaller where transfers are hidden."""
+    problem = dataclasses.replace(llama_7b(ranks), links=[Link(1.5e-5, 1.5e11, unhidden=0.0)] * (ranks - 1))
+    found = best_partition(problem)
+    assert max(found.stage_seconds) < 1.05 * sum(found.stage_seconds) / ranks
+
+
+@pytest.mark.parametrize("unhidden", [0.0, 1.0])
+def test_each_boundary_has_its_own_link(unhidden: float) -> None:
+    cuts = [0, 50, 50, 1, 50, 50, 1, 50, 50, 0]
+    slow, fast = Link(0.0, 4.0, unhidden), Link(0.0, math.inf)
+    assert best_partition(chain(9, [0, 1, 2], cut_bytes=cuts, links=[slow, fast])).cuts[0] == 3
 
 
 def test_one_stage_is_the_whole_step() -> None:
@@ -160,8 +196,7 @@ def test_cuts_that_make_no_partition(cuts: tuple[int, ...], message: str) -> Non
         ({"cut_bytes": [0, -1, 0, 0]}, "cut_bytes must be >= 0"),
         ({"in_flight": [1]}, "one value for each stage"),
         ({"rank_of_stage": [], "in_flight": []}, "at least one"),
-        ({"bytes_per_s": 0.0}, "bytes_per_s=0.0"),
-        ({"latency_s": -1.0}, "latency_s=-1.0"),
+        ({"links": [Link(0.0, 1.0)] * 2}, "2 stages need 1 links, got 2"),
         ({"items": [Item("a", math.nan, 1, 0)] * 3}, "'a' takes forward_s=nan"),
         ({"items": [Item("a", 1, 1, 0, ("w",))] * 3}, r"without parameter_bytes: \['w'\]"),
     ],
@@ -180,7 +215,7 @@ def test_many_items_are_cut_quickly(ranks: list[int]) -> None:
         items.append(Item(f"net.{index}", seconds, 2 * seconds, int(seconds * 1e9), (f"net.{index}.w", "tied")))
     sizes = {item.parameters[0]: draw.randint(10**6, 10**7) for item in items} | {"tied": 10**7}
     crossing = [draw.choice([1e5, 2e5, 4e6]) for _ in range(401)]
-    problem = PartitionProblem(items, sizes, crossing, ranks, [8] * 16, bytes_per_s=1e10, latency_s=1e-5)
+    problem = PartitionProblem(items, sizes, crossing, ranks, [8] * 16, links=[Link(1e-5, 1e10)] * 15)
 
     start = time.perf_counter()
     found = best_partition(problem)

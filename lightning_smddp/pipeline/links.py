@@ -1,0 +1,77 @@
+"""What messages between stages cost: measured where it can be, the same numbers on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.round_trips import round_trips
+from lightning_smddp.communication.topology import node_identity
+from lightning_smddp.planner.problem import Link
+
+# Ranks of one host without devices: the cores that compute also copy, and a measurement would tell how busy they are.
+LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)
+_FREE = Link(latency_s=0.0, bytes_per_s=math.inf, unhidden=0.0)
+_ROUNDS = 5
+_DEVICE_BYTES = 8 * 2**20  # fast links need large messages
+_HOST_BYTES = 2**18  # 2 ms at 1 Gbit/s
+
+
+def find_links(
+    group: dist.ProcessGroup, rank_of_stage: Sequence[int], device: torch.device, world: dist.ProcessGroup
+) -> tuple[Link, ...]:
+    """The link between each stage and the next; of several pipelines the slowest. Collective over ``world``.
+
+    Takes some milliseconds, however many ranks there are; nothing on one host without devices but a small message.
+
+    Args:
+        group: the ranks of this pipeline.
+        rank_of_stage: rank in ``group`` of each stage.
+        device: where the messages are.
+        world: all ranks, the same stages in each pipeline.
+    """
+    boundaries = list(zip(rank_of_stage, rank_of_stage[1:], strict=False))
+    if not boundaries:
+        return ()
+    hosts = gather_json(node_identity(), group, device)
+    found = {pair: _link(pair, hosts, group, device) for pair in _in_order(boundaries)}
+    mine = [found.get(_sorted(pair)) or _FREE for pair in boundaries]
+    # each boundary was measured by both its ends, in every pipeline: the largest, of the rates the smallest
+    numbers = [[link.latency_s, -link.bytes_per_s, link.unhidden] for link in mine]
+    slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world)
+    return tuple(Link(latency, -rate, unhidden) for latency, rate, unhidden in slowest.tolist())
+
+
+def _sorted(pair: tuple[int, int]) -> tuple[int, int]:
+    return min(pair), max(pair)
+
+
+def _in_order(boundaries: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs of ranks, those next to each other in two halves that are busy at the same time."""
+    pairs = {_sorted(pair) for pair in boundaries if pair[0] != pair[1]}
+    return sorted(pairs, key=lambda pair: (pair[0] % 2, pair))
+
+
+def _link(pair: tuple[int, int], hosts: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> Link | None:
+    """What the two ranks of ``pair`` know of their link, None on others."""
+    rank = group.rank()
+    if rank not in pair:
+        return None
+    is_one_host = hosts[pair[0]] == hosts[pair[1]]
+    if device.type == "cpu" and is_one_host:
+        return LOOPBACK
+    other = pair[1] if rank == pair[0] else pair[0]
+    size = _HOST_BYTES if device.type == "cpu" else _DEVICE_BYTES
+    small = round_trips(group, torch.zeros(1, device=device), other, _ROUNDS)[0]
+    large = round_trips(group, torch.zeros(size // 4, device=device), other, _ROUNDS)[0]
+    rate = 2 * size / max(large - small, 0.1 * large)
+    latency = small / 2
+    unhidden = 0.0
+    if device.type == "cpu":  # between hosts the cores copy as inside one, the network does the rest
+        unhidden = min(1.0, LOOPBACK.seconds(size) / (latency + size / rate))
+    return Link(latency, rate, unhidden)
