@@ -15,7 +15,9 @@ if sys.platform == "linux":
 import pytest
 import torch
 
+from tests import simulated_cuda
 from tests.leaks import Snapshot, adopt_orphans
+from tests.simulated_cuda import build
 
 
 def pytest_configure() -> None:
@@ -33,11 +35,26 @@ def _no_network_namespaces() -> str | None:
     return None if result.returncode == 0 else result.stderr.strip()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the simulated device before the first test's time starts."""
+    needed = any(item.get_closest_marker("simulated_cuda") for item in session.items)
+    if needed and not session.config.option.collectonly and build.problem() is None:
+        build.build()
+
+
+@pytest.fixture(autouse=True)
+def _simulated_cuda(no_leaks: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("simulated_cuda"):
+        monkeypatch.setenv(simulated_cuda.VARIABLE, str(build.library()))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark in item.iter_markers("gpus"):
         (needed,) = mark.args
         if torch.cuda.device_count() < needed:
             pytest.skip(f"needs {needed} CUDA devices, found {torch.cuda.device_count()}")
+    if item.get_closest_marker("simulated_cuda") and (reason := build.problem()):
+        pytest.skip(reason)
     if item.get_closest_marker("multinode") and (reason := _no_network_namespaces()):
         pytest.skip(f"network namespaces are not permitted here: {reason}")
 

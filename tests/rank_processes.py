@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import io
 import multiprocessing
 import os
 import pickle
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import simulated_cuda
 from tests.leaks import live_processes
 
 GRACE_S = 3.0  # what the other ranks get after the first failure
@@ -195,7 +197,7 @@ def rank_main(setup: Setup, job: bytes, pipe: connection.Connection, stacks: str
     warnings.filters.extend(setup.warning_filters)  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     try:
-        message = pickle.dumps((True, _run(setup, job), None, 0.0))
+        message = _dumps((True, _run(setup, job), None, 0.0))
     except BaseException:
         pipe.send_bytes(pickle.dumps((False, None, traceback.format_exc(), time.monotonic())))
         sys.stdout.flush()
@@ -203,6 +205,21 @@ def rank_main(setup: Setup, job: bytes, pipe: connection.Connection, stacks: str
         os._exit(1)  # without tear-down: that could wait for the other ranks
     pipe.send_bytes(message)
     pipe.close()
+
+
+class _OnHost(pickle.Pickler):
+    """Takes CUDA tensors along as CPU tensors: they do not travel between processes by value."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_cuda:
+            return value.detach().cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+def _dumps(message: Any) -> bytes:
+    buffer = io.BytesIO()
+    _OnHost(buffer).dump(message)
+    return buffer.getvalue()
 
 
 def _die_with_parent() -> None:
@@ -214,6 +231,8 @@ def _die_with_parent() -> None:
 
 
 def _run(setup: Setup, job: bytes) -> Any:
+    if simulated_cuda.wanted():
+        simulated_cuda.install(int(os.environ["LOCAL_WORLD_SIZE"]))
     if setup.node_id is not None:
         from lightning_smddp.communication import topology
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from tests import simulated_cuda
+
 INPUTS, CLASSES = 8, 3
 QUIET = {
     "accelerator": "cpu",
@@ -83,7 +85,9 @@ def num_nodes() -> int:
 
 def make_trainer(strategy: Any, trainer_class: type = Trainer, **options: Any) -> Any:
     """A quiet ``Trainer`` for the ranks that there are; one process without any."""
-    ranks = {"devices": local_devices(), "num_nodes": num_nodes()}
+    ranks: dict[str, Any] = {"devices": local_devices(), "num_nodes": num_nodes()}
+    if simulated_cuda.wanted():
+        ranks["accelerator"] = "gpu"
     return trainer_class(strategy=strategy, **{**QUIET, "max_epochs": 2, **ranks, **options})
 
 
