@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_smddp._compat import BACKWARD_HOOK
+from lightning_smddp.pipeline.casts import cast_type
 from lightning_smddp.pipeline.functions import is_autograd_function
 from lightning_smddp.pipeline.modules import Modules, changes_of_state
 from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
@@ -84,6 +85,7 @@ class Program:
         returned: the values that the step returns.
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
         once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
+        cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
     """
 
     items: list[Item]
@@ -99,6 +101,7 @@ class Program:
     returned: tuple[int, ...] = ()
     draws: bool = False
     once_a_batch: tuple[str, ...] = ()
+    cast_type: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
@@ -220,6 +223,7 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
         draws=trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
         once_a_batch=changes_of_state(trace, modules),
+        cast_type=cast_type(trace),
     )
 
 

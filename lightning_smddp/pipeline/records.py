@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,6 +127,7 @@ class Trace:
         collective_places: where it calls a collective of its own.
         rebound_buffers: first names of buffers that were replaced by other tensors (`self.buffer = ...`).
         reads_of_batch: where Python code read a value of the batch: sizes or the course may depend on it.
+        casts: how often a parameter, by its first name, was copied in which other type.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -140,3 +142,4 @@ class Trace:
     rebound_buffers: tuple[str, ...] = ()
     reads_of_batch: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    casts: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)

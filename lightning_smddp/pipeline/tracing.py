@@ -319,6 +319,11 @@ class _Tracer(TorchFunctionMode, Tracking):
                 memory.bound, memory.hidden = True, index if memory.hidden is None else memory.hidden
         self.overhead += time.perf_counter() - begin
 
+    def saw_cast(self, tensor: Tensor, result: Tensor) -> None:
+        """A copy, maybe in another type, as autocast makes them of weights."""
+        if id(tensor) in self.parameters and result.dtype != tensor.dtype:
+            self.trace.casts[self.parameters[id(tensor)], result.dtype] += 1
+
     def saw_collective(self) -> None:
         """A collective of the user's own."""
         if not any(isinstance(self.modules[call.module], nn.SyncBatchNorm) for call in self.stack):
@@ -360,6 +365,8 @@ class _Unseen(DispatchMode):
             with without_torch_function():
                 if function.namespace in ("c10d", "_c10d_functional"):
                     tracer.saw_collective()
+                if function is torch.ops.aten._to_copy.default:
+                    tracer.saw_cast(args[0], result)
                 tracer.saw_unseen(args, kwargs, result)
         return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,13 +29,19 @@ def resources_for(
     rank_of_stage: Sequence[int],
     num_microbatches: int,
     links: tuple[Link, ...],
+    casts_weights: bool = False,
 ) -> Resources:
-    """Memory that parameters take, micro-batches that stages hold at once, and links between the stages' ranks."""
+    """Memory that parameters take, micro-batches that stages hold at once, and links between the stages' ranks.
+
+    ``casts_weights``: steps run under autocast, which keeps a copy of weights in 16 bits for as long as a step takes.
+    """
     copies = max([_state_copies(optimizer) for optimizer in optimizers], default=0)
     sizes = {}
     for name, parameter in module.named_parameters():
         share = 2 + copies if parameter.requires_grad and optimizers else 1
         sizes[name] = parameter.numel() * parameter.dtype.itemsize * share
+        if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
+            sizes[name] += parameter.numel() * torch.bfloat16.itemsize
     return Resources(
         tuple(rank_of_stage),
         tuple(in_flight(options, rank_of_stage, num_microbatches)),

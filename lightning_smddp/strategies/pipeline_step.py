@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_smddp.pipeline.casts import look_for_casts
 from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.objects import with_same_memory
@@ -47,6 +48,7 @@ class LightningStep:
         assert hook in _HOOKS
         self.module, self.hook, self.arguments = module, hook, tuple(arguments)
         self.precision, self.capture, self.scale = precision, capture, scale
+        self.keeps_casts = False  # of weights, from one micro-batch to the next
         self.offset = 0  # of the micro-batches that run now among the batch's
         self.random: SharedRandom | None = None  # where it draws random numbers in Python
 
@@ -75,6 +77,8 @@ class LightningStep:
         changes = self.key in self.capture.changing_steps
         value = copied(microbatch.value) if changes else map_leaves(with_same_memory, microbatch.value)
         with self.precision():
+            if self.keeps_casts:
+                look_for_casts()
             self.capture.runs_step = True
             try:
                 result = getattr(self.module, self.hook)(value, *self.arguments)

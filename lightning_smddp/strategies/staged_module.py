@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.agreement import BatchAgreement
 from lightning_smddp.pipeline.broadcast import HeaderCache
+from lightning_smddp.pipeline.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.division import own_error
 from lightning_smddp.pipeline.full_state import (
@@ -372,11 +373,32 @@ class StagedModule:
         """All micro-batches, in as many rounds as ``active_microbatches`` asks for."""
         size = self.options.active_microbatches or len(microbatches)
         outputs: list[Any] = []
-        for begin in range(0, len(microbatches), size):
-            step.offset, now = begin, slice(begin, begin + size)
-            outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains)
+        with self._casting_once(divided, courses, step):
+            for begin in range(0, len(microbatches), size):
+                step.offset, now = begin, slice(begin, begin + size)
+                outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains)
         divided.go_on(step)
         return outputs
+
+    def _casting_once(
+        self, divided: DividedModule, courses: Sequence[Course], step: LightningStep
+    ) -> AbstractContextManager[None]:
+        """Mixed precision casts each weight once for all micro-batches, where that makes no difference."""
+        kinds = {staged.program.cast_type for staged, _ in courses}
+        if not step.trains or self.options.activation_checkpointing or None in kinds:
+            return nullcontext()
+        step.keeps_casts = self._is_cast_to(kinds)
+        if not step.keeps_casts:
+            return nullcontext()
+        return kept_casts(divided.window.parameters.values(), lambda: self.context(step.hook))
+
+    def _is_cast_to(self, kinds: Collection[torch.dtype | None]) -> bool:
+        with self.context("training_step"):
+            return may_keep_casts(kinds, self.device)
+
+    def _casts_weights(self) -> bool:
+        with self.context("training_step"):
+            return torch.is_autocast_enabled(self.device.type)
 
     def _share(self, step: LightningStep, outputs: list[Any]) -> Any:
         """Combine what the micro-batches gave where the step ends, and apply it on every rank."""
@@ -394,7 +416,13 @@ class StagedModule:
         assert dist.group.WORLD is not None
         links = find_links(self.groups.pipeline, self.rank_of_stage, self.device, dist.group.WORLD)
         resources = resources_for(
-            self.module, self.options, self._optimizers, self.rank_of_stage, len(microbatches), links
+            self.module,
+            self.options,
+            self._optimizers,
+            self.rank_of_stage,
+            len(microbatches),
+            links,
+            step.trains and self._casts_weights(),
         )
         self.divided = DividedModule(
             self.module,

@@ -1,0 +1,134 @@
+"""Mixed precision in a pipeline: the same training, and weights are cast once a step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_smddp import PipelineStrategy
+from lightning_smddp.pipeline.casts import cast_type, kept_casts, look_for_casts, may_keep_casts
+from lightning_smddp.pipeline.tracing import trace
+from lightning_smddp.strategies.division_table import resources_for
+from tests.ranks import run_trainer_ranks
+from tests.strategies.pipeline_learners import Bench, Net, assert_same
+
+CASES: list[dict[str, Any]] = [
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+    {"schedule": "1f1b", "activation_checkpointing": True},
+]
+
+
+class CountedCasts(TorchDispatchMode):
+    """Counts copies of parameters in another type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+            self.casts[id(args[0])] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def train_counted(cases: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, int]]:
+    """For each case what training gave, the most casts of a weight in a later step, and how many weights were cast."""
+    results = []
+    for options in cases:
+        trainer = Bench({"num_microbatches": 4, **options}).trainer(precision="bf16-mixed")
+        most, plain = Counter[int](), trainer.strategy.training_step
+
+        def counted(*args: Any, trainer: Any = trainer, most: Any = most, plain: Any = plain) -> Any:
+            with CountedCasts() as mode:
+                result = plain(*args)
+            if trainer.global_step:
+                most |= mode.casts
+            return result
+
+        trainer.strategy.training_step = counted
+        model = Net(layers=6)
+        trainer.fit(model)
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        results.append((weights, max(most.values()), len(most)))
+    return results
+
+
+@pytest.fixture(scope="module")
+def everyones() -> list[list[tuple[dict[str, Any], int, int]]]:
+    return run_trainer_ranks(train_counted, 2, CASES)
+
+
+@pytest.mark.parametrize(("case", "casts"), list(enumerate([1, 1, 8])))
+def test_weights_are_cast_once_for_all_micro_batches(everyones: Any, case: int, casts: int) -> None:
+    """With checkpoints, which keep no copies, each forward and each backward casts."""
+    for results in everyones:
+        _, most, count = results[case]
+        assert (most, count >= 4) == (casts, True)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_trains_as_one_process_does(everyones: Any, case: int) -> None:
+    model = Net(layers=6)
+    Bench().trainer(precision="bf16-mixed").fit(model)
+    for results in everyones:
+        assert_same(results[case][0], dict(model.state_dict()), 2e-2)
+
+
+def test_the_copies_count_as_memory() -> None:
+    model, options = Net(), PipelineStrategy(num_microbatches=2).options
+    model.net[0].requires_grad_(False)  # is cast anew each time
+    plain, mixed = (resources_for(model, options, [], [0, 1], 2, (), casts) for casts in (False, True))
+    for name, parameter in model.named_parameters():
+        copy = 0 if name.startswith("net.0.") else 2 * parameter.numel()
+        assert mixed.parameter_bytes[name] == plain.parameter_bytes[name] + copy
+
+
+class Steps(nn.Module):
+    """Uses its layers as it is told."""
+
+    def __init__(self, uses: str) -> None:
+        super().__init__()
+        self.uses, self.first, self.second = uses, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.uses == "twice":
+            x = self.first(x)
+        if self.uses == "checkpoint":
+            x = checkpoint(self.second, x, use_reentrant=False)
+        another = torch.autocast("cpu", torch.float16, cache_enabled=False)
+        with another if self.uses == "another type" else contextlib.nullcontext():
+            return self.second(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("uses", "kind"),
+    [("once", torch.bfloat16), ("twice", None), ("checkpoint", None), ("another type", torch.float16)],
+)
+def test_copies_are_kept_where_that_makes_no_difference(uses: str, kind: torch.dtype | None) -> None:
+    root = Steps(uses)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        found = cast_type(trace(lambda: root(torch.randn(2, 4)), root, torch.device("cpu")))
+        assert found == kind
+        assert may_keep_casts([found], torch.device("cpu")) == (uses == "once")
+    assert not may_keep_casts([found], torch.device("cpu"))
+
+
+def test_a_first_use_without_gradients_does_not_take_them_from_later_ones() -> None:
+    layer, x = nn.Conv2d(3, 4, 2), torch.randn(2, 3, 5, 5)
+    autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    with kept_casts(layer.parameters(), autocast):
+        for gradients in (False, True):
+            with autocast(), torch.set_grad_enabled(gradients):
+                look_for_casts()
+                y = layer(x)
+        y.sum().backward()
+    assert layer.weight.grad is not None
