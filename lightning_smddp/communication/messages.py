@@ -44,3 +44,10 @@ def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, g
         data = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(data, group=group, group_src=group_src)
     return _decode(data)
+
+
+def all_agree(decision: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether ``decision`` is true on every rank of ``group``: the same answer everywhere."""
+    votes = torch.tensor([int(decision)], device=device)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group=group)
+    return bool(votes.item())

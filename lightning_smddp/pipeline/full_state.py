@@ -17,7 +17,7 @@ from lightning_smddp._compat import forget_hooks, swap_contents
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.absent import AbsentParameter, mark_absent, mark_present, may_be_absent
 from lightning_smddp.pipeline.ownership import Ownership, named_tensors
-from lightning_smddp.pipeline.transfer import CPU, Spec, broadcast_tensors, gather_tensors
+from lightning_smddp.pipeline.transfer import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
 
 
 def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int = 0, device: torch.device = CPU) -> None:
@@ -147,18 +147,29 @@ def share_buffers(module: nn.Module, ownership: Ownership, group: dist.ProcessGr
             broadcast_tensors([Spec.of(buffer) for buffer in buffers], buffers, group, source, device)
 
 
-def gather_full(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, device: torch.device = CPU) -> None:
+def gather_full(
+    module: nn.Module,
+    ownership: Ownership,
+    group: dist.ProcessGroup,
+    device: torch.device = CPU,
+    to: torch.device | None = None,
+) -> None:
     """Undo :func:`release`: every rank holds every parameter again, as the same objects. Collective.
 
-    The model as a whole has to fit in ``device``'s memory, where what comes from other ranks goes and where
-    ``group``'s backend has its messages.
+    Args:
+        module: divided by :func:`release`.
+        ownership: who holds what.
+        group: the ranks of this pipeline.
+        device: where ``group``'s backend has its messages.
+        to: where parameters of other ranks go, by one rank's share after the other; ``device`` if None.
     """
-    received = gather_tensors(_spoken_for(module, ownership, group.rank()), group, to_all=True, device=device)
-    for name, tensor in named_tensors(module).items():
-        if tensor.is_meta:
-            set_contents(tensor, received[name].to(device))
-        elif name in ownership.buffers and ownership.buffers[name] != group.rank():
-            set_contents(tensor, received[name].to(tensor.device))
+    named, rank = named_tensors(module), group.rank()
+    for share in gathered_shares(_spoken_for(module, ownership, rank), group, True, device):
+        for name, value in share.items():
+            if named[name].is_meta:
+                set_contents(named[name], value.to(device if to is None else to))
+            elif name in ownership.buffers and ownership.buffers[name] != rank:
+                set_contents(named[name], value.to(named[name].device))
 
 
 def _spoken_for(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Tensor]:

@@ -100,9 +100,18 @@ def gather_tensors(
     Returns:
         Copies of the others' tensors; this rank's own are those of ``mine`` where they are on the CPU.
     """
+    result: dict[str, Tensor] = {}
+    for share in gathered_shares(mine, group, to_all, device):
+        result |= share
+    return result
+
+
+def gathered_shares(
+    mine: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
+) -> Iterator[dict[str, Tensor]]:
+    """What :func:`gather_tensors` gives, of one rank after the other. Collective: to be gone through to its end."""
     announced = gather_json([[name, Spec.of(tensor).to_json()] for name, tensor in mine.items()], group, device)
     wanted = to_all or group.rank() == 0
-    result: dict[str, Tensor] = {}
     for source, entries in enumerate(announced):
         specs = [Spec.from_json(entry) for _, entry in entries]
         tensors: list[Tensor] | None = None
@@ -114,8 +123,7 @@ def gather_tensors(
             broadcast_tensors(specs, tensors, group, source, device)
         if wanted:
             assert tensors is not None
-            result.update(zip((name for name, _ in entries), (tensor.cpu() for tensor in tensors), strict=True))
-    return result
+            yield dict(zip((name for name, _ in entries), (tensor.cpu() for tensor in tensors), strict=True))
 
 
 def _view(chunk: Tensor, part: _Part, specs: Sequence[Spec]) -> Tensor:

@@ -34,6 +34,7 @@ from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking, loss_watchers
 from lightning_smddp.strategies.option_checks import refuse_all, require_arguments_of_ddp
+from lightning_smddp.strategies.parts import require_whole
 from lightning_smddp.strategies.pipeline_checks import (
     callback_against_pipelining,
     callbacks_of,
@@ -49,7 +50,7 @@ from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options, Session, check_devices
-from lightning_smddp.strategies.staged_module import StagedModule, require_whole
+from lightning_smddp.strategies.staged_module import StagedModule
 from lightning_smddp.strategies.supervised import Supervised
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -26,7 +25,6 @@ from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.division import own_error
 from lightning_smddp.pipeline.full_state import (
     full_state_dict,
-    gather_full,
     load_full_state_dict,
     partial_state_dict,
     share_buffers,
@@ -36,6 +34,7 @@ from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition, require_divisible
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
+from lightning_smddp.pipeline.room import fits_on_devices
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.verification import VerificationError
@@ -47,6 +46,7 @@ from lightning_smddp.strategies.division_table import describe, resources_for
 from lightning_smddp.strategies.hand_over import factor_of
 from lightning_smddp.strategies.lockstep import Lockstep
 from lightning_smddp.strategies.log_rules import learn_rules
+from lightning_smddp.strategies.parts import BY_EXCEPTION, leave_in_parts, made_whole
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
@@ -61,19 +61,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 _TITLE = "smddp_pipeline: pipeline parallelism"
-
-
-_in_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def require_whole(module: nn.Module) -> None:
-    """Raise ``ValueError`` if an exception has left ``module`` in parts, of which this rank has its own."""
-    if module in _in_parts and any(parameter.is_meta for parameter in module.parameters()):
-        raise ValueError(
-            f"{type(module).__name__} is in parts: an exception ended the run that had divided it, and other ranks may "
-            "have been gone, so that this rank has its own stages only. Make a new module, and give `fit` the last "
-            "checkpoint as `ckpt_path`."
-        )
 
 
 class StagedModule:
@@ -126,15 +113,15 @@ class StagedModule:
         self.marking = True  # see `NonFiniteWatch.marks`
 
     def to_device(self) -> None:
-        """Move the module to the device if it has memory and fits as a whole; else its parts go when it is divided."""
+        """Move the module to the device if it has memory and fits as a whole; else its parts go when it is divided.
+
+        Collective over all ranks: what they do at the first batch depends on it, so they all do the same.
+        """
         if any(p.is_meta for p in self.module.parameters()):
             return
-        if self.device.type == "cuda":
-            size = sum(p.numel() * p.dtype.itemsize for p in self.module.parameters())
-            free, _ = torch.cuda.mem_get_info(self.device)
-            if 2 * size > free:  # the trace, and the gradients of its last modules, need room too
-                return
-        self.module.to(self.device)
+        assert dist.group.WORLD is not None
+        if fits_on_devices(self.module, dist.group.WORLD, self.device):
+            self.module.to(self.device)
 
     # ---- hooks ----
 
@@ -571,11 +558,10 @@ class StagedModule:
             self.divided.close()
             if gather and not self.options.meta_init:
                 self.metrics.share()
-                self.divided.view.close()
-                gather_full(self.module, self.divided.division.ownership, self.groups.pipeline, self.device)
-                self.divided = None
+                if made_whole(self.divided, self.device):
+                    self.divided = None
             elif not gather:
-                _in_parts.add(self.module)
+                leave_in_parts(self.module, BY_EXCEPTION)
         self.metrics.close()
         if self._plugin is not None:
             vars(self._plugin).pop("clip_grad_by_norm", None)

@@ -1,0 +1,74 @@
+"""Whether a module has room: all ranks answer alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_smddp.pipeline import room
+from lightning_smddp.pipeline.full_state import gather_full, release
+from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.room import available_host_bytes, fits_on_devices, fits_on_hosts
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+MEGABYTES = nn.Linear(500, 500, bias=False)  # of them 1
+
+
+def answers(free: list[float], on_meta: bool, hosts: list[str]) -> tuple[bool, bool]:
+    """On devices and on hosts with so much free, by rank."""
+    assert dist.group.WORLD is not None
+    mine, host = free[dist.get_rank()], hosts[dist.get_rank()]
+    room.free_device_bytes, room.available_host_bytes, room.node_identity = lambda _: mine, lambda: mine, lambda: host
+    module = MEGABYTES.to("meta") if on_meta else MEGABYTES
+    return fits_on_devices(module, dist.group.WORLD, CPU), fits_on_hosts(module, dist.group.WORLD, CPU)
+
+
+@pytest.mark.parametrize(
+    ("free", "on_meta", "hosts", "expected"),
+    [
+        ([9e6, 9e6], True, ["a", "a"], (True, True)),
+        ([9e6, 1.5e6], True, ["a", "a"], (False, False)),  # two of 1 MB on one host
+        ([9e6, 1.5e6], True, ["a", "b"], (False, True)),
+        ([9e6, 0.0], False, ["a", "b"], (False, True)),  # it is there already
+    ],
+)
+def test_all_ranks_answer_alike(
+    free: list[float], on_meta: bool, hosts: list[str], expected: tuple[bool, bool]
+) -> None:
+    assert run_ranks(answers, 2, free, on_meta, hosts) == [expected, expected]
+
+
+def test_free_memory_of_a_host_and_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_GROUPS", tmp_path)
+    whole = available_host_bytes()
+    assert 0 < whole < 1e15
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert available_host_bytes() == 2e6
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_host_bytes() > 2e6
+
+
+def gather_beside_parts() -> tuple[list[str], int]:
+    """Where a divided module's parameters are after it was gathered; bytes that this took on the device."""
+    group, device = dist.group.WORLD, torch.device("cuda", dist.get_rank())
+    assert group is not None
+    module = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(2))).to(device)
+    ownership = Ownership({"0.weight": (0,), "1.weight": (1,)}, {}, 2)
+    release(module, ownership, dist.get_rank())
+    before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
+    gather_full(module, ownership, group, device, to=CPU)
+    places = [parameter.device.type for parameter in module.parameters()]
+    return places, torch.cuda.memory_stats(device)["allocated_bytes.all.current"] - before
+
+
+@pytest.mark.simulated_cuda
+def test_other_ranks_parameters_come_to_the_host() -> None:
+    (first, first_bytes), (second, second_bytes) = run_ranks(gather_beside_parts, 2, backend="nccl")
+    assert (first, second) == (["cuda", "cpu"], ["cpu", "cuda"])
+    assert (first_bytes, second_bytes) == (0, 0)
