@@ -15,9 +15,27 @@ def wanted() -> bool:
 
 def install(devices: int) -> None:
     """Give this process ``devices`` simulated CUDA devices and NCCL. It cannot be undone: for rank processes only."""
-    from tests.simulated_cuda import build, nccl, synchronisations, torch_cuda
+    from tests.simulated_cuda import build, hangs, nccl, synchronisations, torch_cuda
 
     module = build.load(os.environ[VARIABLE])
     torch_cuda.install(module, devices)
     nccl.install(module)
-    module.start(devices, synchronisations.note)
+    module.start(devices, synchronisations.note, hangs.report)
+
+
+def limit_memory(size: int) -> None:
+    """Give each of this process's devices ``size`` bytes; more is ``torch.OutOfMemoryError``."""
+    from tests.simulated_cuda import torch_cuda
+
+    torch_cuda._device.set_capacity(size)
+
+
+def limit_waits(seconds: float) -> None:
+    """How long this process's host may wait, for a stream or for the members of a communicator, before it is an error.
+
+    A real host would wait on.
+    """
+    from tests.simulated_cuda import hangs, torch_cuda
+
+    hangs.limit_s = seconds
+    torch_cuda._device.set_hang_limit(seconds)

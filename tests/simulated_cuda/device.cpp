@@ -19,9 +19,12 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <condition_variable>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <set>
+#include <thread>
 
 namespace simulated {
 
@@ -49,6 +52,155 @@ void synchronised(const char* kind) {
   py::gil_scoped_acquire gil;
   py::handle callback(on_synchronise);
   callback(kind);
+}
+
+// ---- streams: what is launched runs in order, in a thread of each stream that has work of its own ----
+
+struct Task {
+  std::string what;  // with the line that launched it
+  std::function<void()> run;
+};
+
+struct Stream {
+  std::deque<Task> tasks;
+  std::string running;  // what; empty: nothing
+  bool has_thread = false;
+  bool abandoned = false;  // by an aborted communicator: nobody waits for it any more
+  bool idle() const { return abandoned || (tasks.empty() && running.empty()); }
+};
+
+struct Mark {  // one recording of an event
+  int64_t stream;
+  bool done = false;
+  std::chrono::steady_clock::time_point time;
+};
+
+// Never destroyed: threads may wait in them when the process ends.
+std::mutex& streams_mutex = *new std::mutex();
+std::condition_variable& moved = *new std::condition_variable();
+std::map<int64_t, Stream>& streams = *new std::map<int64_t, Stream>();
+PyObject* on_hang = nullptr;  // called with a description when the host has waited for too long
+double hang_s = 30;
+
+void run_stream(int64_t id) {
+  std::unique_lock<std::mutex> lock(streams_mutex);
+  auto& stream = streams[id];
+  while (true) {
+    moved.wait(lock, [&] { return !stream.tasks.empty(); });
+    auto task = std::move(stream.tasks.front());
+    stream.tasks.pop_front();
+    stream.running = task.what;
+    lock.unlock();
+    task.run();
+    task = {};
+    lock.lock();
+    stream.running.clear();
+    moved.notify_all();
+    if (stream.abandoned) return;
+  }
+}
+
+void push(std::unique_lock<std::mutex>&, int64_t id, Task task) {
+  auto& stream = streams[id];
+  if (stream.abandoned) return;
+  stream.tasks.push_back(std::move(task));
+  if (!std::exchange(stream.has_thread, true)) std::thread(run_stream, id).detach();
+  moved.notify_all();
+}
+
+std::string describe_streams() {
+  std::string text;
+  for (const auto& [id, stream] : streams) {
+    if (stream.idle()) continue;
+    text += "stream " + std::to_string(id) + " runs: " + stream.running + "\n";
+    for (const auto& task : stream.tasks) text += "    then " + task.what + "\n";
+  }
+  return text;
+}
+
+// The host waits. Where that takes too long, an exception tells what the streams are at.
+template <typename Ready>
+void wait_on_host(std::unique_lock<std::mutex>& lock, Ready ready) {
+  if (ready()) return;
+  std::optional<py::gil_scoped_release> release;
+  if (PyGILState_Check()) {  // never wait for it with the mutex held
+    lock.unlock();
+    release.emplace();
+    lock.lock();
+  }
+  bool came = moved.wait_for(lock, std::chrono::duration<double>(hang_s), ready);
+  std::string at = came ? "" : describe_streams();
+  lock.unlock();
+  if (!came) {
+    release.reset();
+    py::gil_scoped_acquire gil;
+    py::handle callback(on_hang);
+    callback(at);
+  }
+}
+
+// Before the host does a kernel's work itself: all that was launched before on its stream is done.
+void come_to_its_turn() {
+  std::unique_lock<std::mutex> lock(streams_mutex);
+  auto& stream = streams[current_stream];
+  wait_on_host(lock, [&] { return stream.idle(); });
+}
+
+void synchronise_stream(int64_t id) {
+  std::unique_lock<std::mutex> lock(streams_mutex);
+  auto& stream = streams[id];
+  wait_on_host(lock, [&] { return stream.idle(); });
+}
+
+void synchronise_device() {
+  std::unique_lock<std::mutex> lock(streams_mutex);
+  wait_on_host(lock, [] {
+    return std::all_of(streams.begin(), streams.end(), [](const auto& entry) { return entry.second.idle(); });
+  });
+}
+
+using Recorded = std::shared_ptr<Mark>;
+
+bool is_done(const Recorded& mark) { return mark == nullptr || mark->done || streams[mark->stream].abandoned; }
+
+Recorded record_on(int64_t id) {
+  std::unique_lock<std::mutex> lock(streams_mutex);
+  auto mark = std::make_shared<Mark>();
+  mark->stream = id;
+  auto pass = [mark] {
+    mark->time = std::chrono::steady_clock::now();
+    mark->done = true;
+  };
+  if (streams[id].idle()) {
+    pass();
+  } else {
+    push(lock, id, {"an event", [pass] {
+      std::lock_guard<std::mutex> inner(streams_mutex);
+      pass();
+    }});
+  }
+  return mark;
+}
+
+void make_wait(int64_t id, const Recorded& mark) {
+  std::unique_lock<std::mutex> lock(streams_mutex);
+  if (is_done(mark) || mark->stream == id) return;
+  push(lock, id, {"a wait for stream " + std::to_string(mark->stream), [mark] {
+    std::unique_lock<std::mutex> inner(streams_mutex);
+    moved.wait(inner, [&] { return is_done(mark); });
+  }});
+}
+
+void synchronise_with(const Recorded& mark) {
+  std::unique_lock<std::mutex> lock(streams_mutex);
+  wait_on_host(lock, [&] { return is_done(mark); });
+}
+
+void abandon(int64_t id) {
+  std::lock_guard<std::mutex> lock(streams_mutex);
+  streams[id].abandoned = true;
+  streams[id].tasks.clear();
+  moved.notify_all();
 }
 
 // ---- memory ----
@@ -148,25 +300,40 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return old;
   }
   void* getStreamNativeHandle(const Stream next) const override { return reinterpret_cast<void*>(next.id()); }
-  void record(void** event, const Stream&, const Index, const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new std::chrono::steady_clock::time_point();
-    *time_of(*event) = std::chrono::steady_clock::now();
+  void record(void** event, const Stream& stream, const Index, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Recorded();
+    mark_of(*event) = record_on(stream.id());
   }
-  void block(void*, const Stream&) const override {}
-  void destroyEvent(void* event, const Index) const noexcept override { delete time_of(event); }
+  void block(void* event, const Stream& stream) const override {
+    if (event != nullptr) make_wait(stream.id(), mark_of(event));
+  }
+  void destroyEvent(void* event, const Index) const noexcept override { delete static_cast<Recorded*>(event); }
   double elapsedTime(void* first, void* second, const Index) const override {
-    return std::chrono::duration<double, std::milli>(*time_of(second) - *time_of(first)).count();
+    return std::chrono::duration<double, std::milli>(mark_of(second)->time - mark_of(first)->time).count();
   }
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override { synchronised("synchronize"); }
-  void synchronizeEvent(void*) const override { synchronised("synchronize"); }
-  void synchronizeDevice(const Index) const override { synchronised("synchronize"); }
+  bool queryEvent(void* event) const override {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    return event == nullptr || is_done(mark_of(event));
+  }
+  bool queryStream(const Stream& stream) const override {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    return streams[stream.id()].idle();
+  }
+  void synchronizeStream(const Stream& stream) const override {
+    synchronised("synchronize");
+    synchronise_stream(stream.id());
+  }
+  void synchronizeEvent(void* event) const override {
+    synchronised("synchronize");
+    if (event != nullptr) synchronise_with(mark_of(event));
+  }
+  void synchronizeDevice(const Index) const override {
+    synchronised("synchronize");
+    synchronise_device();
+  }
 
  private:
-  static std::chrono::steady_clock::time_point* time_of(void* event) {
-    return static_cast<std::chrono::steady_clock::time_point*>(event);
-  }
+  static Recorded& mark_of(void* event) { return *static_cast<Recorded*>(event); }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
@@ -187,7 +354,10 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
     return index < 0 ? simulated::current_device : exchangeDevice(index);
   }
-  void deviceSynchronize(c10::DeviceIndex) const override { synchronised("synchronize"); }
+  void deviceSynchronize(c10::DeviceIndex) const override {
+    synchronised("synchronize");
+    synchronise_device();
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }
@@ -231,11 +401,11 @@ at::Tensor empty_strided(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides,
                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(type));
 }
 
-// A CPU tensor in the same memory.
+// A CPU tensor in the same memory, which it keeps.
 at::Tensor on_host(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) return tensor;
   auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
-  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
 }
 
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
@@ -245,6 +415,7 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     if (to.is_cuda() && non_blocking && host.nbytes() <= kStaged) waits = false;
     if (waits) synchronised(to.is_cuda() ? "copy from the host" : "copy to the host");
   }
+  come_to_its_turn();
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -256,6 +427,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   Quiet device;
+  come_to_its_turn();
   if (to.sizes() != from.sizes()) to.resize_(from.sizes());
   on_host(to).copy_(on_host(from));
   return to;
@@ -263,6 +435,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar item(const at::Tensor& tensor) {
   synchronised("item");
+  come_to_its_turn();
   return on_host(tensor).item();
 }
 
@@ -273,6 +446,7 @@ const at::Tensor& resize_(const at::Tensor& tensor, c10::SymIntArrayRef sizes, s
   auto* storage = impl->unsafe_storage().unsafeGetStorageImpl();
   if (needed > storage->nbytes()) {
     OnDevice on(tensor.device());
+    come_to_its_turn();
     auto fresh = memory.allocate(needed);
     if (storage->nbytes() > 0) std::memcpy(fresh.get(), storage->data(), storage->nbytes());
     storage->set_data_ptr_noswap(std::move(fresh));
@@ -304,6 +478,7 @@ void refuse_mixed_devices(const c10::OperatorHandle& op, torch::jit::Stack* stac
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   refuse_mixed_devices(op, stack);
   if (kWaiting.count(op.schema().name())) synchronised(op.schema().name().c_str());
+  come_to_its_turn();
   Quiet device;
   at::native::cpu_fallback(op, stack);
 }
@@ -340,11 +515,26 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace simulated;
   simulated::take_the_place_of_torchs_hooks();
-  m.def("start", [](int64_t devices, py::object callback) {
+  m.def("start", [](int64_t devices, py::object synchronising, py::object hanging) {
     device_count = devices;
-    on_synchronise = callback.release().ptr();
+    on_synchronise = synchronising.release().ptr();
+    on_hang = hanging.release().ptr();
   });
   m.def("synchronised", [](const std::string& kind) { synchronised(kind.c_str()); });
+  m.def("synchronise_device", &synchronise_device);
+  m.def("synchronise_stream", &synchronise_stream);
+  m.def("abandon", &abandon, py::call_guard<py::gil_scoped_release>());
+  m.def("set_hang_limit", [](double seconds) { hang_s = seconds; });
+  m.def("launch", [](int64_t id, const std::string& what, py::function function) {
+    auto* held = function.release().ptr();  // needs the GIL to go: in the task itself
+    auto run = [held] {
+      py::gil_scoped_acquire gil;
+      py::reinterpret_steal<py::function>(held)();
+    };
+    py::gil_scoped_release release;
+    std::unique_lock<std::mutex> lock(streams_mutex);
+    push(lock, id, {what, run});
+  });
   m.def("on_host", &on_host);
   m.def("current_device", [] { return int64_t(current_device); });
   m.def("exchange_device", [](int64_t index) {

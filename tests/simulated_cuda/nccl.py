@@ -1,11 +1,17 @@
 """A process group that treats its callers as NCCL's does, over gloo in the memory of the simulated device.
 
-It refuses what NCCL refuses (CPU tensors, gaps, types without a counterpart), and its work is "done" for the host as
-soon as it is enqueued.
+It refuses what NCCL refuses (CPU tensors, gaps, types without a counterpart). Its work is done for the host as soon as
+it is enqueued, and happens on a stream of the communicator, in order. Communicators are made as NCCL's are: by all
+their members, who wait for each other, and out of the world's by all ranks of the world. A work that fails or hangs
+raises nothing: its stream stands still, until the watchdog ends the process.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
@@ -17,12 +23,17 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
+from tests.simulated_cuda import hangs, torch_cuda
+from tests.simulated_cuda.synchronisations import where
+from tests.simulated_cuda.watchdog import watchdog
+
 # ncclDataType_t; float8 is left out, as gloo lacks it.
 TYPES = {
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
-KEPT = 200  # tensors of sends and receives: NCCL's stream keeps them until it has passed them
+EVERYBODY = "all"  # the communicator of a whole group; in groups that connect lazily, pairs have their own
+FOREVER = timedelta(days=1)
 
 _device: ModuleType  # the compiled device, once it is installed
 
@@ -39,18 +50,135 @@ class Options:
         self._timeout = timedelta(minutes=10)
 
 
-class SimulatedNCCL(dist.ProcessGroup):
-    """Group and backend in one, in the place of ``ProcessGroupNCCL``."""
+@dataclass
+class Call:
+    """One call of a collective: ``begin`` starts it in gloo, on the stream; ``finish`` comes after it."""
+
+    name: str
+    begin: Callable[[], Any]
+    result: Any
+    finish: Callable[[], None] | None = None
+
+
+class Communicators(dist.ProcessGroup):
+    """How works get onto streams."""
 
     Options = Options
-    supports_splitting = False
-    supports_coalescing = False
+    supports_splitting = True
+    supports_coalescing = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         super().__init__(rank, size)
-        self._rank, self._size, self._name = rank, size, ""
+        self._rank, self._size, self._name = rank, size, options.group_name
+        self._store, self._parent, self._timeout = store, options.split_from, options._timeout
         self._gloo = dist.ProcessGroupGloo(store, rank, size, options._timeout)
-        self._kept: list[Tensor] = []
+        self._gloo._set_default_timeout(FOREVER)
+        self._streams: dict[str, torch_cuda.Stream] = {}  # of the communicators that there are
+        self._splits = 0
+        self._coalesced: list[Call] | None = None
+        self._aborted = False
+
+    # ---- making and ending them ----
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        self.bound_device_id = device
+        self._communicator(EVERYBODY, range(self._size))
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """Take part in the split of others."""
+        self._split()
+
+    def _communicator(self, name: str, members: Sequence[int]) -> torch_cuda.Stream:
+        """The stream of a communicator; its first use makes it, and waits for the other members to come here."""
+        if self._aborted:
+            raise RuntimeError("NCCL communicator was aborted")
+        if name not in self._streams:
+            parent = self._parent
+            if name == EVERYBODY and parent is not None and EVERYBODY in parent._streams:
+                parent._split()
+            else:
+                self._meet(f"ncclCommInitRank of communicator {name}", members)
+            self._streams[name] = torch_cuda.Stream()
+        return self._streams[name]
+
+    def _split(self) -> None:
+        self._splits += 1
+        self._meet(f"ncclCommSplit number {self._splits}", range(self._size))
+
+    def _meet(self, what: str, members: Sequence[int]) -> None:
+        """Block the host until all members are here, as NCCL does; it would do so without a limit of time."""
+        keys = {member: f"{what}/{member}" for member in members}
+        self._store.set(keys[self._rank], where())
+        deadline = time.monotonic() + hangs.limit_s
+        while missing := [member for member, key in keys.items() if not self._store.check([key])]:
+            if time.monotonic() > deadline:
+                places = {member: self._store.get(keys[member]).decode() for member in keys if member not in missing}
+                raise hangs.SimulatedHangError(
+                    f"{what} of group {self._name}: ranks {missing} of it do not come; waiting are {places}"
+                )
+            time.sleep(0.001)
+
+    def abort(self) -> None:
+        """Nobody waits for this group's work any more."""
+        self._aborted = True
+        watchdog.forget(self)
+        for stream in self._streams.values():
+            _device.abandon(stream.stream_id)
+
+    def shutdown(self) -> None:
+        """As ``ncclCommFinalize``: waits for what has been launched."""
+        for stream in self._streams.values():
+            _device.synchronise_stream(stream.stream_id)
+        self.abort()
+
+    # ---- launching ----
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> Any:
+        calls, self._coalesced = self._coalesced or [], None
+        return self._launch(calls, EVERYBODY, range(self._size))
+
+    def _do(self, call: Call, peer: int | None = None) -> Any:
+        """Launch a call, or keep it for the end of coalescing."""
+        if self._coalesced is not None:
+            self._coalesced.append(call)
+            return None
+        if peer is None or EVERYBODY in self._streams:
+            return self._launch([call], EVERYBODY, range(self._size))
+        pair = sorted([self._rank, peer])
+        return self._launch([call], f"{pair[0]}:{pair[1]}", pair)
+
+    def _launch(self, calls: list[Call], communicator: str, members: Sequence[int]) -> Any:
+        """Let the communicator's stream do the calls at once, after what the current stream has now."""
+        stream = self._communicator(communicator, members)
+        stream.wait_stream(torch_cuda.current_stream())
+        names = ", ".join(call.name for call in calls)
+        entry = watchdog.started(self, f"{names} of group {self._name}", self._timeout)
+
+        def run() -> None:
+            try:
+                works = [call.begin() for call in calls]
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:  # gloo's
+                entry.error = str(error)
+                threading.Event().wait()  # a kernel that never ends
+            for call in calls:
+                if call.finish is not None:
+                    call.finish()
+            watchdog.finished(entry)
+
+        _device.launch(stream.stream_id, f"{names} at {where()}", run)
+        future: Future[Any] = Future(devices=[torch.device("cuda", torch.cuda.current_device())])
+        with torch_cuda.stream(stream):
+            future.set_result(calls[-1].result if calls else [])
+        return _create_work_from_future(future)
+
+
+class SimulatedNCCL(Communicators):
+    """Group and backend in one, in the place of ``ProcessGroupNCCL``."""
 
     # ---- what torch.distributed asks of a group, and of its backend ----
 
@@ -86,65 +214,76 @@ class SimulatedNCCL(dist.ProcessGroup):
         """Counts of collectives are gloo's."""
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._gloo._set_default_timeout(timeout)
+        self._timeout = timeout
+
+    def _group_start(self) -> None:
+        """Aborts of several groups need no order here."""
+
+    _group_end = _group_start
 
     # ---- collectives ----
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        averaged = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
-        if averaged:
-            opts.reduceOp = dist.ReduceOp.SUM
         memory = [_memory(tensor) for tensor in tensors]
-        self._gloo.allreduce(memory, *([] if opts is None else [opts])).wait()
-        if averaged:
-            for tensor in memory:
-                tensor.div_(self._size)
-        return _done(tensors)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        finish = None
+        if options.reduceOp == dist.ReduceOp.AVG:
+            options.reduceOp = dist.ReduceOp.SUM
+
+            def finish() -> None:
+                for tensor in memory:
+                    tensor.div_(self._size)
+
+        return self._do(Call("all_reduce", lambda: self._gloo.allreduce(memory, options), tensors, finish))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        self._start_coalescing(None)
+        for tensor in tensors:
+            self.allreduce([tensor], opts)
+        return self._end_coalescing(None)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        self._gloo.broadcast([_memory(tensor) for tensor in tensors], opts).wait()
-        return _done(tensors)
+        memory = [_memory(tensor) for tensor in tensors]
+        return self._do(Call("broadcast", lambda: self._gloo.broadcast(memory, opts), tensors))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        self._gloo.reduce([_memory(tensor) for tensor in tensors], opts).wait()
-        return _done(tensors)
+        memory = [_memory(tensor) for tensor in tensors]
+        return self._do(Call("reduce", lambda: self._gloo.reduce(memory, opts), tensors))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        gathered = [[_memory(tensor) for tensor in row] for row in outputs]
-        self._gloo.allgather(gathered, [_memory(tensor) for tensor in inputs]).wait()
-        return _done(outputs)
+        gathered, memory = [[_memory(tensor) for tensor in row] for row in outputs], [_memory(t) for t in inputs]
+        return self._do(Call("all_gather", lambda: self._gloo.allgather(gathered, memory), outputs))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        self._gloo.allgather([list(_memory(output).chunk(self._size))], [_memory(tensor)]).wait()
-        return _done([output])
+        gathered, memory = [list(_memory(output).chunk(self._size))], [_memory(tensor)]
+        return self._do(Call("all_gather_single", lambda: self._gloo.allgather(gathered, memory), [output]))
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        self._gloo.reduce_scatter([_memory(output)], [list(_memory(tensor).chunk(self._size))]).wait()
-        return _done([output])
+        own, memory = [_memory(output)], [list(_memory(tensor).chunk(self._size))]
+        return self._do(Call("reduce_scatter_single", lambda: self._gloo.reduce_scatter(own, memory), [output]))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, to: Any, of: Any, opts: Any = None) -> Any:
-        self._gloo.alltoall_base(_memory(output), _memory(tensor), to, of).wait()
-        return _done([output])
+        own, memory = _memory(output), _memory(tensor)
+        return self._do(Call("all_to_all_single", lambda: self._gloo.alltoall_base(own, memory, to, of), [output]))
 
     # torch up to 2.12 calls them so
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     def barrier(self, opts: Any = None) -> Any:
-        _device.synchronised("barrier")  # NCCL's blocks the host until the device has come there
-        self._gloo.barrier().wait()
-        return _done([])
-
-    # ---- point to point ----
+        """NCCL's blocks the host until the device has come there."""
+        work = self._do(Call("barrier", self._gloo.barrier, []))
+        _device.synchronised("barrier")
+        _device.synchronise_stream(self._streams[EVERYBODY].stream_id)
+        return work
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
-        return self._gloo.send(self._keep(tensors), to, tag)
+        memory = [_memory(tensor, point_to_point=True) for tensor in tensors]
+        return self._do(Call(f"send to {to}", lambda: self._gloo.send(memory, to, tag), tensors), to)
 
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> Any:
-        return self._gloo.recv(self._keep(tensors), of, tag)
-
-    def _keep(self, tensors: list[Tensor]) -> list[Tensor]:
-        self._kept = [*self._kept, *tensors][-KEPT:]
-        return [_memory(tensor, point_to_point=True) for tensor in tensors]
+        memory = [_memory(tensor, point_to_point=True) for tensor in tensors]
+        return self._do(Call(f"recv from {of}", lambda: self._gloo.recv(memory, of, tag), tensors), of)
 
 
 def _memory(tensor: Tensor, point_to_point: bool = False) -> Tensor:
@@ -163,11 +302,19 @@ def _memory(tensor: Tensor, point_to_point: bool = False) -> Tensor:
     return memory.view(torch.uint8) if memory.dtype == torch.bool else memory
 
 
-def _done(result: Any) -> Any:
-    """Work that the host does not wait for."""
-    future: Future[Any] = Future(devices=[torch.device("cuda", torch.cuda.current_device())])
-    future.set_result(result)
-    return _create_work_from_future(future)
+def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
+    """As torch's, which coalesces only in groups whose class is exactly ``ProcessGroup``."""
+    group = operations[0].group or c10d._get_default_group()
+    if not isinstance(group, SimulatedNCCL):
+        return _torchs_batch_isend_irecv(operations)
+    group._start_coalescing(None)
+    for operation in operations:
+        peer = {"group_dst" if operation.op is dist.isend else "group_src": operation.group_peer}
+        operation.op(operation.tensor, group=group, tag=operation.tag, **peer)
+    return [group._end_coalescing(None)]
+
+
+_torchs_batch_isend_irecv = dist.batch_isend_irecv
 
 
 def install(module: ModuleType) -> None:
@@ -176,5 +323,7 @@ def install(module: ModuleType) -> None:
     _device = module
     c10d.ProcessGroupNCCL = SimulatedNCCL
     dist.ProcessGroupNCCL = SimulatedNCCL
+    c10d.batch_isend_irecv = dist.batch_isend_irecv = batch_isend_irecv
+    c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     c10d._NCCL_AVAILABLE = True
     c10d.is_nccl_available = dist.is_nccl_available = lambda: True

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-_HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
 _OURS = str(Path(_ROOT, "lightning_smddp"))
-_SKIPPED = (_HERE, "contextlib.py", "/torch/")
+_DEVICE = [str(path) for path in Path(__file__).parent.glob("*.py") if not path.name.startswith("test_")]
+_SKIPPED = ("contextlib.py", "/torch/", *_DEVICE)
 
 _lock = threading.Lock()
 _counts: Counter[tuple[str, str]] | None = None

@@ -86,6 +86,7 @@ def set_device(chosen: Any) -> None:
 
 def synchronize(device: Any = None) -> None:
     _device.synchronised("synchronize")
+    _device.synchronise_device()
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:

@@ -1,0 +1,203 @@
+"""The simulated device and its NCCL refuse, wait and end as the real ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import simulated_cuda
+from tests.ranks import RanksFailedError, run_ranks, run_trainer_ranks
+from tests.simulated_cuda.hangs import SimulatedHangError
+from tests.simulated_cuda.synchronisations import counted
+
+pytestmark = pytest.mark.simulated_cuda
+
+
+def device() -> torch.device:
+    """This rank's."""
+    chosen = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+# ---- the device ----
+
+
+def run_out_of_memory() -> None:
+    own = device()
+    simulated_cuda.limit_memory(10 << 20)
+    before, total = torch.cuda.mem_get_info()
+    assert (before, total) == (10 << 20, 10 << 20)
+    tensor = torch.zeros(1 << 20, device=own)
+    assert torch.cuda.mem_get_info()[0] == 6 << 20
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"Tried to allocate 4194304 bytes.*2097152 bytes are free"):
+        [tensor + index for index in range(3)]
+    assert torch.cuda.mem_get_info()[0] == 6 << 20
+    assert torch.cuda.max_memory_allocated() >= 8 << 20
+    del tensor
+    assert torch.cuda.memory_allocated() == 0
+
+
+def count_waits() -> list[str]:
+    own = device()
+    large = torch.ones(100_000)
+    pinned = large.pin_memory()
+    assert pinned.is_pinned()
+    assert not large.is_pinned()
+    with counted() as none:
+        there = pinned.to(own, non_blocking=True)
+        torch.ones(10).to(own, non_blocking=True)
+        pinned.copy_(there + 1, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    assert not none
+    with counted() as counts:
+        large.to(own, non_blocking=True)
+        (there > 0).nonzero()
+        there.cpu()
+        there.sum().item()
+        torch.cuda.synchronize()
+    assert all("count_waits" in line for _, line in counts)
+    return [kind for kind, _ in counts]
+
+
+def refuse_operands() -> None:
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(3, device=device()) + torch.ones(3)
+
+
+def device_body() -> list[str]:
+    refuse_operands()
+    kinds = count_waits()
+    run_out_of_memory()
+    return kinds
+
+
+def test_device() -> None:
+    (kinds,) = run_ranks(device_body, 1, init=False)
+    assert kinds == ["copy from the host", "aten::nonzero", "copy to the host", "item", "synchronize"]
+
+
+# ---- NCCL ----
+
+
+def refuse_tensors(own: torch.device) -> None:
+    with pytest.raises(ValueError, match="CUDA and dense"):
+        dist.all_reduce(torch.ones(2))
+    with pytest.raises(ValueError, match="contiguous"):
+        dist.all_reduce(torch.ones(4, 4, device=own).t()[1:])
+    with pytest.raises(TypeError, match="int16"):
+        dist.all_reduce(torch.ones(2, device=own, dtype=torch.int16))
+
+
+def host_does_not_wait(own: torch.device) -> float:
+    """Rank 1 comes late to an all-reduce; rank 0 goes on, and has the sum when it asks for it."""
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(0.5)
+    start = time.monotonic()
+    tensor = torch.full((3,), rank + 1.0, device=own)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.get_future().done()
+    work.wait()
+    enqueued = time.monotonic() - start
+    assert tensor.tolist() == [3.0] * 3
+    mean = torch.full((3,), float(rank), device=own)
+    dist.all_reduce(mean, dist.ReduceOp.AVG)
+    assert mean.tolist() == [0.5] * 3
+    return enqueued
+
+
+def exchange_in_a_batch(own: torch.device) -> None:
+    """Send and receive coalesced, which one after the other would wait for each other."""
+    rank = dist.get_rank()
+    mine, other = torch.full((2,), float(rank), device=own), torch.empty(2, device=own)
+    operations = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert other.tolist() == [1.0 - rank] * 2
+
+
+def nccl_body() -> float:
+    own = device()
+    assert dist.get_backend() == "nccl"
+    refuse_tensors(own)
+    enqueued = host_does_not_wait(own)
+    exchange_in_a_batch(own)
+    return enqueued
+
+
+def test_nccl() -> None:
+    enqueued, _ = run_ranks(nccl_body, 2, backend="nccl")
+    assert enqueued < 0.4
+
+
+def send_both_at_once() -> str:
+    """On one communicator, a stream that is in a send never comes to the receive behind it."""
+    own, rank = device(), dist.get_rank()
+    simulated_cuda.limit_waits(1.0)
+    dist.all_reduce(torch.ones(1, device=own))  # now there is one
+    mine, other = torch.ones(2, device=own), torch.empty(2, device=own)
+    dist.isend(mine, 1 - rank)
+    dist.irecv(other, 1 - rank).wait()
+    with pytest.raises(SimulatedHangError) as caught:
+        other.sum().item()
+    dist.distributed_c10d._abort_process_group()  # the host is free again
+    torch.cuda.synchronize()
+    return str(caught.value)
+
+
+def test_a_host_that_waits_for_ever_is_told_so() -> None:
+    for message in run_ranks(send_both_at_once, 2, backend="nccl"):
+        assert "runs: send to" in message
+        assert "then recv from" in message
+        assert "send_both_at_once" in message
+
+
+def split_alone() -> str:
+    """Only rank 0 makes a communicator out of the world's."""
+    own, rank = device(), int(os.environ["RANK"])
+    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=own)
+    dist.new_group([0])  # of all ranks, as it has to be
+    simulated_cuda.limit_waits(1.0)
+    message = ""
+    if rank == 0:
+        parent = dist.distributed_c10d._get_default_group()
+        with pytest.raises(SimulatedHangError) as caught:
+            parent._split()
+        message = str(caught.value)
+    return message
+
+
+def test_a_split_needs_all_ranks_of_the_parent() -> None:
+    message, _ = run_trainer_ranks(split_alone, 2)
+    assert "ncclCommSplit number 2" in message
+    assert "ranks [1] of it do not come" in message
+    assert "split_alone" in message
+
+
+def wait_for_nobody(directory: str) -> None:
+    own, rank = device(), dist.get_rank()
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+    if rank == 0:
+        tensor = torch.ones(1, device=own)
+        try:
+            dist.all_reduce(tensor)
+            tensor.item()
+        finally:
+            Path(directory, "raised").touch()
+    time.sleep(3)
+
+
+def test_the_watchdog_ends_the_process_without_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(wait_for_nobody, 2, str(tmp_path), backend="nccl")
+    assert "killed by SIGABRT before its body returned" in caught.value.tracebacks[0]
+    assert not list(tmp_path.iterdir())
