@@ -6,7 +6,6 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
