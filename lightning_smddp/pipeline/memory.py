@@ -24,6 +24,7 @@ class Memory:
         known: it came out of an operation that a function mode saw.
         hidden: the event of the hidden operation that made it.
         parameter, buffer: first name of the parameter or buffer that lies in it.
+        batch_sizes: sizes of free tensors in it that depend on the batch's values.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Memory:
     hidden: int | None = None
     parameter: str | None = None
     buffer: str | None = None
+    batch_sizes: frozenset[int] = frozenset()
     views: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 

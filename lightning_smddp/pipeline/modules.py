@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
-import torch
 from torch import nn
 
-from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Trace
+from lightning_smddp.pipeline.records import HIDDEN, Call, Deciding, Event, Rebind, Trace
+from lightning_smddp.pipeline.value_sizes import varying
 
 # Their statistics are of micro-batches, which is said elsewhere.
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -25,9 +26,6 @@ def changes_of_state(trace: Trace, modules: Modules) -> tuple[str, ...]:
     return tuple(found)
 
 
-_SIZES_BY_VALUES = {"argwhere", "masked_select", "nonzero", "unique", "unique_consecutive"}
-
-
 class Modules:
     """What the trace says about each module: may it be a unit, may it be opened."""
 
@@ -41,7 +39,7 @@ class Modules:
             self.chains[call.index] = (*self.chains[call.parent], call.index)
         self.obstacles: dict[str, str] = {}  # module -> why it cannot be a unit
         self.seals: dict[str, str] = {}  # module -> why it cannot be opened
-        self.refusal: str | None = None  # why the step cannot be cut, wherever that would be
+        self.varying = varying(trace, root, Deciding.MODULE)
         self._find_escapes()
         self._judge_calls()
 
@@ -56,46 +54,40 @@ class Modules:
         for name, calls in self.calls.items():
             if not all(call.last > call.first and call.returned is not None for call in calls):
                 self.obstacles.setdefault(name, "its result depends on the batch alone")
+        deciding = {call.module for call in self.trace.calls if call.sizes_by_batch}
+        for name in deciding & self._returning(varying(self.trace, self.root, Deciding.BATCH)):
+            self.obstacles.setdefault(name, "the size of its result depends on the batch's values")
+        leaking = self._returning(self.varying)
+        last_begin = max((call.first for call in self.trace.calls), default=0)
         for event in self.trace.events:
             if event.call is None:
-                if self._sizes_by_values(event):
-                    self._refuse_sizes(event)
                 continue
             name = self.trace.calls[event.call].module
             if event.function is HIDDEN:
                 self.seals[name] = event.reason
             elif event.parameters_changed:
                 self.seals[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
-            elif event.decides and any(call.first > event.index for call in self.trace.calls):
+            elif event.index >= last_begin:
+                continue  # what comes behind the last module is the last stage's alone
+            elif event.decides:
                 self._seal_around(event, "reads a tensor's value", "what it does next may depend on it")
-            elif self._sizes_by_values(event):
-                self._seal_around(event, "makes a tensor", "its size depends on values that a module made")
+            elif event.decided_by is Deciding.MODULE:
+                self._seal_around(event, "makes a tensor", "its size depends on values that a module made", leaking)
 
-    def _sizes_by_values(self, event: Event) -> bool:
-        """Whether the size of what ``event`` makes depends on values of bound inputs: other stages count on it."""
-        if not event.inputs:
-            return False
-        if event.name == "where":
-            return event.returned.skeleton is not ...
-        if event.name != "__getitem__":
-            return event.name in _SIZES_BY_VALUES
-        kinds = [self.trace.values[value].dtype for value in event.returned.values]
-        masks = [value for value in event.inputs if self.trace.values[value].dtype is torch.bool]
-        return bool(masks) and torch.bool not in kinds
+    def _returning(self, values: frozenset[int]) -> set[str]:
+        """The modules that return some of ``values``, made in them."""
+        return {
+            call.module
+            for call in self.trace.calls
+            if call.returned is not None
+            and any(value in values and self.made_in(value, call.index) for value in call.returned.values)
+        }
 
-    def _refuse_sizes(self, event: Event) -> None:
-        """Between modules only the stage that has the values knows such a size, and later stages count on it."""
-        if any(call.first > event.index for call in self.trace.calls):
-            self.refusal = (
-                f"{event.name} at {event.place} makes a tensor whose size depends on values that a module made, and "
-                "the step calls modules behind it, on stages that count on sizes. Pad it, do it behind the last "
-                "module, or put it and what follows into one module."
-            )
-
-    def _seal_around(self, event: Event, does: str, why: str) -> None:
-        """The innermost module that can be placed whole stays whole."""
+    def _seal_around(self, event: Event, does: str, why: str, unfit: Collection[str] = ()) -> None:
+        """The innermost module that can be placed whole, and is not ``unfit``, stays whole."""
         inner_first = [self.trace.calls[index].module for index in reversed(self.chains[event.call])]
-        name = next((name for name in inner_first if name and name not in self.obstacles), None)
+        fit = [name for name in inner_first if name and name not in self.obstacles and name not in unfit]
+        name = fit[0] if fit else None
         if name is not None:
             self.seals.setdefault(name, f"it {does} in {event.place}, and {why}")
 

@@ -39,6 +39,7 @@ class Item:
         recomputable: whether a later stage may do it again instead of receiving its result.
         reads: whether Python code gets to see a value of its inputs.
         tells: whether that are numbers, which go with the tensors to later stages, and decide on nothing.
+        varies: whether it makes a tensor whose size depends on values that a module made.
         checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
     """
 
@@ -62,6 +63,12 @@ class Item:
     seconds: float
     activation_bytes: int
     tells: bool = False
+    varies: bool = False
+
+    @property
+    def blinds(self) -> bool:
+        """Whether only the stage that has it can follow the step from here on."""
+        return (self.reads and not self.tells) or self.varies
 
 
 class Tie(NamedTuple):
@@ -157,7 +164,8 @@ class Program:
         """Why no stage may begin with item ``cut``; None if one may."""
         last, reader = self.last_cut()
         if cut > last and reader is not None:
-            return f"{reader.name} reads a value into Python, which only the stage that has it can follow"
+            does = "makes a tensor whose size depends on values" if reader.varies else "reads a value into Python"
+            return f"{reader.name} {does}, which only the stage that has it can follow"
         return next((tie.reason for tie in self.ties if tie.first < cut <= tie.last), None)
 
     def cuts(self) -> list[int]:
@@ -175,10 +183,10 @@ class Program:
     def last_cut(self) -> tuple[int, Item | None]:
         """The last item that a stage may begin with, and the item that forbids later ones.
 
-        Where Python decides by what it reads after an item, only that item's stage can follow: nothing may be cut off
-        behind it.
+        Where Python decides by what it reads after an item, or sizes depend on it, only that item's stage can follow:
+        nothing may be cut off behind it.
         """
-        reader = next((item for item in self.items if item.reads and not item.tells), None)
+        reader = next((item for item in self.items if item.blinds), None)
         return (len(self.items), None) if reader is None else (reader.index, reader)
 
     def told(self, cut: int) -> list[Item]:
@@ -207,8 +215,6 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
     """
     _refuse(trace)
     _refuse_scripted(modules)
-    if modules.refusal is not None:
-        raise SplitError(modules.refusal)
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
     units = tuple(dict.fromkeys(item.module for item in builder.items if item.module is not None))
@@ -358,6 +364,7 @@ class _Builder:
                 recomputable=call is None and bound_only and not watched and not is_autograd_function(first.function),
                 reads=call is None and first.reads,
                 tells=call is None and tells(first),
+                varies=any(value in self.modules.varying for value in outputs),
                 free=call is None and first.free,
                 checkpointed=call.checkpointed if call else first.checkpointed,
                 name=call.module if call else f"{first.name} at {_short(first.place)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,13 @@ class Template:
         return tuple(source for kind, source in self.sources if kind == "value")
 
 
+class Deciding(Enum):
+    """Whose values decide on a size."""
+
+    BATCH = "batch"
+    MODULE = "module"
+
+
 class Rebind(NamedTuple):
     """A tensor that was ``old`` (None: free) and is ``new`` after a change in place."""
 
@@ -84,6 +92,8 @@ class Event:
     free: bool = False  # no bound input: known by its function
     reads: bool = False
     decides: bool = False  # by what it reads
+    decided_by: Deciding | None = None  # whose values the size of its result depends on
+    batch_sizes: frozenset[int] = frozenset()  # sizes of free tensors that it takes which depend on the batch's values
     checkpointed: bool = False  # within the user's own torch.utils.checkpoint
     reason: str = ""  # of a hidden one
     seconds: float = 0.0
@@ -109,6 +119,7 @@ class Call:
     reads: bool = False  # Python saw values of tensors in it
     reads_bound: bool = False  # and of bound ones
     has_children: bool = False
+    sizes_by_batch: bool = False  # the batch's values decide on the size of a tensor that is made in it
     checkpointed: bool = False
     has_backward_hooks: bool = False
     seconds: float = 0.0

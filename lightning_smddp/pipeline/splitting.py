@@ -244,12 +244,19 @@ def partition(
 def _refuse_readers(program: Program) -> None:
     """What comes behind such a place may be another course on each batch, and only one stage would know it."""
     _, reader = program.last_cut()
-    if reader is not None and reader.index < _last_unit(program):
+    if reader is None or reader.index >= _last_unit(program):
+        return
+    if reader.varies:
         raise SplitError(
-            f"The step reads the value of a tensor that a module made, at {reader.place} ({reader.name}), and calls "
-            "modules behind it: what they do may depend on it, and only one stage knows it. Move this code behind the "
-            "last module, or into a module, or use strategy='smddp'."
+            f"{reader.name} makes a tensor whose size depends on values that a module made, and the step calls "
+            "modules behind it, on stages that count on sizes. Pad it, do it behind the last module, or put it and "
+            "what follows into one module."
         )
+    raise SplitError(
+        f"The step reads the value of a tensor that a module made, at {reader.place} ({reader.name}), and calls "
+        "modules behind it: what they do may depend on it, and only one stage knows it. Move this code behind the "
+        "last module, or into a module, or use strategy='smddp'."
+    )
 
 
 def _last_unit(program: Program) -> int:

@@ -21,6 +21,7 @@ from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.program import Item
 from lightning_smddp.pipeline.python_random import digest
 from lightning_smddp.pipeline.structure import leaves, map_leaves, rebuild
+from lightning_smddp.pipeline.value_sizes import deciding_tensors
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.replay import Replay
@@ -135,7 +136,7 @@ class Run(TorchFunctionMode):
             made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
             if not made:
                 self.reads.append(repr(result))
-            elif self.random is not None:  # which may be of any size
+            else:  # whose size may depend on the batch's values, or on what is drawn
                 self.reads.append(str([tuple(tensor.shape) for tensor in made]))
         return result
 
@@ -217,8 +218,8 @@ class Run(TorchFunctionMode):
 
     def _stand_in(self, item: Item, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an item of another stage returns."""
-        if self.reads is not None and self.random is not None:
-            self.reads.append(f"{item.name}{_sizes((args, kwargs))}")
+        if self.reads is not None:
+            self._note_sizes(item, leaves((args, kwargs)))
         if item.tells and not self.replay.is_rehearsal:
             return self.told[item.index]
         if item.free and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
@@ -241,6 +242,14 @@ class Run(TorchFunctionMode):
                 found.append(source if constants is None or constants[position] == AS_TRACED else constants[position])
         with self:  # containers may ask what they are given
             return rebuild(item.returned.skeleton, found)
+
+    def _note_sizes(self, item: Item, arguments: list[Any]) -> None:
+        """What the size of an item's result depends on besides the sizes of tensors."""
+        assert self.reads is not None
+        masks = [t for t in deciding_tensors(name_of(item.function), arguments) if type(t) is not Ghost]
+        if self.random is not None or masks:
+            counts = [int(mask.sum()) for mask in masks]
+            self.reads.append(f"{item.name}{_sizes(arguments)}{counts}")
 
     # ---- values ----
 
@@ -384,9 +393,9 @@ class Run(TorchFunctionMode):
         return function(*map_leaves(_pattern, args), **map_leaves(_pattern, kwargs))
 
 
-def _sizes(arguments: Any) -> list[Any]:
+def _sizes(arguments: list[Any]) -> list[Any]:
     """Whole numbers and slices among ``arguments``, on which the shape of a result may depend."""
-    return [str(leaf) for leaf in leaves(arguments) if isinstance(leaf, (int, slice))]
+    return [str(leaf) for leaf in arguments if isinstance(leaf, (int, slice))]
 
 
 def _pattern(leaf: Any) -> Any:

@@ -24,9 +24,10 @@ from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.patches import patched_forwards, user_place
 from lightning_smddp.pipeline.python_random import PythonRandom, same_states
-from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
+from lightning_smddp.pipeline.records import HIDDEN, Call, Deciding, Event, Rebind, Template, Trace, Value
 from lightning_smddp.pipeline.structure import items, leaves, map_leaves
 from lightning_smddp.pipeline.tracking import EXTENSION, Tracking, is_plain
+from lightning_smddp.pipeline.value_sizes import deciding_tensors, sizes_that_vary
 
 __all__ = ["HIDDEN", "Call", "Event", "Rebind", "Template", "Trace", "Value", "patched_forwards", "trace", "user_place"]
 
@@ -247,11 +248,12 @@ class _Tracer(TorchFunctionMode, Tracking):
             for call in self.stack:
                 call.reads, call.reads_bound = True, call.reads_bound or not event.free
             event.decides = not event.free and decides()
+        self._note_sizes(event, given, arguments)
         known = event.function in self.known.random_functions
         if event.free and event.random and not known:
             self.trace.random_functions |= {event.function}
         if event.free and not event.random and not event.buffers and not known:
-            self._note_free(event, made, mutated)
+            self._note_free(event, made, mutated, {size for tensor in given for size in tensor.shape})
             return
         event.place, event.checkpointed = user_place(), in_checkpoint()
         self.trace.events.append(event)
@@ -272,11 +274,26 @@ class _Tracer(TorchFunctionMode, Tracking):
         names = [self.buffers.get(id(t)) for t in given]
         event.buffers_read = tuple(dict.fromkeys(n for n in names if n is not None and n in self.known.changed_buffers))
 
-    def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor]) -> None:
+    def _note_sizes(self, event: Event, given: list[Tensor], arguments: list[Any]) -> None:
+        """Whether the size of what ``event`` makes depends on values, and whose."""
+        memories = [self.memory_of(tensor) for tensor in given]
+        event.batch_sizes = frozenset[int]().union(*(memory.batch_sizes for memory in memories if not memory.bound))
+        deciding = deciding_tensors(event.name, arguments)
+        if deciding:
+            bound = any(self.memory_of(tensor).bound for tensor in deciding)
+            event.decided_by = Deciding.MODULE if bound else Deciding.BATCH
+            if not bound:
+                self.trace.reads_of_batch.append(user_place())
+                for call in self.stack:
+                    call.sizes_by_batch = True
+
+    def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor], fixed: set[int]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
+        makes = event.decided_by is not None
         for tensor in made:
             memory = self.memory_of(tensor)
             memory.known, memory.bound = True, memory.parameter is not None
+            memory.batch_sizes |= sizes_that_vary(tensor.shape, event.batch_sizes, fixed | {1}, makes)
         if event.reads:
             self.trace.reads_of_batch.append(user_place())
         for tensor in mutated:

@@ -54,7 +54,7 @@ class StagedStep:
 def rehearsal_plan(program: Program) -> StagePlan:
     """A stage that does nothing, and leaves at the last item that belongs to a stage for sure."""
     placed = [item.index for item in program.items if item.module is not None or item.parameters]
-    end = min([placed[-1] if placed else 0, *(item.index for item in program.items if item.reads and not item.tells)])
+    end = min([placed[-1] if placed else 0, *(item.index for item in program.items if item.blinds)])
     return StagePlan(-1, end, end, frozenset(), (), ())
 
 

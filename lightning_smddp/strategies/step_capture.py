@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 from torchmetrics import Metric
 
 from lightning_smddp._compat import forward_cache, without_torch_functions
@@ -167,9 +168,8 @@ class StepCapture:
         """
         if self._running is not None:
             record, watch = self._running
-            for leaf in leaves((record.touched, list(watch.growth().values()), output)):
-                if isinstance(leaf, Tensor) and id(leaf) not in record.sources:
-                    leaf.detach()
+            kept = leaves((record.touched, list(watch.growth().values()), output))
+            _touch([leaf for leaf in kept if isinstance(leaf, Tensor) and id(leaf) not in record.sources])
         return output
 
     def clear(self) -> None:
@@ -359,6 +359,14 @@ def _merged_order(sequences: list[list[_Key]]) -> list[_Key]:
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _touch(tensors: list[Tensor]) -> list[Tensor]:
+    """One operation on all of them, so that no stage can begin between two of them."""
+    if has_torch_function(tensors):  # whoever follows a step sees this function
+        touched: list[Tensor] = handle_torch_function(_touch, tensors, tensors)
+        return touched
+    return [tensor.detach() for tensor in tensors]
 
 
 def _with_losses(output: Any, outputs: Sequence[Any], weights: Sequence[float]) -> Any:

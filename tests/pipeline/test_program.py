@@ -241,3 +241,27 @@ def test_sizes_that_depend_on_values_stay_inside() -> None:
     experts.relu = nn.ReLU()
     found = program(lambda s, x: s.b(s.experts(s.a(x))).mean(), lambda name: name.count(".") > 1, experts=experts)
     assert "net.experts" in found.units
+
+
+class Positive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[(x.sum(1) > 0).nonzero().flatten()]
+
+
+def test_sizes_that_depend_on_values_and_leave_a_module() -> None:
+    behind = program(lambda s, x: s.positive(s.b(s.a(x))).mean(), positive=Positive())
+    assert [item.name for item in behind.items if item.varies] == ["net.positive"]
+    assert behind.last_cut()[0] == 2
+    assert "a tensor whose size depends on values" in str(behind.obstacle_to(3))
+    between = program(lambda s, x: s.b(s.positive(s.a(x))).mean(), positive=Positive())
+    assert between.units == ("net",)
+
+
+def test_sizes_that_depend_on_the_batch_are_made_where_all_stages_see_it() -> None:
+    def selecting(s: Layer, x: Tensor, chosen: Tensor) -> Tensor:
+        return s.linear(x)[chosen]
+
+    found = program(lambda s, x: s.b(s.selecting(s.a(x), x[:, 0] > 0)).mean(), selecting=Layer(selecting))
+    assert names(found) == ["net.a", "net.selecting.linear", "__getitem__", "net.b", "mean"]
+    assert found.reads_of_batch
+    assert not any(item.varies for item in found.items)

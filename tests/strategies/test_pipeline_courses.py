@@ -50,7 +50,23 @@ def mixed(bench: Bench) -> Any:
     return bench.fit(Mixed(layers=5, batch_size=4), max_epochs=2)
 
 
-CASES = [numbered, mixed]
+class Selected(Net):
+    """Goes on with some rows of the batch, more or fewer in each: shapes of batches do not tell."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        positive = batch[0][:, 0] > 0
+        x = self.net[:2](batch[0])[positive]
+        x = self.net[2:4](x).index_select(0, (x.shape[0] - 1 - positive[positive].nonzero().flatten()))
+        loss = F.cross_entropy(self.net[4:](x), batch[1][positive].flip(0), reduction="sum") / len(batch[0])
+        self.losses.append(loss.item())
+        return loss
+
+
+def selected(bench: Bench) -> Any:
+    return bench.fit(Selected(layers=5))
+
+
+CASES = [numbered, mixed, selected]
 TWO = Matrix(CASES, pipeline={"num_microbatches": 4})
 
 

@@ -267,7 +267,39 @@ def loggers(bench: Bench) -> Any:
         ], trainer.log_dir.removeprefix(bench.directory)
 
 
+# ---- a validation that uses nothing of the last stage ----
+
+
+class Idle(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.regularised = torch.nn.Linear(CLASSES, 1)
+        torch.nn.init.constant_(self.regularised.weight, 0.1)
+        torch.nn.init.zeros_(self.regularised.bias)
+        self.accuracy, self.error = MulticlassAccuracy(CLASSES), torchmetrics.MeanSquaredError()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        out = self.net(batch[0])
+        return F.cross_entropy(out, batch[1]) + self.regularised(out).square().mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        out = self.net(batch[0])
+        self.accuracy(out.softmax(1), batch[1])
+        self.error(out[:, 0].detach(), batch[1].float())
+        self.log("accuracy", self.accuracy)
+        self.log("error", self.error)
+        self.log("val_loss", F.cross_entropy(out, batch[1]))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(samples(16), batch_size=8)
+
+
+def idle_in_validation(bench: Bench) -> Any:
+    return bench.fit(Idle(), pipeline={"split": ["regularised"]})
+
+
 CASES = [
+    idle_in_validation,
     logs,
     metrics,
     outputs,

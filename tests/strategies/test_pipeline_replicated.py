@@ -293,8 +293,28 @@ class Mined(Net):
         return loss
 
 
-def mined(bench: Bench) -> Any:
-    return fit(bench, Mined(6))
+class Hardest(nn.Module):
+    """Which rows are hard: how many is known to the stage that has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sum(1) > x.sum(1).mean()).nonzero().flatten()
+
+
+class MinedByModule(Mined):
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers)
+        self.miner, self.criterion = Hardest(), nn.CrossEntropyLoss()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net(batch[0])
+        hard = self.miner(x)
+        loss = self.criterion(x[hard], batch[1][hard])
+        self.losses.append(loss.item())
+        return loss
+
+
+def mined(bench: Bench, by_module: bool) -> Any:
+    return fit(bench, MinedByModule(6) if by_module else Mined(6))
 
 
 class Closures(Net):
@@ -325,7 +345,8 @@ def unseen(bench: Bench) -> Any:
 
 CASES: list[Case] = [
     manual, gan, penalty, functools.partial(momentum, rebinds=True), functools.partial(momentum, rebinds=False),
-    momentum_in_a_module, queue, rebound_buffer, center, carried, mined, closures, unseen,
+    momentum_in_a_module, queue, rebound_buffer, center, carried,
+    functools.partial(mined, by_module=False), functools.partial(mined, by_module=True), closures, unseen,
 ]  # fmt: skip
 ONE = Matrix(CASES)
 

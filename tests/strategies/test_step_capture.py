@@ -337,4 +337,4 @@ def test_modes_see_the_users_operations_and_what_is_needed_at_the_end() -> None:
         with Watching() as mode, capture.microbatch(0, 2, keep=keep):
             capture.finish(module.step(module, rows))
         names.append(mode.names)
-    assert names == [["mean", "neg", "detach", "detach", "detach"], ["mean", "neg"]]
+    assert names == [["mean", "neg", "_touch"], ["mean", "neg"]]
