@@ -16,8 +16,8 @@ _LEAST_WIDTH = 40  # of a value, however long the names are
 def say(text: str, trainer: Any = None) -> None:
     """Print ``text``; where printing fails, write it to what stdout stands for, or to the process's own stderr.
 
-    It does fail: the stdout that rich's progress bar sets up in a notebook prints by itself, without end, and a pipe
-    whose reader has gone raises.
+    It does fail: a pipe whose reader has gone raises. Whole lines are written at once: a part of one that waits in the
+    stdout of rich's progress bar makes it print itself in a notebook, again and again.
 
     Args:
         text: lines.
@@ -35,7 +35,8 @@ def _is_printed(text: str, stream: Any) -> bool:
     if stream is None:
         return False
     try:
-        print(text, file=stream, flush=True)
+        stream.write(f"{text}\n")
+        stream.flush()
     except Exception as error:
         os.write(2, f"lightning-smddp: stdout raised {type(error).__name__}\n".encode())
         return False

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from rich.file_proxy import FileProxy
 
 from lightning_smddp import CommunicationMonitor, PipelineStrategy, SMDDPStrategy
 from lightning_smddp.strategies import tables
@@ -105,6 +109,24 @@ def test_a_report_that_cannot_be_printed_fails_no_run(strategy: Any) -> None:
     assert second[1] == ""
     if strategy is SMDDPStrategy:
         assert first[2] in first[1]
+
+
+def test_rich_bars_in_a_notebook_show_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich 15 in ipykernel 7: showing something flushes stdout, which is rich's own and shows what it still holds."""
+    shown: list[str] = []
+
+    def display(part: Any) -> None:
+        sys.stdout.flush()
+        shown.append(part.text)
+
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", ModuleType("IPython.display"))
+    monkeypatch.setattr(sys.modules["IPython.display"], "display", display, raising=False)
+    behind = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", FileProxy(Console(force_jupyter=True), behind))
+    tables.say("first\nsecond")
+    assert "\n".join(shown).split() == ["first", "second"]
+    assert behind.getvalue() == ""
 
 
 def test_what_is_said_starts_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
