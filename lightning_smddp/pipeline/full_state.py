@@ -134,19 +134,6 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
             return module.load_state_dict(state, strict=strict)
 
 
-def share_buffers(module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Every rank gets each buffer's values from the rank that owns it. Collective.
-
-    Another step than that which the module was divided by may use a module without parameters on another rank.
-    """
-    named = dict(module.named_buffers())
-    for source in range(group.size()):
-        names = [name for name, owner in ownership.buffers.items() if owner == source and name in named]
-        if names:
-            buffers = [named[name].detach() for name in names]
-            broadcast_tensors([Spec.of(buffer) for buffer in buffers], buffers, group, source, device)
-
-
 def gather_full(
     module: nn.Module,
     ownership: Ownership,

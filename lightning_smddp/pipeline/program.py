@@ -8,7 +8,7 @@ contiguous range of items.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -93,6 +93,7 @@ class Program:
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
         once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
         cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
+        buffers_used: see :class:`Trace`.
     """
 
     items: list[Item]
@@ -109,6 +110,7 @@ class Program:
     draws: bool = False
     once_a_batch: tuple[str, ...] = ()
     cast_type: torch.dtype | None = None
+    buffers_used: Mapping[str, Set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
@@ -230,6 +232,7 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         draws=trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
         once_a_batch=changes_of_state(trace, modules),
         cast_type=cast_type(trace),
+        buffers_used=trace.buffers_used,
     )
 
 

@@ -132,6 +132,7 @@ class Trace:
     Attributes:
         random_functions: that were called without a bound input.
         changed_buffers: first names of buffers that the step changes.
+        buffers_used: first name of a buffer -> names of the innermost modules whose code uses it; empty for the step's.
         returned: the values that the step returned.
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
         backward_places: where the step starts a backward pass of its own.
@@ -146,6 +147,7 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     random_functions: frozenset[Any] = frozenset()
     changed_buffers: frozenset[str] = frozenset()
+    buffers_used: dict[str, set[str]] = field(default_factory=dict)
     returned: tuple[int, ...] = ()
     draws_in_python: bool = False
     backward_places: list[str] = field(default_factory=list)

@@ -177,6 +177,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         if kind is Kind.LIKE:
             given = given[1:]
+        self._note_buffers(given)
         versions, states = [self._version(t) for t in given], self._random_states(arguments)
         inputs = tuple(dict.fromkeys(v for t in given if (v := self.find(t)) is not None))
         start, overhead = self._now(), self.overhead
@@ -286,6 +287,12 @@ class _Tracer(TorchFunctionMode, Tracking):
                 self.trace.reads_of_batch.append(user_place())
                 for call in self.stack:
                     call.sizes_by_batch = True
+
+    def _note_buffers(self, given: list[Tensor]) -> None:
+        names = [self.buffers.get(id(t)) for t in given]
+        for name in names:
+            if name is not None:
+                self.trace.buffers_used.setdefault(name, set()).add(self.stack[-1].module if self.stack else "")
 
     def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor], fixed: set[int]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""

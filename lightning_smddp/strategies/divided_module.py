@@ -30,13 +30,14 @@ from lightning_smddp.pipeline.materialise import materialise
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.placement import Groups
-from lightning_smddp.pipeline.program import Modules, SplitError, build_program
+from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
 from lightning_smddp.pipeline.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.reference import Reference, seeding
 from lightning_smddp.pipeline.replicas import ReplicaGradients
 from lightning_smddp.pipeline.runtime import PipelineRuntime
+from lightning_smddp.pipeline.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.spans import Recorder
-from lightning_smddp.pipeline.splitting import Resources, follow, is_within
+from lightning_smddp.pipeline.splitting import Resources, Splitting, follow, is_within
 from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
@@ -125,8 +126,9 @@ class DividedModule:
             module, groups, device, options.schedule, len(ranks), of_stage, options.activation_checkpointing, recorder
         )
         self.view = GlobalView(module, ownership, groups.pipeline, device)
+        self.buffers = SharedBuffers(self.view, ownership, ranks)
         self._variants: dict[Any, Variants] = {}
-        staged = self.runtime.stage(self.division.program, self.division.splitting)
+        staged = self._stage(self.division.program, self.division.splitting)
         self._add(step, staged).remember(staged, step, microbatches[-1], len(microbatches) - 1)
         self.findings: list[Finding] = []
         if step.trains and options.check and self.division.reference is not None:
@@ -136,6 +138,10 @@ class DividedModule:
 
     def courses(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
         """The course of ``step`` on each micro-batch. Collective over the pipeline where it is new."""
+        if step.trains:
+            self.buffers.before_training()
+        else:
+            self.buffers.share()
         variants = self._variants.get(step.key)
         draws = variants is None or any(staged.program.draws for staged in variants.steps)
         step.random = self._share_random(self.groups.pipeline) if draws else None
@@ -182,6 +188,7 @@ class DividedModule:
             SplitError: on every rank of the pipeline: it does not fit the stages.
         """
         group = self.groups.pipeline
+        self.buffers.share()
         if step.random is None:
             step.random = self._share_random(group)
         try:
@@ -191,7 +198,11 @@ class DividedModule:
             raise own_error(error) from None
         program = build_program(traced, Modules(traced, self.module), is_within(self._units()))
         require_same(program, group, self.device)
-        return self.runtime.stage(program, follow(program, self.division.homes, self.runtime.num_stages))
+        return self._stage(program, follow(program, self.division.homes, self.runtime.num_stages))
+
+    def _stage(self, program: Program, splitting: Splitting) -> StagedStep:
+        self.buffers.learn(program, splitting)
+        return self.runtime.stage(program, splitting)
 
     def _units(self) -> set[str]:
         """Modules that stay whole in other steps: the units, and modules that the first step did not call."""

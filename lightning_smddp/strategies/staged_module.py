@@ -27,7 +27,6 @@ from lightning_smddp.pipeline.full_state import (
     full_state_dict,
     load_full_state_dict,
     partial_state_dict,
-    share_buffers,
 )
 from lightning_smddp.pipeline.links import find_links
 from lightning_smddp.pipeline.microbatches import MicroBatch
@@ -107,7 +106,6 @@ class StagedModule:
         self._weights: dict[str, Tensor] = {}
         self._plugin: Any = None
         self.lockstep = Lockstep()
-        self._buffers_changed = False  # by training, since all ranks had the same
         self.watching = False  # for NaN and inf in gradients
         self.shown: set[str] = set()  # steps whose table the strategy has printed
         self.marking = True  # see `NonFiniteWatch.marks`
@@ -191,7 +189,7 @@ class StagedModule:
         divided.window.begin(len(microbatches), continues, may_drop, accumulates)
         outputs = self._run(divided, courses, step, microbatches)
         divided.window.set_aside()
-        self._buffers_changed = True
+        divided.buffers.trained = True
         output = self._share(step, outputs)
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
@@ -260,7 +258,6 @@ class StagedModule:
             return self.replicated.evaluate(step.whole(batch))
         if self.divided is None and may_wait and is_whole(self.module, self.device):
             return self._by_itself(step, batch)
-        self._bring_buffers_up_to_date()
         if self.lockstep.has(step):
             return self._in_lockstep(step, batch)
         microbatches = self._microbatches(batch, step)
@@ -289,11 +286,6 @@ class StagedModule:
             self._try(divided, step, self.cutter.pair(batch, microbatches))
         outputs = self._run(divided, courses, step, microbatches)
         return self._share(step, outputs)
-
-    def _bring_buffers_up_to_date(self) -> None:
-        if self.divided is not None and self._buffers_changed:
-            share_buffers(self.module, self.divided.division.ownership, self.groups.pipeline, self.device)
-            self._buffers_changed = False
 
     def _by_itself(self, step: LightningStep, batch: Any) -> Any:
         """The step on the whole batch, by each rank with the whole module."""

@@ -147,6 +147,33 @@ class OnRankZero(Callback):
             module.seen = [float(p.detach().abs().max()) for p in module.parameters()]
 
 
+class Consolidated(Evaluated):
+    """Elastic weight consolidation: buffers that a hook fills, of weights on all stages, and that the step reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, p in self.net.named_parameters():
+            self.register_buffer(f"fisher_{name}".replace(".", "_"), torch.zeros_like(p))
+            self.register_buffer(f"old_{name}".replace(".", "_"), torch.zeros_like(p))
+        self.register_buffer("scale", torch.ones(()))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        pairs = [(name.replace(".", "_"), p) for name, p in self.net.named_parameters()]
+        terms = [getattr(self, f"fisher_{n}") * (p - getattr(self, f"old_{n}")) ** 2 for n, p in pairs]
+        return F.cross_entropy(self.net(batch[0]) * self.scale, batch[1]) + 10 * sum(t.sum() for t in terms)
+
+    def on_train_epoch_end(self) -> None:
+        inputs, labels = next(iter(self.train_dataloader()))
+        with torch.enable_grad():
+            gradients = torch.autograd.grad(F.cross_entropy(self.net(inputs), labels), list(self.net.parameters()))
+        for (name, p), gradient in zip(self.net.named_parameters(), gradients, strict=True):
+            getattr(self, f"fisher_{name}".replace(".", "_")).add_(gradient**2)
+            getattr(self, f"old_{name}".replace(".", "_")).copy_(p.detach())
+
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.scale.mul_(1 + 0.01 * self.net[0].weight.norm())
+
+
 class Samples(Evaluated):
     """Calls the model in hooks, and looks at what it returns."""
 
@@ -302,8 +329,8 @@ def weight_averaging(bench: Bench) -> Any:
 
 
 MODULES = [
-    "MeanTeacher", "ClipsInHook", "LooksAtState", "ClipsOfOptimizer", "LightningsClipping", "Diffusion", "Samples",
-    "Noise", "OwnStep",
+    "MeanTeacher", "ClipsInHook", "LooksAtState", "ClipsOfOptimizer", "LightningsClipping", "Diffusion",
+    "Consolidated", "Samples", "Noise", "OwnStep",
 ]  # fmt: skip
 CASES: list[Case] = [
     *(functools.partial(fit, module=name) for name in MODULES),

@@ -52,6 +52,7 @@ class GlobalView:
         self.serial = 0  # of the next tensor that is made
         self.writes = 0  # a digest of the names of what was written, in order
         self.last_write = ""
+        self.changed_buffers: set[str] = set()  # whose values their owners alone have
         self._trail = 0  # a digest of the operations in this hook so far
         self._alive: weakref.WeakValueDictionary[int, GlobalTensor] = weakref.WeakValueDictionary()
         self._copied: list[Memory] = []  # those with a copy
@@ -207,6 +208,8 @@ class GlobalView:
         if memory.leaf is not None:
             self.writes = zlib.crc32(memory.leaf.encode(), self.writes)
             self.last_write = f"{memory.leaf!r} at {user_place()}"
+            if memory.leaf in self.leaves.buffers:
+                self.changed_buffers.add(memory.leaf)
 
     def set_data(self, target: Tensor, value: Tensor) -> None:
         """``target.data = value``."""

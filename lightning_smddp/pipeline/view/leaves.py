@@ -51,6 +51,7 @@ class Leaves:
         self.view = view
         self.by_name: dict[str, Leaf] = {}
         self.by_id: dict[int, Leaf] = {}
+        self.buffers = frozenset(ownership.buffers)
         for name, parameter in module.named_parameters():
             self._add(name, parameter, ownership.parameters[name])
         for name, buffer in module.named_buffers():
