@@ -85,6 +85,7 @@ class GradientWindow:
             )
         before = {name: p.grad for name, p in self.parameters.items()} if self._old is not None else {}
         if self.replicas is not None:
+            self._set({})  # else what was there before would be taken for what was made
             self.replicas.finish(average=not self._accumulates)
         else:
             self._set(self._made)

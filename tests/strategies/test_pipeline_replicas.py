@@ -60,6 +60,19 @@ def halves(bench: Bench, options: Any = None, **trainer_options: Any) -> Any:
     return bench.fit(Half(), {"pipeline_parallel_size": 2, **(options or {})}, **trainer_options)
 
 
+class Keeping(Half):
+    """A tenth of the gradients stays from step to step."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.1)
+
+
+def kept_gradients(bench: Bench) -> Any:
+    return bench.fit(Keeping(), {"pipeline_parallel_size": 2})
+
+
 def replicas(options: Any = None, **trainer_options: Any) -> Case:
     return functools.partial(halves, options=options or {}, **trainer_options)
 
@@ -74,6 +87,7 @@ FOUR = Matrix(
         replicas(accumulate_grad_batches=2, gradient_clip_val=0.1),
         replicas({"active_microbatches": 2}, accumulate_grad_batches=3),
         replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2),
+        kept_gradients,
     ],
     4,
 )
