@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,21 @@ def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return [given.get(name) for name, alias in aliases if alias is not None and alias.is_write]
 
 
-def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody waits for ``tensor``'s gradient. Remove when a tensor can be asked."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+Hooks: TypeAlias = MutableMapping[int, Callable[[Tensor], Any]]
+
+
+def hooks_of(tensor: Tensor) -> tuple[Hooks | None, Hooks | None]:
+    """What ``register_hook`` and ``register_post_accumulate_grad_hook`` have registered.
+
+    Remove when a tensor can be asked.
+    """
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def install_hooks(tensor: Tensor, before: Sequence[Hooks], post: Sequence[Hooks]) -> None:
+    """Have autograd call what is in the first mapping of each kind, to which those of the others are added."""
+    for name, mappings in (("_backward_hooks", before), ("_post_accumulate_grad_hooks", post)):
+        for other in mappings[1:]:
+            mappings[0].update(other)
+        if mappings and getattr(tensor, name) is not mappings[0]:
+            setattr(tensor, name, mappings[0])

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.tied import TiedGradients
 
 
@@ -27,6 +28,7 @@ class GradientWindow:
         stages: for each parameter the stages of this rank that use it.
         tied: sums over stages on other ranks.
         replicas: averages over replicas; None with one replica.
+        hooks: the users', for which each batch's gradient is kept apart.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class GradientWindow:
         stages: Mapping[str, Sequence[int]],
         tied: TiedGradients,
         replicas: Averaging | None,
+        hooks: ParameterHooks,
     ) -> None:
+        self.hooks = hooks
         self.parameters, self.stages, self.tied, self.replicas = dict(parameters), stages, tied, replicas
         self._old: dict[str, Tensor | None] | None = None  # from before, to add to
         self._made: dict[str, Tensor | None] = {}
@@ -50,6 +54,10 @@ class GradientWindow:
             may_drop: what is in ``.grad`` will be zeroed before it is read; else it is kept until then.
             accumulates: no optimizer step follows.
         """
+        hooked = self.hooks.take(self.parameters) and self.replicas is None
+        if hooked or self.hooks.from_start:
+            continues, may_drop = False, may_drop and not continues
+            accumulates = accumulates and not self.hooks.from_start  # alike on all ranks, which meet if it is False
         self._accumulates, self._keeps, self._old = accumulates, continues, None
         if not continues and not may_drop:
             self._old = {name: None if p.grad is None else p.grad.clone() for name, p in self.parameters.items()}
@@ -96,11 +104,14 @@ class GradientWindow:
                     parameter.grad.mul_(factor)
         if not self._accumulates:
             self.tied.sum()
+        if not self._accumulates or self.replicas is None:
+            self.hooks.on_gradients(self.parameters)
         for name, old in before.items():
             parameter = self.parameters[name]
             if old is not None:
                 parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
         self._old = None
+        self.hooks.behind_accumulation(self.parameters)
 
     def _set(self, gradients: Mapping[str, Tensor | None]) -> None:
         for name, parameter in self.parameters.items():

@@ -249,6 +249,11 @@ def _refuse(trace: Trace) -> None:
             "`torch.distributed`). The ranks of a pipeline are at different places of the step, and would not meet "
             "there."
         )
+    if trace.hooked_places:
+        raise SplitError(
+            f"The step registers a hook on a parameter at {trace.hooked_places[0]}: in a pipeline this would happen "
+            "for each micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
+        )
     if trace.rebound_buffers:
         raise SplitError(
             f"The step replaces buffer {trace.rebound_buffers[0]!r} by another tensor (`self.buffer = ...`), which one "

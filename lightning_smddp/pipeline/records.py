@@ -137,6 +137,7 @@ class Trace:
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
         backward_places: where the step starts a backward pass of its own.
         collective_places: where it calls a collective of its own.
+        hooked_places: where it registers hooks on parameters.
         rebound_buffers: first names of buffers that were replaced by other tensors (`self.buffer = ...`).
         reads_of_batch: where Python code read a value of the batch: sizes or the course may depend on it.
         casts: how often a parameter, by its first name, was copied in which other type.
@@ -152,6 +153,7 @@ class Trace:
     draws_in_python: bool = False
     backward_places: list[str] = field(default_factory=list)
     collective_places: list[str] = field(default_factory=list)
+    hooked_places: list[str] = field(default_factory=list)
     rebound_buffers: tuple[str, ...] = ()
     reads_of_batch: list[str] = field(default_factory=list)
     seconds: float = 0.0

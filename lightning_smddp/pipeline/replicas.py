@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +26,7 @@ from lightning_smddp.communication.models import check_same_model
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
 from lightning_smddp.pipeline.gradient_buckets import GradientBucket, assign_buckets
+from lightning_smddp.pipeline.parameter_hooks import OwnHook
 
 
 class ReplicaGradients:
@@ -196,7 +196,7 @@ class ReplicaGradients:
         self.buckets = assign_buckets(list(trained.values()), int(cap * 2**20))
         self._names = {id(parameter): name for name, parameter in trained.items()}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+            parameter.register_post_accumulate_grad_hook(OwnHook(self._accumulated, name))
             for name, parameter in trained.items()
         ]
 

@@ -320,6 +320,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         return any(value is tensor for module in modules for value in module.__dict__.values())
 
     def _watch(self, tensor: Any) -> None:
+        if id(tensor) in self.parameters:
+            self.trace.hooked_places.append(user_place())
         value = self.find(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
             self.trace.values[value].watched = True

@@ -29,6 +29,7 @@ from lightning_smddp.pipeline.gradient_window import GradientWindow
 from lightning_smddp.pipeline.materialise import materialise
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.ownership import held_parameters
+from lightning_smddp.pipeline.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
 from lightning_smddp.pipeline.python_random import PythonRandom, SharedRandom, from_json, to_json
@@ -79,6 +80,7 @@ class DividedModule:
         weights: values for parameters without memory, by name; else their modules initialise them.
         seed: for that, the same on every rank.
         recorder: see :class:`PipelineRuntime`.
+        hooks: the users' on parameters, set aside.
         known: an earlier division's ``decision``, see :func:`divide`.
 
     Raises:
@@ -100,10 +102,12 @@ class DividedModule:
         weights: dict[str, Tensor],
         seed: int,
         recorder: Recorder | None,
+        hooks: ParameterHooks,
         known: Mapping[str, Any] | None = None,
     ) -> None:
         self.module, self.options, self.groups, self.device = module, options, groups, device
         self._weights, self._seed = weights, seed
+        self.hooks = hooks
         self.division = self._divide(step, microbatches, resources, known)
         if step.trains:
             require_no_state(step, microbatches, self.division.program.once_a_batch, device)
@@ -118,7 +122,8 @@ class DividedModule:
         stages = {name: [stage for stage in self.division.homes[name] if stage in here] for name in held}
         tied_groups = create_tied_groups(ownership, groups.grid.pipelines, timeout)
         self.replicas = self._replicas(held, timeout) if groups.grid.num_replicas > 1 and optimizers else None
-        self.window = GradientWindow(held, stages, TiedGradients(module, ownership, rank, tied_groups), self.replicas)
+        tied = TiedGradients(module, ownership, rank, tied_groups)
+        self.window = GradientWindow(held, stages, tied, self.replicas, hooks)
         of_stage: dict[int, list[nn.Parameter]] = {
             stage: [held[name] for name in held if stage in stages[name]] for stage in here
         }

@@ -45,7 +45,9 @@ def made_whole(divided: DividedModule, device: torch.device) -> bool:
     module = divided.module
     if fits_on_hosts(module, world, device):
         divided.view.close()
+        divided.hooks.take(dict(module.named_parameters()))  # also of absent ones, which lose them
         gather_full(module, divided.division.ownership, divided.groups.pipeline, device, to=CPU)
+        divided.hooks.give_back()
         return True
     leave_in_parts(module, _BY_MEMORY)
     if dist.get_rank() == 0:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp._compat_steps import has_hooks
 from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
@@ -31,6 +30,7 @@ from lightning_smddp.pipeline.full_state import (
 from lightning_smddp.pipeline.links import find_links
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition, require_divisible
+from lightning_smddp.pipeline.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.room import fits_on_devices
@@ -196,7 +196,6 @@ class StagedModule:
 
     def _choose(self, step: LightningStep, batch: Any) -> None:
         """Divide the module by its training step, or leave it whole if that is not possible. Collective."""
-        hooked = any(has_hooks(p) for p in self.module.parameters())  # which do not survive a division that is undone
         try:
             for optimizer in self._optimizers:
                 require_divisible(optimizer)
@@ -204,8 +203,7 @@ class StagedModule:
             self._divide(step, microbatches, self.cutter.pair(batch, microbatches))
         except (SplitError, VerificationError) as error:
             self.divided = None
-            lost = hooked and isinstance(error, VerificationError)
-            if self.options.fallback == "error" or lost or not is_whole(self.module, self.device):
+            if self.options.fallback == "error" or not is_whole(self.module, self.device):
                 raise own_error(error) from None
             self.replicate(str(error))
 
@@ -403,22 +401,28 @@ class StagedModule:
             links,
             step.trains and self._casts_weights(),
         )
-        self.divided = DividedModule(
-            self.module,
-            self.options,
-            self.groups,
-            self.device,
-            self.timeout,
-            step,
-            microbatches,
-            pair,
-            resources,
-            self._optimizers,
-            self._weights,
-            broadcast_json(torch.initial_seed() % 2**31, dist.group.WORLD, self.device),
-            self.recorder,
-            self.known_division,
-        )
+        hooks = ParameterHooks(self.module)
+        try:
+            self.divided = DividedModule(
+                self.module,
+                self.options,
+                self.groups,
+                self.device,
+                self.timeout,
+                step,
+                microbatches,
+                pair,
+                resources,
+                self._optimizers,
+                self._weights,
+                broadcast_json(torch.initial_seed() % 2**31, dist.group.WORLD, self.device),
+                self.recorder,
+                hooks,
+                self.known_division,
+            )
+        except (SplitError, VerificationError):
+            hooks.give_back()
+            raise
         self._weights = {}
         self.cutter.looks_across_rows = not self.divided.weighting.fits
         if self.divided.replicas is not None:

@@ -119,6 +119,49 @@ def gradients_seen(bench: Bench) -> Any:
     return {**bench.fit(model, accumulate_grad_batches=2), "seen": model.norms}
 
 
+class Hooked(Net):
+    """Hooks on parameters, some of which are removed, and come, later. What they do is not linear."""
+
+    def on_fit_start(self) -> None:
+        self.handles = [p.register_hook(lambda g: g.clamp(-0.02, 0.02)) for p in self.parameters()]
+        self.net[4].weight.register_post_accumulate_grad_hook(self.normalise)
+
+    @staticmethod
+    def normalise(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.div_(parameter.grad.norm().clamp(min=0.05))
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            for handle in self.handles[::2]:
+                handle.remove()
+            self.net[0].weight.register_hook(lambda g: 0.01 * g.sign())
+
+
+def hooks_on_parameters(bench: Bench) -> Any:
+    """Also when the module is whole again."""
+    model = Hooked()
+    result = bench.fit(model, accumulate_grad_batches=2)
+    model.zero_grad()
+    model.loss(next(iter(model.train_dataloader()))).backward()
+    return {**result, "behind": [p.grad for p in model.parameters()]}
+
+
+class HooksInStep(Net):
+    """Registers a hook in its first step, which runs as a whole therefore."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if self.trainer.global_step == 0:
+            self.net[0].weight.register_hook(lambda g: g.clamp(-0.02, 0.02))
+        return super().training_step(batch, batch_idx)
+
+
+def hooks_in_step(bench: Bench) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The training step is run as a whole on every rank")
+        return bench.fit(HooksInStep())
+
+
 # ---- precision ----
 
 
@@ -375,6 +418,8 @@ def buffers(bench: Bench) -> Any:
 
 
 CASES = [
+    hooks_on_parameters,
+    hooks_in_step,
     accumulation,
     accumulation_by_epoch,
     clip_by_norm,
