@@ -75,15 +75,21 @@ class Native:
         early = tensor.dtype == torch.float16  # the sum may overflow where the mean does not
         if early:
             tensor.div_(self.world_size)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        averages = not early and self._can_average(tensor)
+        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        work = dist.all_reduce(tensor, operation, group=self.group, async_op=True)
         assert work is not None
         future: Future[Any] = work.get_future()
 
         def mean(done: Future[Any]) -> Tensor:
             done.value()  # raises what the collective raised
-            return tensor if early else tensor.div_(self.world_size)
+            return tensor if early or averages else tensor.div_(self.world_size)
 
         return future.then(mean)
+
+    def _can_average(self, tensor: Tensor) -> bool:
+        """Whether the backend divides on its way, which spares a pass over memory."""
+        return tensor.is_cuda and tensor.is_floating_point() and dist.get_backend(self.group) == "nccl"
 
     def close(self) -> None:
         """Nothing to free: the group belongs to the caller."""
@@ -172,8 +178,10 @@ class TwoLevel:
         return future
 
     def drain(self) -> None:
-        """Wait until nothing is in flight."""
+        """Wait until nothing is in flight; of a device, let the current stream wait."""
         futures.wait(list(self._submitted))
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def shard_layout(self, tensor: Tensor, layout: Layout) -> Layout:
         """What this rank's shard of ``tensor`` consists of."""

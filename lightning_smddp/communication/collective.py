@@ -33,6 +33,8 @@ class Collective:
         width = _width(bounds)
         sent = _padded(tensor, bounds, width)
         if tensor.is_cuda:
+            if tensor.dtype == torch.float16:  # summed as it is: the sum may overflow where the mean does not
+                sent, scale = sent * scale, 1.0
             received = sent.new_empty(width)
             reduce_scatter_single(received, sent, self.group)
         else:
@@ -46,8 +48,11 @@ class Collective:
     def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
         """This rank's shard of ``tensor`` goes into all local ranks' tensors."""
         width = _width(bounds)
-        own = tensor.new_zeros(width)
         shard = tensor[bounds[self.rank] : bounds[self.rank + 1]]
+        if _is_even(bounds):
+            all_gather_single(tensor, shard.clone(), self.group)
+            return
+        own = tensor.new_zeros(width)
         own[: shard.numel()].copy_(shard)
         gathered = tensor.new_empty(width * self.size)
         all_gather_single(gathered, own, self.group)
@@ -63,8 +68,16 @@ def _width(bounds: list[int]) -> int:
     return max(1, *(high - low for low, high in zip(bounds, bounds[1:], strict=False)))
 
 
+def _is_even(bounds: list[int]) -> bool:
+    """Whether all shards are as large, so that nothing has to be padded."""
+    width = _width(bounds)
+    return bounds[-1] == width * (len(bounds) - 1)
+
+
 def _padded(tensor: Tensor, bounds: list[int], width: int) -> Tensor:
-    """The shards of ``tensor``, each padded with zeros to ``width`` elements."""
+    """The shards of ``tensor``, each padded with zeros to ``width`` elements; ``tensor`` itself if none needs it."""
+    if _is_even(bounds):
+        return tensor
     padded = tensor.new_zeros(width * (len(bounds) - 1))
     for rank, part in enumerate(padded.split(width)):
         low, high = bounds[rank], bounds[rank + 1]

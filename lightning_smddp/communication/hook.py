@@ -216,8 +216,6 @@ class GradientSynchronizer:
         """DDP cut the buckets anew (once, after the first step): hand out remembered errors anew. Collective."""
         self._layouts.clear()
         if self._remembers:
-            for algorithm in self._two_level():
-                algorithm.drain()
             self._restore(self._total_errors())
 
     def _two_level(self) -> list[TwoLevel]:
@@ -240,6 +238,8 @@ class GradientSynchronizer:
     def _total_errors(self) -> dict[str, Tensor]:
         """What all ranks together remember, by parameter. Collective."""
         device = self.communicator.device
+        for algorithm in self._two_level():
+            algorithm.drain()  # the buckets before still write what they remember
         mine = torch.zeros(sum(self._numels.values()), device=device)
         for feedback, _ in self._feedbacks():
             mine += torch.cat(list(feedback.totals(self._numels).values())).to(device)
