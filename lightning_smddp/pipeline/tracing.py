@@ -69,6 +69,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.module, self.device, self.known, self.fetch = module, device, known, fetch
         self.inside = False  # a function that was seen
         self.busy = False  # with our own bookkeeping
+        self.lent: dict[int, str] = {}  # by `fetch`, for one operation
         self.overhead = 0.0  # seconds
         self.python_random = PythonRandom(module)
         self.python_states = self.python_random.get()
@@ -224,7 +225,10 @@ class _Tracer(TorchFunctionMode, Tracking):
         if self.fetch is None or not any(id(leaf) in self.parameters for leaf in leaves((args, kwargs))):
             return function(*args, **kwargs)
         args, kwargs = map_leaves(self._fetched, (args, kwargs))
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.lent.clear()
 
     def _is_elsewhere(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and id(leaf) in self.parameters and leaf.device.type != self.device.type
@@ -236,6 +240,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         busy, self.busy = self.busy, True
         value = self.fetch(self.parameters[id(leaf)]).requires_grad_(leaf.requires_grad)
         self.busy = busy
+        self.lent[id(value)] = self.parameters[id(leaf)]
         return value
 
     def _record(
@@ -347,8 +352,9 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def saw_cast(self, tensor: Tensor, result: Tensor) -> None:
         """A copy, maybe in another type, as autocast makes them of weights."""
-        if id(tensor) in self.parameters and result.dtype != tensor.dtype:
-            self.trace.casts[self.parameters[id(tensor)], result.dtype] += 1
+        name = self.parameters.get(id(tensor), self.lent.get(id(tensor)))
+        if name is not None and result.dtype != tensor.dtype:
+            self.trace.casts[name, result.dtype] += 1
 
     def saw_collective(self) -> None:
         """A collective of the user's own."""

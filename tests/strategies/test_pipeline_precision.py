@@ -109,15 +109,21 @@ class Steps(nn.Module):
             return self.second(self.first(x))
 
 
+def lent(root: nn.Module, name: str) -> torch.Tensor:
+    return root.get_parameter(name).detach().clone()
+
+
 @pytest.mark.parametrize(
     ("uses", "kind"),
     [("once", torch.bfloat16), ("twice", None), ("checkpoint", None), ("another type", torch.float16)],
 )
 def test_copies_are_kept_where_that_makes_no_difference(uses: str, kind: torch.dtype | None) -> None:
-    root = Steps(uses)
+    root, cpu = Steps(uses), torch.device("cpu")
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        found = cast_type(trace(lambda: root(torch.randn(2, 4)), root, torch.device("cpu")))
+        found = cast_type(trace(lambda: root(torch.randn(2, 4)), root, cpu))
         assert found == kind
+        if uses != "checkpoint":  # parameters that are lent by other ranks
+            assert cast_type(trace(lambda: root(torch.randn(2, 4)), root, cpu, functools.partial(lent, root))) == kind
         assert may_keep_casts([found], torch.device("cpu")) == (uses == "once")
     assert not may_keep_casts([found], torch.device("cpu"))
 
