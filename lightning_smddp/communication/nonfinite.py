@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from lightning_smddp.communication.errors import NonFiniteGradientError
+from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.messages import gather_json
 
 _SHOWN = 3  # parameters of a rank, in messages
@@ -109,15 +112,21 @@ def bad_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, s
     """Name -> what is wrong, of the gradients that are not finite; None if all are, which takes one look."""
     held = [(name, _values(p.grad)) for name, p in parameters if p.grad is not None]
     held = [(name, values) for name, values in held if values.numel() > 0]
-    sums = [total_of(values) for _, values in held]
-    if not sums or bool(torch.stack(sums).isfinite().all()):
+    if not held or _all_finite([values for _, values in held]):
         return None
     return {name: text for name, values in held if (text := _describe(values)) is not None} or None
 
 
+def _all_finite(tensors: list[Tensor]) -> bool:
+    """One look; finite values that are huge may count as not finite."""
+    if tensors[0].is_cuda:
+        return bool(get_total_norm(tensors, inf).isfinite())  # few kernels
+    return bool(torch.stack([total_of(tensor) for tensor in tensors]).isfinite().all())
+
+
 def agreed(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether any rank has found something. Collective."""
-    flag = torch.tensor(float(found), device=device)
+    flag = from_numbers([found], torch.float32, device)
     dist.all_reduce(flag, group=group)
     return bool(flag > 0)
 

@@ -108,7 +108,7 @@ def _send(value: Any, group: dist.ProcessGroup, src: int, device: torch.device, 
     elif layout.nbytes != cache.notice_nbytes:
         dist.broadcast(_notice(0, cache, device), group=group, group_src=src)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-    buffer[: layout.head] = torch.frombuffer(bytearray(packing.head()), dtype=torch.uint8)
+    buffer[: layout.head].copy_(torch.frombuffer(bytearray(packing.head()), dtype=torch.uint8), non_blocking=True)
     for tensor, offset in zip(packing.tensors, layout.offsets, strict=True):
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
         flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
@@ -132,13 +132,15 @@ def _notice(length: int, cache: HeaderCache, device: torch.device) -> Tensor:
 
 def _receive(group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> Any:
     buffer = _received(cache.notice_nbytes, group, src, device)
-    (length,) = struct.unpack("<q", _bytes(buffer[:8]))
+    head = _bytes(buffer[: 8 + 8 * cache.parsed.get("numbers", 0)])  # reading waits for the device: once, if it can be
+    (length,) = struct.unpack("<q", head[:8])
     if length:
         _take_header(_bytes(_received(length, group, src, device)).decode(), cache)
     if length or cache.nbytes != cache.notice_nbytes:
-        buffer = _received(cache.nbytes, group, src, device)
+        buffer, head = _received(cache.nbytes, group, src, device), head[:8]
     specs, numbers = cache.parsed["tensors"], cache.parsed["numbers"]
-    head = _bytes(buffer[: 8 + 8 * numbers])
+    if len(head) < 8 + 8 * numbers:
+        head = _bytes(buffer[: 8 + 8 * numbers])
     return _Unpacking(head, _tensors(buffer, specs, numbers)).decode(cache.parsed["tree"])
 
 

@@ -51,12 +51,12 @@ def clip_by_norm(
         for name, parameter in parameters.items()
         if parameter.grad is not None and ownership.owner(name) == rank
     ]
-    norm = get_total_norm(counted, norm_type).to(device=device, dtype=torch.float64)
+    norm = get_total_norm(counted, norm_type).to(device=device, dtype=torch.float64, non_blocking=True)
     if norm_type == inf:
         # MAX of nan is not the same on every backend: an inf in its place, and the number of nans beside it
         pair = torch.stack([norm.nan_to_num(inf, posinf=inf), norm.isnan().to(norm)])
         dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-        norm = pair[0] if pair[1] == 0 else pair[0] * float("nan")
+        norm = pair[0].where(pair[1] == 0, float("nan"))
     else:
         norm = norm**norm_type  # in fp64: the squares of large norms overflow fp32
         dist.all_reduce(norm, group=group)
@@ -71,7 +71,7 @@ def clip_by_norm(
     return total
 
 
-def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter, group: dist.ProcessGroup) -> bool:
+def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter, group: dist.ProcessGroup) -> None:
     """If a gradient of any stage is not finite, every rank's ``GradScaler`` will skip the step. Collective.
 
     A ``GradScaler`` looks at the gradients of its own rank only, so without this one stage would skip a step that the
@@ -81,14 +81,9 @@ def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter
         parameters: of this rank in the optimizer.
         placeholder: see ``OptimizerPartition.add_placeholder``; its gradient becomes 0 or inf.
         group: the ranks of this pipeline.
-
-    Returns:
-        Whether some gradient overflowed: the same on every rank.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and p is not placeholder]
     norm = get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients], inf)
     flag = (~norm.isfinite()).to(placeholder).view(1, 1)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    overflowed = bool(flag > 0)
-    placeholder.grad = torch.full_like(flag, inf if overflowed else 0.0)
-    return overflowed
+    placeholder.grad = torch.where(flag > 0, inf, 0.0).to(flag)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.objects import is_plain, parts_of
 
 _SHORT = 64  # bytes of a description that are not hashed
@@ -34,7 +35,7 @@ def fingerprint(value: Any) -> int:
 def same_everywhere(value: Any, group: dist.ProcessGroup, device: torch.device | None = None) -> bool:
     """Whether all ranks of ``group``, whose collectives take tensors of ``device``, have an equal one. Collective."""
     mine = fingerprint(value)
-    votes = torch.tensor([mine, -mine], device=device)
+    votes = from_numbers([mine, -mine], torch.int64, device or torch.device("cpu"))
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
     highest, lowest = votes.tolist()
     return bool(highest == -lowest)

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.objects import describe, hides_something, is_plain
 from lightning_smddp.pipeline.row_ways import Rows, UnclearBatchError, Ways, is_cuttable, take_rows
 from lightning_smddp.pipeline.structure import Members, Path, leaves, members_of, with_members
@@ -350,7 +351,7 @@ def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ..
         stacked = torch.stack(values)
         if not (stacked.is_floating_point() or stacked.is_complex()):
             return stacked.sum()
-        shares = torch.tensor(sizes, dtype=torch.float64, device=stacked.device) / sum(sizes)
+        shares = from_numbers(sizes, torch.float64, stacked.device) / sum(sizes)
         return (stacked * shares.to(stacked.dtype)).sum()
     ratios = {divmod(value.shape[0], size) for value, size in zip(values, sizes, strict=True)}
     if len(ratios) == 1 and next(iter(ratios))[1] == 0 and len({value.shape[1:] for value in values}) == 1:

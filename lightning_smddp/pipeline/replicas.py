@@ -22,6 +22,7 @@ from lightning_smddp.communication.autotune import DEFAULT_BUCKET_MB, Plan, choo
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.models import check_same_model
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
@@ -262,9 +263,9 @@ class ReplicaGradients:
     def _used_by_any(self, used: list[bool]) -> list[bool]:
         if not used or self.communicator.world_size == 1:
             return used
-        flags = torch.tensor(used, dtype=torch.float32, device=self._device)
+        flags = from_numbers(used, torch.float32, self._device)
         dist.all_reduce(flags, group=self.communicator.group)
-        return [flag > 0 for flag in flags.tolist()]
+        return used if all(used) else [flag > 0 for flag in flags.tolist()]  # reading waits for the device
 
 
 class _Held(nn.Module):

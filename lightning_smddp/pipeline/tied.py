@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.ownership import Ownership
 
 TiedGroups = Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -72,11 +73,13 @@ class TiedGradients:
 
 def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
     """In one flat tensor: the gradients, and for each parameter how many holders have one."""
-    holders = parameters[0].new_tensor([parameter.grad is not None for parameter in parameters])
+    has_one = [parameter.grad is not None for parameter in parameters]
+    holders = from_numbers(has_one, parameters[0].dtype, parameters[0].device)
     flat = torch.cat([*(_gradient(parameter).flatten() for parameter in parameters), holders])
     dist.all_reduce(flat, group=group)
     *sums, holders = flat.split([*(parameter.numel() for parameter in parameters), len(parameters)])
-    for parameter, total, count in zip(parameters, sums, holders.tolist(), strict=True):
+    counts: list[float] = [1.0] * len(parameters) if all(has_one) else holders.tolist()  # which waits for the device
+    for parameter, total, count in zip(parameters, sums, counts, strict=True):
         if count == 0:
             continue
         if parameter.grad is None or parameter.grad.is_sparse:

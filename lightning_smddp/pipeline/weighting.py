@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.structure import Path, items
 
@@ -49,25 +50,29 @@ class Weighting:
             return list(microbatches)
         if self.kind == "sum":
             return [replace(microbatch, weight=1.0) for microbatch in microbatches]
-        counts = [self.count(microbatch.value) for microbatch in microbatches]
-        total = sum(count for count in counts if count is not None)
-        if None in counts or not total > 0:
+        found = [count for m in microbatches if (count := self.count(m.value)) is not None]
+        if len(found) < len(microbatches):
             return list(microbatches)
-        return [replace(m, weight=(count or 0.0) / total) for m, count in zip(microbatches, counts, strict=True)]
+        counts: list[float] = torch.stack(found).tolist()  # one question to the device for all of them
+        total = sum(counts)
+        if not total > 0:
+            return list(microbatches)
+        return [replace(m, weight=count / total) for m, count in zip(microbatches, counts, strict=True)]
 
-    def count(self, value: Any) -> float | None:
-        """What a micro-batch counts; None if it has no such tensor."""
+    def count(self, value: Any) -> Tensor | None:
+        """What a micro-batch counts, a scalar on its device; None if it has no such tensor."""
         leaf = next((leaf for path, leaf in items(value) if path == self.path), None)
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             return None
         if leaf.dim() > 1 and self.skip:
             leaf = leaf[:, self.skip :] if self.skip > 0 else leaf[:, : self.skip]
         if self.kind == "entries":
-            return float(leaf.sum(dtype=torch.float64))
-        counted = leaf[leaf != self.ignored]
+            return leaf.sum(dtype=torch.float64)
+        counts = leaf != self.ignored
         if not self.class_weights:
-            return float(counted.numel())
-        return float(counted.new_tensor(self.class_weights, dtype=torch.float64)[counted].sum())
+            return counts.sum(dtype=torch.float64)
+        weights = from_numbers(self.class_weights, torch.float64, leaf.device)
+        return weights[leaf.where(counts, 0)].where(counts, 0.0).sum()
 
     def describe(self) -> str:
         """For the table and for messages."""

@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_smddp.communication.host_numbers import from_numbers
+
 Rule: TypeAlias = Literal["mean", "sum", "max", "min", "last", "loss"]  # "loss": weighted as losses are
 _REDUCTIONS: list[tuple[Callable[..., Any], Rule]] = [
     (torch.mean, "mean"),
@@ -48,7 +50,7 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -
         return stacked.sum() if rule == "sum" else stacked.amax() if rule == "max" else stacked.amin()
     dtype = stacked.dtype if stacked.dtype in (torch.float32, torch.float64) else torch.float32
     precise = torch.float32 if device.type == "mps" else torch.float64
-    shares = torch.tensor(weights, dtype=precise, device=device)
+    shares = from_numbers(weights, precise, device)
     return ((stacked.to(precise) * shares).sum() / sum(weights)).to(dtype)
 
 

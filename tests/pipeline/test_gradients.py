@@ -174,7 +174,8 @@ def scaled_steps(group: dist.ProcessGroup, overflow_on: int | None, ownership: O
             parameter.grad = dict(reference.named_parameters())[name].grad.clone()
         if step == 1 and overflow_on == rank:
             partition.parameters[0].grad.view(-1)[0] = inf
-        overflowed = share_overflow(partition.parameters, placeholder, group)
+        share_overflow(partition.parameters, placeholder, group)
+        overflowed = placeholder.grad.item() == inf
         assert overflowed is (step == 1 and overflow_on is not None)
         scaler.unscale_(optimizer)
         before = [p.detach().clone() for p in partition.parameters]
@@ -209,7 +210,8 @@ def mixed_overflow(group: dist.ProcessGroup, value: float) -> bool:
     if group.rank() == 1:
         parameters[0].grad[0, 1] = value
     placeholder = nn.Parameter(torch.zeros(1, 1))
-    return share_overflow([*parameters, table.weight, placeholder], placeholder, group)
+    share_overflow([*parameters, table.weight, placeholder], placeholder, group)
+    return placeholder.grad.item() == inf
 
 
 @pytest.mark.parametrize(("value", "overflowed"), [(nan, True), (-inf, True), (65504.0, False)])

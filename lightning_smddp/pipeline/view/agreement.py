@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.view.tensor import GlobalViewError
@@ -58,7 +59,8 @@ class Agreement:
         Raises:
             GlobalViewError: on every rank, if two ask for different things.
         """
-        mine = torch.tensor([int(ask), zlib.crc32(f"{detail} {exactly}".encode()), serial], device=self.device)
+        words = [int(ask), zlib.crc32(f"{detail} {exactly}".encode()), serial]
+        mine = from_numbers(words, torch.int64, self.device)
         theirs = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(theirs, mine, group=self.group)
         rows = torch.stack(theirs).tolist()

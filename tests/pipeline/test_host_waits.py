@@ -1,0 +1,99 @@
+"""What is computed on a device stays there: how often each part of a step makes the host wait for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_smddp.communication.nonfinite import bad_gradients
+from lightning_smddp.pipeline.broadcast import HeaderCache, broadcast_structure
+from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.weighting import Weighting
+from lightning_smddp.strategies.step_values import reduce_values
+from tests.ranks import run_ranks
+from tests.simulated_cuda.synchronisations import counted, table
+
+pytestmark = pytest.mark.simulated_cuda
+
+ALLOWED = {
+    "weights by labels": 1,
+    "weights by classes": 1,
+    "weights by a mask": 1,
+    "a logged mean": 0,
+    "tied gradients": 0,
+    "tied gradients, of which one is missing": 1,
+    "overflow": 0,
+    "clipping": 0,
+    "clipping by the largest": 0,
+    "a look at gradients": 1,
+    "a message like the last one": 1,
+}
+
+
+def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """By name; collective over two ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    labels = [MicroBatch(torch.tensor([[1, 2, -100], [0, -100, 2]], device=device), 2, 0.25) for _ in range(4)]
+    module = nn.Linear(3, 2, device=device)
+    ownership = Ownership({"weight": (0, 1), "bias": (0, 1)}, {}, 2)
+    groups = create_tied_groups(ownership, [(0, 1)], timedelta(seconds=20))
+    tied = TiedGradients(module, ownership, group.rank(), groups)
+    module(torch.ones(1, 3, device=device)).sum().backward()
+    parameters = dict(module.named_parameters())
+    placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
+
+    def with_one_missing() -> None:
+        if group.rank() == 1:
+            module.bias.grad = None
+        tied.sum()
+
+    def clip(norm_type: float) -> Any:
+        return clip_by_norm(parameters, ownership, group, 1.0, norm_type, device=device)
+
+    cache, message = HeaderCache(), {"loss": placeholder.detach(), "rows": 2.5, "step": 3}
+
+    def send() -> Any:
+        return broadcast_structure(message, group, 0, device, cache=cache)
+
+    send()
+    values = [torch.tensor(float(number), device=device) for number in range(4)]
+    return {
+        "weights by labels": lambda: Weighting("labels").apply(labels),
+        "weights by classes": lambda: Weighting("labels", class_weights=(1.0, 2.0, 3.0)).apply(labels),
+        "weights by a mask": lambda: Weighting("entries").apply(labels),
+        "a logged mean": lambda: reduce_values("mean", values, [0.25] * 4),
+        "tied gradients": tied.sum,
+        "overflow": lambda: share_overflow(parameters.values(), placeholder, group),
+        "clipping": lambda: clip(2.0),
+        "clipping by the largest": lambda: clip(float("inf")),
+        "a message like the last one": send,
+        "a look at gradients": lambda: bad_gradients(parameters.items()),
+        "tied gradients, of which one is missing": with_one_missing,
+    }
+
+
+def count_each() -> dict[str, Counter[tuple[str, str]]]:
+    found = {}
+    for name, part in parts(torch.device("cuda", dist.get_rank())).items():
+        with counted() as counts:
+            part()
+        found[name] = counts
+    return found
+
+
+def test_the_host_rarely_waits() -> None:
+    for counts in run_ranks(count_each, 2, backend="nccl"):
+        assert set(counts) == set(ALLOWED)
+        for name, found in counts.items():
+            assert found.total() <= ALLOWED[name], f"{name}:\n{table(found)}"
