@@ -21,7 +21,7 @@ from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
 from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.session import Options, Session, check_devices, finish_wrapping
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ class FabricDataParallel(_Base):
         watch = self._session.synchronizers[-1].watch
         watch.on, watch.marks = self._guard.mode != "ignore" and scaler is None, False
         model = super().setup_module(module)
+        finish_wrapping(self.root_device)
         self._session.attach(model)
         if self._session.options.verbose and self.global_rank == 0:
             print_table("smddp: data parallelism", self._session.summary())

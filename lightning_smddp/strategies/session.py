@@ -288,6 +288,12 @@ def _leave(reference: weakref.ref[Session]) -> None:
     gc.collect()
 
 
+def finish_wrapping(device: torch.device) -> None:
+    """Wait for the weights that DDP has just sent: Lightning wraps on a CUDA stream that nothing else waits for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def check_devices(num_processes: int, creates_processes_externally: bool) -> None:
     """Raise ``ValueError`` if ``devices`` contradicts what the launcher started on this node."""
     started = os.environ.get("LOCAL_WORLD_SIZE")

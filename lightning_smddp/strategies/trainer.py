@@ -30,7 +30,7 @@ from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, r
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
-from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.session import Options, Session, check_devices, finish_wrapping
 from lightning_smddp.strategies.sharded import ShardedSaving
 from lightning_smddp.strategies.supervised import Supervised
 from lightning_smddp.strategies.tables import print_table, say
@@ -171,6 +171,7 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
         elif self._session.options.bucket_cap_mb is not None:
             self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
         super().configure_ddp()
+        finish_wrapping(self.root_device)
 
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         if self._session.synchronizers and self._session.synchronizers[-1].watch.marks:

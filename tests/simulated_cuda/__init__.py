@@ -15,12 +15,12 @@ def wanted() -> bool:
 
 def install(devices: int) -> None:
     """Give this process ``devices`` simulated CUDA devices and NCCL. It cannot be undone: for rank processes only."""
-    from tests.simulated_cuda import build, hangs, nccl, synchronisations, torch_cuda
+    from tests.simulated_cuda import build, hangs, nccl, races, synchronisations, torch_cuda
 
     module = build.load(os.environ[VARIABLE])
     torch_cuda.install(module, devices)
     nccl.install(module)
-    module.start(devices, synchronisations.note, hangs.report)
+    module.start(devices, synchronisations.note, hangs.report, synchronisations.where, races.report)
 
 
 def limit_memory(size: int) -> None:

@@ -61,7 +61,14 @@ struct Task {
   std::function<void()> run;
 };
 
+using Clock = std::map<int64_t, uint64_t>;  // stream -> how many of its launches have happened before
+
+void merge(Clock& clock, const Clock& other) {
+  for (const auto& [id, launches] : other) clock[id] = std::max(clock[id], launches);
+}
+
 struct Stream {
+  Clock clock;  // at its end, as far as it has been launched
   std::deque<Task> tasks;
   std::string running;  // what; empty: nothing
   bool has_thread = false;
@@ -72,6 +79,7 @@ struct Stream {
 struct Mark {  // one recording of an event
   int64_t stream;
   bool done = false;
+  Clock clock;
   std::chrono::steady_clock::time_point time;
 };
 
@@ -79,6 +87,7 @@ struct Mark {  // one recording of an event
 std::mutex& streams_mutex = *new std::mutex();
 std::condition_variable& moved = *new std::condition_variable();
 std::map<int64_t, Stream>& streams = *new std::map<int64_t, Stream>();
+Clock host_clock;  // what the host has waited for; threads of the host count as one
 PyObject* on_hang = nullptr;  // called with a description when the host has waited for too long
 double hang_s = 30;
 
@@ -149,11 +158,13 @@ void come_to_its_turn() {
 void synchronise_stream(int64_t id) {
   std::unique_lock<std::mutex> lock(streams_mutex);
   auto& stream = streams[id];
+  merge(host_clock, stream.clock);
   wait_on_host(lock, [&] { return stream.idle(); });
 }
 
 void synchronise_device() {
   std::unique_lock<std::mutex> lock(streams_mutex);
+  for (const auto& [id, stream] : streams) merge(host_clock, stream.clock);
   wait_on_host(lock, [] {
     return std::all_of(streams.begin(), streams.end(), [](const auto& entry) { return entry.second.idle(); });
   });
@@ -167,6 +178,7 @@ Recorded record_on(int64_t id) {
   std::unique_lock<std::mutex> lock(streams_mutex);
   auto mark = std::make_shared<Mark>();
   mark->stream = id;
+  mark->clock = streams[id].clock;
   auto pass = [mark] {
     mark->time = std::chrono::steady_clock::now();
     mark->done = true;
@@ -184,7 +196,9 @@ Recorded record_on(int64_t id) {
 
 void make_wait(int64_t id, const Recorded& mark) {
   std::unique_lock<std::mutex> lock(streams_mutex);
-  if (is_done(mark) || mark->stream == id) return;
+  if (mark == nullptr || mark->stream == id) return;
+  merge(streams[id].clock, mark->clock);
+  if (is_done(mark)) return;
   push(lock, id, {"a wait for stream " + std::to_string(mark->stream), [mark] {
     std::unique_lock<std::mutex> inner(streams_mutex);
     moved.wait(inner, [&] { return is_done(mark); });
@@ -193,6 +207,7 @@ void make_wait(int64_t id, const Recorded& mark) {
 
 void synchronise_with(const Recorded& mark) {
   std::unique_lock<std::mutex> lock(streams_mutex);
+  if (mark != nullptr) merge(host_clock, mark->clock);
   wait_on_host(lock, [&] { return is_done(mark); });
 }
 
@@ -201,6 +216,69 @@ void abandon(int64_t id) {
   streams[id].abandoned = true;
   streams[id].tasks.clear();
   moved.notify_all();
+}
+
+// ---- who reads and writes which memory, and whether that is in order ----
+
+PyObject* on_locate = nullptr;  // returns the caller's source line
+PyObject* on_race = nullptr;    // called with two accesses, of which the first does not wait for the second
+
+struct Access {
+  const char *begin, *end;
+  bool writes;
+  int64_t stream;
+  uint64_t launch;   // its number on the stream
+  std::string what;  // with its line
+};
+
+std::map<const void*, std::vector<Access>>& accesses = *new std::map<const void*, std::vector<Access>>();
+
+thread_local std::string operation;  // the outermost that runs, with its line
+
+// While an operator runs: names it. Those that it is made of have its name.
+struct Operation {
+  bool outermost = operation.empty();
+  explicit Operation(const std::string& name) {
+    if (!outermost) return;
+    py::gil_scoped_acquire gil;
+    py::handle locate(on_locate);
+    operation = name + " at " + locate().cast<std::string>();
+  }
+  ~Operation() { if (outermost) operation.clear(); }
+};
+
+std::string describe(const Access& access) {
+  return "stream " + std::to_string(access.stream) + (access.writes ? " writes: " : " reads: ") + access.what;
+}
+
+// The next launch on stream `id` reads or writes the memory of `tensor`.
+void access(const at::Tensor& tensor, bool writes, int64_t id) {
+  if (tensor.numel() == 0) return;
+  int64_t last = 0;
+  for (int64_t d = 0; d < tensor.dim(); d++) last += (tensor.size(d) - 1) * tensor.stride(d);
+  auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  std::unique_lock<std::mutex> lock(streams_mutex);
+  auto& clock = streams[id].clock;
+  merge(clock, host_clock);
+  Access now{begin, begin + (last + 1) * tensor.itemsize(), writes, id, ++clock[id], operation};
+  auto& others = accesses[tensor.storage().data()];
+  std::string race;
+  for (const auto& other : others) {
+    bool apart = other.end <= now.begin || now.end <= other.begin;
+    bool in_order = clock[other.stream] >= other.launch;
+    if (!apart && !in_order && (writes || other.writes)) race = describe(other);
+  }
+  std::erase_if(others, [&](const Access& other) {  // what the new one stands for as well
+    bool inside = now.begin <= other.begin && other.end <= now.end;
+    return inside && (writes || (!other.writes && other.stream == id));
+  });
+  others.push_back(now);
+  lock.unlock();
+  if (!race.empty()) {
+    py::gil_scoped_acquire gil;
+    py::handle callback(on_race);
+    callback(describe(now), race);
+  }
 }
 
 // ---- memory ----
@@ -232,6 +310,10 @@ struct Memory final : c10::Allocator {
     auto block = blocks.find(data);
     if (block == blocks.end()) return;
     uses[block->second.device].now -= block->second.bytes;
+    {
+      std::lock_guard<std::mutex> streams_lock(streams_mutex);
+      accesses.erase(data);
+    }
     blocks.erase(block);
     free(data);
   }
@@ -409,13 +491,18 @@ at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
-  if (to.is_cuda() != from.is_cuda() && from.numel() > 0) {
+  Operation named("copy_");
+  bool waits = false;
+  if (to.is_cuda() != from.is_cuda() && from.numel() > 0 && !quiet) {
     const auto& host = to.is_cuda() ? from : to;
-    bool waits = !non_blocking || !pinned.holds(host.const_data_ptr());
+    waits = !non_blocking || !pinned.holds(host.const_data_ptr());
     if (to.is_cuda() && non_blocking && host.nbytes() <= kStaged) waits = false;
     if (waits) synchronised(to.is_cuda() ? "copy from the host" : "copy to the host");
   }
   come_to_its_turn();
+  if (from.is_cuda()) access(from, false, current_stream);
+  if (to.is_cuda()) access(to, true, current_stream);
+  if (waits) synchronise_stream(current_stream);
   on_host(to).copy_(on_host(from));
   return to;
 }
@@ -427,15 +514,16 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
   Quiet device;
-  come_to_its_turn();
+  at::Tensor target = to;
   if (to.sizes() != from.sizes()) to.resize_(from.sizes());
-  on_host(to).copy_(on_host(from));
-  return to;
+  return copy_(target, from, false);
 }
 
 at::Scalar item(const at::Tensor& tensor) {
+  Operation named("item");
   synchronised("item");
-  come_to_its_turn();
+  access(tensor, false, current_stream);
+  synchronise_stream(current_stream);
   return on_host(tensor).item();
 }
 
@@ -476,6 +564,7 @@ void refuse_mixed_devices(const c10::OperatorHandle& op, torch::jit::Stack* stac
 }
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Operation named(op.schema().name());
   refuse_mixed_devices(op, stack);
   if (kWaiting.count(op.schema().name())) synchronised(op.schema().name().c_str());
   come_to_its_turn();
@@ -515,14 +604,20 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace simulated;
   simulated::take_the_place_of_torchs_hooks();
-  m.def("start", [](int64_t devices, py::object synchronising, py::object hanging) {
+  m.def("start", [](int64_t devices, py::object synchronising, py::object hanging, py::object locating, py::object racing) {
     device_count = devices;
     on_synchronise = synchronising.release().ptr();
     on_hang = hanging.release().ptr();
+    on_locate = locating.release().ptr();
+    on_race = racing.release().ptr();
   });
   m.def("synchronised", [](const std::string& kind) { synchronised(kind.c_str()); });
   m.def("synchronise_device", &synchronise_device);
   m.def("synchronise_stream", &synchronise_stream);
+  m.def("access", [](const at::Tensor& tensor, bool writes, int64_t id, const std::string& what) {
+    Operation named(what);
+    access(tensor, writes, id);
+  });
   m.def("abandon", &abandon, py::call_guard<py::gil_scoped_release>());
   m.def("set_hang_limit", [](double seconds) { hang_s = seconds; });
   m.def("launch", [](int64_t id, const std::string& what, py::function function) {

@@ -56,6 +56,8 @@ class Call:
 
     name: str
     begin: Callable[[], Any]
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
     result: Any
     finish: Callable[[], None] | None = None
 
@@ -170,8 +172,15 @@ class Communicators(dist.ProcessGroup):
                     call.finish()
             watchdog.finished(entry)
 
+        for call in calls:
+            for tensor in call.reads:
+                _device.access(tensor, False, stream.stream_id, call.name)
+            for tensor in call.writes:
+                _device.access(tensor, True, stream.stream_id, call.name)
         _device.launch(stream.stream_id, f"{names} at {where()}", run)
-        future: Future[Any] = Future(devices=[torch.device("cuda", torch.cuda.current_device())])
+        tensors = [tensor for call in calls for tensor in (*call.reads, *call.writes)]
+        device = tensors[0].device if tensors else torch.device("cuda", torch.cuda.current_device())
+        future: Future[Any] = Future(devices=[device])
         with torch_cuda.stream(stream):
             future.set_result(calls[-1].result if calls else [])
         return _create_work_from_future(future)
@@ -235,7 +244,7 @@ class SimulatedNCCL(Communicators):
                 for tensor in memory:
                     tensor.div_(self._size)
 
-        return self._do(Call("all_reduce", lambda: self._gloo.allreduce(memory, options), tensors, finish))
+        return self._do(Call("all_reduce", lambda: self._gloo.allreduce(memory, options), [], tensors, tensors, finish))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         self._start_coalescing(None)
@@ -245,45 +254,50 @@ class SimulatedNCCL(Communicators):
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         memory = [_memory(tensor) for tensor in tensors]
-        return self._do(Call("broadcast", lambda: self._gloo.broadcast(memory, opts), tensors))
+        reads, writes = (tensors, []) if opts.rootRank == self._rank else ([], tensors)
+        return self._do(Call("broadcast", lambda: self._gloo.broadcast(memory, opts), reads, writes, tensors))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         memory = [_memory(tensor) for tensor in tensors]
-        return self._do(Call("reduce", lambda: self._gloo.reduce(memory, opts), tensors))
+        return self._do(Call("reduce", lambda: self._gloo.reduce(memory, opts), [], tensors, tensors))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         gathered, memory = [[_memory(tensor) for tensor in row] for row in outputs], [_memory(t) for t in inputs]
-        return self._do(Call("all_gather", lambda: self._gloo.allgather(gathered, memory), outputs))
+        writes = [tensor for row in outputs for tensor in row]
+        return self._do(Call("all_gather", lambda: self._gloo.allgather(gathered, memory), inputs, writes, outputs))
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        gathered, memory = [list(_memory(output).chunk(self._size))], [_memory(tensor)]
-        return self._do(Call("all_gather_single", lambda: self._gloo.allgather(gathered, memory), [output]))
+        parts, memory = list(_memory(output).chunk(self._size)), _memory(tensor)
+        return self._single("all_gather_single", lambda: self._gloo.allgather([parts], [memory]), tensor, output)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
-        own, memory = [_memory(output)], [list(_memory(tensor).chunk(self._size))]
-        return self._do(Call("reduce_scatter_single", lambda: self._gloo.reduce_scatter(own, memory), [output]))
+        own, parts = _memory(output), list(_memory(tensor).chunk(self._size))
+        return self._single("reduce_scatter_single", lambda: self._gloo.reduce_scatter([own], [parts]), tensor, output)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, to: Any, of: Any, opts: Any = None) -> Any:
         own, memory = _memory(output), _memory(tensor)
-        return self._do(Call("all_to_all_single", lambda: self._gloo.alltoall_base(own, memory, to, of), [output]))
+        return self._single("all_to_all_single", lambda: self._gloo.alltoall_base(own, memory, to, of), tensor, output)
 
     # torch up to 2.12 calls them so
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
+    def _single(self, name: str, begin: Callable[[], Any], tensor: Tensor, output: Tensor) -> Any:
+        return self._do(Call(name, begin, [tensor], [output], [output]))
+
     def barrier(self, opts: Any = None) -> Any:
         """NCCL's blocks the host until the device has come there."""
-        work = self._do(Call("barrier", self._gloo.barrier, []))
+        work = self._do(Call("barrier", self._gloo.barrier, [], [], []))
         _device.synchronised("barrier")
         _device.synchronise_stream(self._streams[EVERYBODY].stream_id)
         return work
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
         memory = [_memory(tensor, point_to_point=True) for tensor in tensors]
-        return self._do(Call(f"send to {to}", lambda: self._gloo.send(memory, to, tag), tensors), to)
+        return self._do(Call(f"send to {to}", lambda: self._gloo.send(memory, to, tag), tensors, [], tensors), to)
 
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> Any:
         memory = [_memory(tensor, point_to_point=True) for tensor in tensors]
-        return self._do(Call(f"recv from {of}", lambda: self._gloo.recv(memory, of, tag), tensors), of)
+        return self._do(Call(f"recv from {of}", lambda: self._gloo.recv(memory, of, tag), [], tensors, tensors), of)
 
 
 def _memory(tensor: Tensor, point_to_point: bool = False) -> Tensor:

@@ -53,7 +53,7 @@ def table(counts: Counter[tuple[str, str]]) -> str:
 
 def where() -> str:
     """The innermost line of this package among the callers; else the innermost that is not torch's."""
-    frame = sys._getframe(1)
+    frame = sys._getframe().f_back
     first = ""
     while frame is not None:
         code = frame.f_code
@@ -62,5 +62,5 @@ def where() -> str:
         if not first and not any(part in code.co_filename for part in _SKIPPED):
             name = code.co_filename.rpartition("site-packages/")[2].removeprefix(_ROOT + "/")
             first = f"{name}:{frame.f_lineno} {code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return first or "(no Python line)"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests import simulated_cuda
 from tests.ranks import RanksFailedError, run_ranks, run_trainer_ranks
 from tests.simulated_cuda.hangs import SimulatedHangError
+from tests.simulated_cuda.races import SimulatedRaceError
 from tests.simulated_cuda.synchronisations import counted
 
 pytestmark = pytest.mark.simulated_cuda
@@ -113,6 +114,28 @@ def host_does_not_wait(own: torch.device) -> float:
     return enqueued
 
 
+def waits_are_needed(own: torch.device) -> None:
+    """What another stream has written is read only after a wait for it; the same with NCCL's streams."""
+    tensor, side = torch.zeros(4, device=own), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        with pytest.raises(SimulatedRaceError) as caught:
+            tensor.add_(1)
+        side.wait_stream(torch.cuda.default_stream())
+        tensor.add_(1)
+        done = side.record_event()
+    assert str(caught.value).count("test_device.py") == 2
+    with pytest.raises(SimulatedRaceError, match=r"now:    stream 0 reads.*\n.*before: stream 2 writes"):
+        tensor[:1] + 1
+    torch.cuda.current_stream().wait_event(done)
+    total = tensor.clone()
+    work = dist.all_reduce(total, async_op=True)
+    tensor + 1  # other memory
+    with pytest.raises(SimulatedRaceError, match=r"now:    .*aten::add at.*\n    before: .*all_reduce at"):
+        total + 1
+    work.wait()
+    assert (total + 1).tolist() == [3.0] * 4
+
+
 def exchange_in_a_batch(own: torch.device) -> None:
     """Send and receive coalesced, which one after the other would wait for each other."""
     rank = dist.get_rank()
@@ -128,6 +151,7 @@ def nccl_body() -> float:
     assert dist.get_backend() == "nccl"
     refuse_tensors(own)
     enqueued = host_does_not_wait(own)
+    waits_are_needed(own)
     exchange_in_a_batch(own)
     return enqueued
 
