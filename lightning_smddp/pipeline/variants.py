@@ -78,6 +78,7 @@ class Variants:
     train: bool
     _courses: dict[str, list[tuple[tuple[str, ...] | None, Course]]] = field(default_factory=dict)
     _now: dict[str, Course] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
+    unforeseen: bool = False  # a course was found since this was False that shapes do not explain
     _unrehearsed: bool = False  # code that cannot be run with ghosts alone
     _parameters: list[nn.Parameter] = field(init=False)
 
@@ -103,10 +104,12 @@ class Variants:
         for known, course in self._courses.get(key, []):
             if self._unrehearsed or self._rehearse(course, step, microbatch, index) == known:
                 return self._take(key, course)
+        self.unforeseen |= key in self._courses
         for staged in self.steps:
             shapes = self.runtime.survey(staged, step, microbatch, self.train, index)
             if shapes is not None:
                 return self._keep(key, (staged, shapes), step, microbatch, index)
+        self.unforeseen = True
         staged = self.retrace(step, microbatch, index)
         self.steps.append(staged)
         return self.remember(staged, step, microbatch, index)

@@ -92,6 +92,12 @@ class BatchCutter:
             return step.hook != "predict_step"  # which has no loss
         return self.options.num_microbatches == 1
 
+    def consequence(self) -> str:
+        """What becomes of batches where the loss looks across rows, for messages."""
+        if self.options.num_microbatches is None:
+            return "From here on each batch runs as one micro-batch: right, but without overlap of stages."
+        return "The num_microbatches that you gave is used: num_microbatches=1 has the numbers of one process."
+
     def learn(self, step: LightningStep, rows_first: bool) -> None:
         """Rows of batches of ``step`` come first, or not."""
         self._rows_first[step.key] = rows_first

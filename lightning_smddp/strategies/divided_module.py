@@ -172,6 +172,12 @@ class DividedModule:
             end = broadcast_json(to_json(step.random.end), self.groups.pipeline, self.device, self.runtime.last_rank)
             step.random.sources.set(from_json(end))
 
+    def take_unforeseen(self, step: LightningStep) -> bool:
+        """Whether ``step`` took a course, since this was asked, that the shapes of its batches do not explain."""
+        variants = self._variants[step.key]
+        unforeseen, variants.unforeseen = variants.unforeseen, False
+        return unforeseen
+
     def try_out(self, step: LightningStep, microbatch: MicroBatch) -> StepResults:
         """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective."""
         with untouched(self.module, self.device):
@@ -238,10 +244,10 @@ class DividedModule:
             return Weighed(warnings=[] if warning is None else [warning])
         buffers = sorted({name for item in self.division.program.items for name in item.buffers})
         is_auto = self.options.num_microbatches is None
-        weighing = Weighing(self.module, self.device, step, pair, self._is_exact(), buffers, is_auto)
+        weighing = Weighing(self.module, self.device, step, pair, self.is_exact(), buffers, is_auto)
         return Weighed.from_json(first_decides(lambda: weighing.run().to_json(), world, self.device))
 
-    def _is_exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Whether all floating-point values of the step have at least 32 bits."""
         values = self.division.program.values
         return all(value.dtype.itemsize >= 4 for value in values if value.dtype.is_floating_point)
@@ -345,7 +351,7 @@ class DividedModule:
         """
         division = self.division
         assert division.reference is not None
-        reference, tolerance = division.reference, EXACT if self._is_exact() else MIXED
+        reference, tolerance = division.reference, EXACT if self.is_exact() else MIXED
         self.findings = compare(
             division.program.items,
             division.stage_of_item,

@@ -62,6 +62,10 @@ class LightningStep:
         """Which step this is: its name, and the index of its dataloader where Lightning gives one."""
         return self.hook, self.arguments[1:]
 
+    def place(self) -> str:
+        """For messages."""
+        return f"batch {self.arguments[0]} of epoch {self.module.current_epoch}" if self.arguments else "this batch"
+
     def unscaled(self) -> LightningStep:
         """The same step with its loss as it is."""
         step = LightningStep(self.module, self.hook, self.arguments, self.precision, self.capture)

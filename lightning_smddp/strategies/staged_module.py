@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.strategies.batch_cutting import BatchCutter
+from lightning_smddp.strategies.course_trials import misfit
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
 from lightning_smddp.strategies.hand_over import factor_of
@@ -178,7 +180,7 @@ class StagedModule:
         """
         batch = self.agreement.agree(batch, "training_step")
         step = self._step("training_step", arguments, scale)
-        if self.divided is None and self.replicated is None:
+        if is_first := self.divided is None and self.replicated is None:
             self._choose(step, batch)
         if self.replicated is not None:
             return self.replicated.train(step.whole(batch), self._place(arguments), accumulates)
@@ -186,6 +188,9 @@ class StagedModule:
         assert divided is not None
         microbatches = self._microbatches(batch, step)
         courses = divided.courses(step, microbatches)
+        if divided.take_unforeseen(step) and not is_first and self._misfits(divided, step, batch, microbatches):
+            microbatches = self._microbatches(batch, step)
+            courses = divided.courses(step, microbatches)
         divided.window.begin(len(microbatches), continues, may_drop, accumulates)
         outputs = self._run(divided, courses, step, microbatches)
         divided.window.set_aside()
@@ -193,6 +198,23 @@ class StagedModule:
         output = self._share(step, outputs)
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
+
+    def _misfits(
+        self, divided: DividedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
+    ) -> bool:
+        """Whether batches have to be cut in another way, as the weights of micro-batches fit no more. Collective."""
+        pair = self.cutter.pair(batch, microbatches)
+        if pair is None or not self.options.check or not divided.weighting.fits:
+            return False
+        problem = misfit(divided, step.unscaled(), pair)
+        divided.take_unforeseen(step)  # of the trial
+        if problem is None:
+            return False
+        divided.weighting = replace(divided.weighting, fits=False)
+        self.cutter.looks_across_rows = True
+        if dist.get_rank() == 0:
+            warnings.warn(f"{problem} {self.cutter.consequence()}", stacklevel=2)
+        return True
 
     def _choose(self, step: LightningStep, batch: Any) -> None:
         """Divide the module by its training step, or leave it whole if that is not possible. Collective."""

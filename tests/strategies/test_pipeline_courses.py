@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -66,6 +68,29 @@ def selected(bench: Bench) -> Any:
     return bench.fit(Selected(layers=5))
 
 
+class Rehearsed(Net):
+    """Rows of earlier batches join each batch once there are any: weights that fit the first batch fit no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: list[list[Tensor]] = []
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return super().loss([torch.cat(parts) for parts in zip(batch, *self.memory[:1], strict=True)])
+
+    def on_train_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self.memory.append([part[:2] for part in batch])
+
+
+def rehearsed(bench: Bench) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = bench.fit(Rehearsed())
+    said = [str(warning.message) for warning in caught if "does something else than" in str(warning.message)]
+    assert len(said) == (bench.pipeline is not None and torch.distributed.get_rank() == 0), said
+    return result
+
+
 CASES = [numbered, mixed, selected]
 TWO = Matrix(CASES, pipeline={"num_microbatches": 4})
 
@@ -74,3 +99,9 @@ TWO = Matrix(CASES, pipeline={"num_microbatches": 4})
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     TWO.compare(case)
+
+
+@pytest.mark.slow
+def test_weights_that_fit_no_more() -> None:
+    """The rest of training has one micro-batch for each batch."""
+    Matrix([rehearsed]).compare(rehearsed)
