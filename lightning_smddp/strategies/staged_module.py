@@ -535,9 +535,9 @@ class StagedModule:
         plain = getattr(optimizer, "optimizer", optimizer)
         partition = next((p for p in self._partitions if p.optimizer is plain), None)
         if partition is None:
-            if not gather and not self._speaks():
-                return {}
             state: dict[str, Any] = plain.state_dict()
+            if not gather and not self._speaks():
+                return {**state, "state": {}}
             if self._states is not None:  # loaded, but not divided yet
                 state["state"] = self._states[self._optimizers.index(plain)]["state"]
             return state
