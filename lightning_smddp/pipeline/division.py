@@ -26,15 +26,12 @@ from lightning_smddp.pipeline.splitting import (
     neighbour_stage,
     partition,
 )
+from lightning_smddp.pipeline.together import StepFailedError, Together
 from lightning_smddp.pipeline.tracing import Trace, trace
 from lightning_smddp.pipeline.untouched import kept_parameters, untouched
 
 CHECK_SEED = 20240229
 _REFERENCE_RUNS = 3  # of one micro-batch, for its times
-
-
-class StepFailedError(SplitError):
-    """The step itself raised something while it was run for nothing: on this rank its cause, or on another one."""
 
 
 def own_error(error: Exception) -> BaseException:
@@ -96,12 +93,18 @@ def record(
     fetch: Callable[[str], Tensor] | None = None,
 ) -> Trace:
     """Trace ``step`` on every rank; see :func:`trace`. Collective: an error on one rank is raised on all."""
+    together = Together(group, device)
+
+    def fetch_together(name: str) -> Tensor:
+        assert fetch is not None
+        together.meet(f"parameter {name!r}")
+        return fetch(name)
 
     def attempt() -> Trace:
         with untouched(root, device), kept_parameters(root):
-            return trace(step, root, device, fetch)
+            return trace(step, root, device, None if fetch is None else fetch_together)
 
-    return _together(attempt, group, device)
+    return together.run(attempt)
 
 
 def divide(
@@ -282,23 +285,6 @@ def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: t
     if "error" in answer:
         raise SplitError(answer["error"])
     return answer["value"]
-
-
-def _together(attempt: Callable[[], Trace], group: dist.ProcessGroup, device: torch.device) -> Trace:
-    """What ``attempt`` returns, if no rank fails. Collective."""
-    result, failure = None, None
-    try:
-        result = attempt()
-    except Exception as error:
-        failure = error
-    texts = gather_json(None if failure is None else repr(failure), group, device)
-    rank = next((rank for rank, text in enumerate(texts) if text is not None), None)
-    if isinstance(failure, SplitError):
-        raise failure
-    if rank is not None:
-        raise StepFailedError(f"The step failed on rank {rank} while it was traced: {texts[rank]}") from failure
-    assert result is not None
-    return result
 
 
 def _item_seconds(program: Program, reference: Reference | None) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_smddp._compat import DispatchMode, storage_key
 from lightning_smddp._compat_steps import registered_buffers, written_arguments
+from lightning_smddp.pipeline.ghosts import Ghost
 from lightning_smddp.pipeline.structure import leaves
 
 _STRUCTURE = {"_parameters", "_buffers", "_modules"}
@@ -31,7 +32,8 @@ def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
     """
     attributes = [(module, _attributes(module)) for module in root.modules()]
     buffers = [(b, b.clone()) for b in root.buffers() if b.device.type != "meta"]
-    registered = [(own, dict(own)) for own in map(registered_buffers, root.modules())]
+    plain = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    registered = [(own, dict(own)) for own in map(registered_buffers, plain)]  # scripted ones cannot be replaced
     gradients = [(p, p.grad) for p in root.parameters()]
     contents = [(p, p.data) for p in root.parameters() if not is_lazy(p) and not p.is_meta]
     python, numpy = random.getstate(), sys.modules.get("numpy")
@@ -104,6 +106,8 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 def _members(value: Any) -> Any:
     if type(value) in (list, dict, set, OrderedDict):  # hooks of modules are in the last
         return value.copy()
+    if type(value) is Ghost:  # a step has set it on a stage that has no values for it
+        return None
     if isinstance(value, Tensor) and not value.requires_grad and value.device.type != "meta":
         return value.clone()  # the state of a metric, say
     return None

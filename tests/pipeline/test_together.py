@@ -1,0 +1,84 @@
+"""Ranks that trace a step together: nobody waits for one that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_smddp.pipeline.ghosts import Shape, Shapes
+from lightning_smddp.pipeline.program import SplitError
+from lightning_smddp.pipeline.together import Together
+from lightning_smddp.pipeline.untouched import untouched
+from tests.ranks import run_in_threads
+
+CPU = torch.device("cpu")
+
+
+def same(rank: int, meet: Callable[[str], None]) -> None:
+    for place in "abc":
+        meet(place)
+
+
+def fails_first(rank: int, meet: Callable[[str], None]) -> None:
+    meet("a")
+    if rank == 1:
+        raise KeyError("mine")
+    meet("b")
+
+
+def returns_early(rank: int, meet: Callable[[str], None]) -> None:
+    if rank == 0:
+        meet("a")
+
+
+def elsewhere(rank: int, meet: Callable[[str], None]) -> None:
+    meet(f"place {rank}")
+
+
+def swallows(rank: int, meet: Callable[[str], None]) -> None:
+    try:
+        fails_first(rank, meet)
+    except SplitError:
+        meet("c")
+
+
+def body(group: dist.ProcessGroup, attempt: Callable[..., Any]) -> str:
+    together = Together(group, CPU)
+    try:
+        together.run(lambda: attempt(group.rank(), together.meet))
+    except SplitError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (same, "fine"),
+        (fails_first, "The step failed on rank 1 while it was traced: KeyError('mine')"),
+        (swallows, "The step failed on rank 1 while it was traced: KeyError('mine')"),
+        (returns_early, "another course on each rank: while it was traced it came to a on rank 0, its end on rank 1"),
+        (elsewhere, "another course on each rank: while it was traced it came to place 0 on rank 0"),
+    ],
+)
+def test_what_ends_one_ends_all(attempt: Callable[..., Any], message: str) -> None:
+    for told in run_in_threads(body, 2, attempt):
+        assert message in told
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_what_cannot_be_put_back_is_left() -> None:
+    """Attributes that a step has set to tensors of another stage; buffers of scripted modules."""
+    root = nn.ModuleDict({"norm": torch.jit.script(nn.BatchNorm1d(2)), "kept": nn.Identity()})
+    ghost = Shapes({0: Shape((2,), (1,), torch.float32, True)}).ghost(0)
+    root["kept"].shown = ghost
+    with untouched(root, CPU):
+        root["norm"](torch.randn(4, 2))
+        root["kept"].shown = None
+    assert root["kept"].shown is ghost
+    assert root["norm"].num_batches_tracked == 0
