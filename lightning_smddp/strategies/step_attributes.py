@@ -49,6 +49,12 @@ class AttributeWatch:
                 tails[place] = found[length:]
         return tails
 
+    def assigned(self) -> list[Any]:
+        """What attributes were set to."""
+        own = vars(self.module)
+        names = [name for name in own if name not in self.ignored]
+        return [own[name] for name in names if own[name] is not self.attributes.get(name, _MISSING)]
+
     def undo(self) -> Changes:
         """Put the attributes back, and say what had changed."""
         changes = Changes(appended=self.growth())

@@ -168,7 +168,7 @@ class StepCapture:
         """
         if self._running is not None:
             record, watch = self._running
-            kept = leaves((record.touched, list(watch.growth().values()), output))
+            kept = leaves((record.touched, list(watch.growth().values()), watch.assigned(), output))
             _touch([leaf for leaf in kept if isinstance(leaf, Tensor) and id(leaf) not in record.sources])
         return output
 

@@ -91,7 +91,23 @@ def rehearsed(bench: Bench) -> Any:
     return result
 
 
-CASES = [numbered, mixed, selected]
+class Kept(Net):
+    """An attribute shows what the first stage made; the loss does not need it."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:2](batch[0])
+        self.codes = x.argmax(1)
+        return F.cross_entropy(self.net[2:](x), batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses += self.codes.tolist()
+
+
+def kept(bench: Bench) -> Any:
+    return bench.fit(Kept(layers=5), {"split": ["net.4"]})
+
+
+CASES = [numbered, mixed, selected, kept]
 TWO = Matrix(CASES, pipeline={"num_microbatches": 4})
 
 
