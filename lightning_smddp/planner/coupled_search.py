@@ -79,7 +79,7 @@ def solve_coupled(costs: StageCosts, slowest: int, memory_limit: int | None) -> 
 
 def _fastest_fitting(costs: StageCosts, slowest: int, limit: int) -> tuple[CoupledSearch, Cuts, bool] | None:
     """Search over the smallest slowest stage that fits; cuts that have it; whether it is proven the smallest."""
-    loosest = costs.compute[-1] + 2 * max(max(entry) for entry in costs.entry)
+    loosest = costs.compute[-1] + 2 * max(map(max, costs.busy)) + max(map(max, costs.late))
     low = high = slowest
     widen = WIDEN
     is_proven = True

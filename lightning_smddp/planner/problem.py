@@ -110,13 +110,16 @@ class StageCosts:
 
     A stage k of the items i .. j-1 takes
 
-        max(sum of forward_s + backward_s of its items + unhidden * (boundary(i) + boundary(j)),
-            boundary(i) + boundary(j))
+        sum of forward_s + backward_s of its items + busy(i) + busy(j) + max(late(i), late(j))
+        busy(i) = unhidden * boundary(i)
+        late(i) = max(0, (1 - unhidden) * boundary(i) - the mean stage's forward_s + backward_s)
         boundary(i) = 2 * (latency_s + cut_bytes[i] / bytes_per_s)
 
     picoseconds for a micro-batch, each boundary with its own link: at each of its two boundaries the activations pass
-    one way and their gradients the other, and both ends are charged for what computing does not hide. A boundary
-    between two stages of one rank costs nothing; nor does the start of the first stage or the end of the last.
+    one way and their gradients the other, and both ends are charged: for the share in which a rank cannot compute, and
+    for what is left of the rest, which runs beside computing and beside the other boundary's. (Set off against the
+    stage's own time instead of the mean, slow links would make uneven stages as good as even ones.) A boundary between
+    two stages of one rank costs nothing; nor does the start of the first stage or the end of the last.
 
     It holds ``in_flight[k]`` times the activations of its items, and each parameter that they name once.
     """
@@ -139,8 +142,8 @@ class StageCosts:
         self.is_allowed = [0 < i < len(items) and size < math.inf for i, size in enumerate(problem.cut_bytes)]
         self.is_sent = [a != b for a, b in zip(problem.rank_of_stage, problem.rank_of_stage[1:], strict=False)]
         links = [link if sent else None for link, sent in zip(self._links(), self.is_sent, strict=True)]
-        self.entry = [self._boundary(link, 1.0) for link in (None, *links, None)]
-        self.unhidden = [self._boundary(link, link.unhidden if link else 0.0) for link in (None, *links, None)]
+        self.busy = [self._boundary(link, link.unhidden if link else 0.0) for link in (None, *links, None)]
+        self.late = [self._late(link) for link in (None, *links, None)]
 
     def _links(self) -> Sequence[Link | None]:
         return self.problem.links or [None] * (self.num_stages - 1)
@@ -151,6 +154,11 @@ class StageCosts:
         if link is None:
             return [0] * len(sizes)
         return [0 if math.isinf(size) else round(2 * share * link.seconds(size) * PICOSECONDS) for size in sizes]
+
+    def _late(self, link: Link | None) -> list[int]:
+        """What the mean stage does not hide of the rest."""
+        mean = self.compute[-1] // self.num_stages
+        return [max(0, rest - mean) for rest in self._boundary(link, 1 - link.unhidden if link else 0.0)]
 
     def _tied_table(self) -> list[list[int]]:
         """``table[j][i]``: bytes of the tied parameters that the items i .. j-1 name."""
@@ -168,8 +176,9 @@ class StageCosts:
 
     def seconds(self, stage: int, start: int, end: int) -> int:
         """Picoseconds of ``stage`` when it has the items ``start`` .. ``end - 1``."""
-        busy = self.compute[end] - self.compute[start] + self.unhidden[stage][start] + self.unhidden[stage + 1][end]
-        return max(busy, self.entry[stage][start] + self.entry[stage + 1][end])
+        busy = self.busy[stage][start] + self.busy[stage + 1][end]
+        late = max(self.late[stage][start], self.late[stage + 1][end])
+        return self.compute[end] - self.compute[start] + busy + late
 
     def untied_bytes(self, stage: int, start: int, end: int) -> int:
         """Bytes that no other stage can hold as well: activations, and parameters used by one item only."""

@@ -22,24 +22,25 @@ def possible_cuts(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
 
 
 def boundary_s(problem: PartitionProblem, stage: int, cut: int) -> tuple[float, float]:
-    """Between ``stage - 1`` and ``stage``: seconds of messages, and those of them that computing cannot hide."""
+    """Between ``stage - 1`` and ``stage``: seconds of messages that computing can hide, and of those that it cannot."""
     if not problem.links or problem.rank_of_stage[stage - 1] == problem.rank_of_stage[stage]:
         return 0.0, 0.0
     link = problem.links[stage - 1]
     seconds = 2 * (link.latency_s + problem.cut_bytes[cut] / link.bytes_per_s)
-    return seconds, link.unhidden * seconds
+    return (1 - link.unhidden) * seconds, link.unhidden * seconds
 
 
 def stage_seconds(problem: PartitionProblem, cuts: tuple[int, ...]) -> list[float]:
     bounds = zip((0, *cuts), (*cuts, len(problem.items)), strict=True)
     busy = [float(sum(item.forward_s + item.backward_s for item in problem.items[a:b])) for a, b in bounds]
-    messages = [0.0] * len(busy)
+    mean = sum(busy) / len(busy)
+    late = [0.0] * len(busy)
     for stage, cut in enumerate(cuts, start=1):
         for end in (stage - 1, stage):
-            all_of_it, unhidden = boundary_s(problem, stage, cut)
-            messages[end] += all_of_it
+            can_hide, unhidden = boundary_s(problem, stage, cut)
+            late[end] = max(late[end], can_hide - mean)
             busy[end] += unhidden
-    return [max(pair) for pair in zip(busy, messages, strict=True)]
+    return [sum(both) for both in zip(busy, late, strict=True)]
 
 
 def rank_memory(problem: PartitionProblem, cuts: tuple[int, ...]) -> dict[int, int]:

@@ -102,6 +102,11 @@ def test_messages_that_computing_hides_cost_nothing() -> None:
     assert best_partition(too_slow).cuts == (4,)
 
 
+def test_stages_are_even_also_where_messages_take_longer_than_computing() -> None:
+    slow = chain(8, [0, 1, 2, 3], cut_bytes=[0] * 9, link=Link(100.0, 1.0, unhidden=0.0))
+    assert best_partition(slow).cuts == (2, 4, 6)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
