@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.pipeline.answers import Answers
 from lightning_smddp.pipeline.objects import describe, hides_something, is_plain
 from lightning_smddp.pipeline.row_ways import Rows, UnclearBatchError, Ways, is_cuttable, take_rows
 from lightning_smddp.pipeline.structure import Members, Path, leaves, members_of, with_members
@@ -54,6 +55,7 @@ class MicroBatch:
         weight: Its share of the batch's rows: a mean over the batch is the sum of weighted means.
         paths: Where in the batch its rows are, as found in the whole batch: a part could be read in more ways.
         cuts: What cut it, and can cut it further, if it was not :func:`split`.
+        answers: What Python code has read of it; a changed copy has none.
     """
 
     value: Any
@@ -61,6 +63,7 @@ class MicroBatch:
     weight: float
     paths: frozenset[Path] = dataclasses.field(default=frozenset(), compare=False, repr=False)
     cuts: Cuts | None = dataclasses.field(default=None, compare=False, repr=False)
+    answers: Answers = dataclasses.field(init=False, default_factory=Answers, compare=False, repr=False)
 
     def split(self, count: int) -> list[MicroBatch]:
         """Cut it as its batch was cut: into ``count`` parts, or fewer; weights are shares of this micro-batch."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat import WithoutFunctionMode
+from lightning_smddp.pipeline.answers import Answers
 from lightning_smddp.pipeline.eager import Compiled, Eager
 from lightning_smddp.pipeline.ghosts import OTHER_COURSE, Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import patched_forwards
@@ -94,6 +95,7 @@ class Replay:
         observe: Observer | None = None,
         record: Shapes | None = None,
         reads: list[str] | None = None,
+        answers: Answers | None = None,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Run ``step`` for this stage, units patched by :func:`patched_units`.
 
@@ -105,6 +107,7 @@ class Replay:
             record: takes down what is made here looks like, instead of the check. With it, ``shapes`` need only know
                 the earlier stages, so that stage after stage can find the shapes of a new signature.
             reads: takes down what Python code reads of the batch.
+            answers: what runs of the step on this micro-batch have read of it before.
 
         Returns:
             What the next stage receives (empty on the last), and what the step returned (None unless last).
@@ -115,7 +118,7 @@ class Replay:
         told = read_told(self.told, received[-1]) if self.told and not self.is_rehearsal else {}
         received = received[: len(self.plan.receives)]
         given = dict(zip(self.plan.receives, map(self._prepare, self.plan.receives, received), strict=True))
-        run = Run(self, given, shapes, observe, record, reads, told)
+        run = Run(self, given, shapes, observe, record, reads, told, answers)
         outer, _active.run = getattr(_active, "run", None), run
         result = None
         try:

@@ -156,7 +156,7 @@ class PipelineRuntime:
         staged, shapes = running.courses[index]
         with running.step.around(index, microbatch, keep=is_last):
             sent, result = staged.replays[stage].run(
-                lambda: running.step(microbatch), received, shapes, running.observe
+                lambda: running.step(microbatch), received, shapes, running.observe, answers=microbatch.answers
             )
         if not is_last:
             return sent

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat import idle_node, in_checkpoint
+from lightning_smddp.pipeline.answers import NOTHING, Answers
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.ghosts import AS_TRACED, OTHER_COURSE, Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import user_place
@@ -48,8 +49,10 @@ class Run(TorchFunctionMode):
         record: Shapes | None,
         reads: list[str] | None = None,
         told: dict[int, Any] | None = None,
+        answers: Answers | None = None,
     ) -> None:
         super().__init__()
+        self.answers, self.asked = answers, 0
         self.told = {} if told is None else told
         self.replay, self.plan, self.items = replay, replay.plan, replay.program.items
         self.environment, self.shapes, self.observe, self.record = given, shapes, observe, record
@@ -131,13 +134,25 @@ class Run(TorchFunctionMode):
 
     def _free(self, function: Any, args: Any, kwargs: Any) -> Any:
         """An operation on the batch alone."""
-        result = function(*args, **kwargs)
+        result = self._answer(function, args, kwargs)
         if self.reads is not None:
             made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
             if not made:
                 self.reads.append(repr(result))
             else:  # whose size may depend on the batch's values, or on what is drawn
                 self.reads.append(str([tuple(tensor.shape) for tensor in made]))
+        return result
+
+    def _answer(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What ``function`` returns; if that are numbers, and another run has asked for them, without asking again."""
+        if self.answers is None:
+            return function(*args, **kwargs)
+        result = self.answers.find(self.asked, function, (args, kwargs))
+        if result is NOTHING:
+            result = function(*args, **kwargs)
+            self.asked += self.answers.note(self.asked, function, (args, kwargs), result)
+        else:
+            self.asked += 1
         return result
 
     # ---- items ----

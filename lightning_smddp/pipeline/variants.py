@@ -149,7 +149,7 @@ class Variants:
                 patched_units(self.runtime.root, staged.program.units),
                 step.around(index, microbatch, keep=False),
             ):
-                staged.rehearsal.run(lambda: step(microbatch), (), shapes, reads=reads)
+                staged.rehearsal.run(lambda: step(microbatch), (), shapes, reads=reads, answers=microbatch.answers)
         except ReplayError:
             return None
         return tuple(reads) or ("",)

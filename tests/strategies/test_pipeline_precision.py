@@ -40,11 +40,11 @@ class CountedCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train_counted(cases: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, int]]:
+def train_counted(cases: list[dict[str, Any]], precision: str = "bf16-mixed") -> list[tuple[dict[str, Any], int, int]]:
     """For each case what training gave, the most casts of a weight in a later step, and how many weights were cast."""
     results = []
     for options in cases:
-        trainer = Bench({"num_microbatches": 4, **options}).trainer(precision="bf16-mixed")
+        trainer = Bench({"num_microbatches": 4, **options}).trainer(precision=precision)
         most, plain = Counter[int](), trainer.strategy.training_step
 
         def counted(*args: Any, trainer: Any = trainer, most: Any = most, plain: Any = plain) -> Any:
@@ -81,6 +81,17 @@ def test_trains_as_one_process_does(everyones: Any, case: int) -> None:
     Bench().trainer(precision="bf16-mixed").fit(model)
     for results in everyones:
         assert_same(results[case][0], dict(model.state_dict()), 2e-2)
+
+
+@pytest.mark.simulated_cuda
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_on_devices(precision: str) -> None:
+    model = Net(layers=6)
+    Bench().trainer(accelerator="cpu").fit(model)
+    for results in run_trainer_ranks(train_counted, 2, CASES[:2], precision):
+        for weights, most, count in results:
+            assert (most, count >= 2) == (1, True)
+            assert_same(weights, dict(model.state_dict()), 5e-2)
 
 
 def test_the_copies_count_as_memory() -> None:
