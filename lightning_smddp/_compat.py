@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# The operator of copies in another type, autocast's too. Remove when one has a public name.
+CAST = torch.ops.aten._to_copy.default
+
 
 def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Gather equal ``tensor``s of all ranks, in rank order, into the flat ``output``."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from lightning_smddp._compat import DispatchMode, has_full_backward_hooks, in_checkpoint, without_torch_function
+from lightning_smddp._compat import CAST, DispatchMode, has_full_backward_hooks, in_checkpoint, without_torch_function
 from lightning_smddp.pipeline.decisions import decides
 from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
@@ -397,7 +397,7 @@ class _Unseen(DispatchMode):
             with without_torch_function():
                 if function.namespace in ("c10d", "_c10d_functional"):
                     tracer.saw_collective()
-                if function is torch.ops.aten._to_copy.default:
+                if function is CAST:
                     tracer.saw_cast(args[0], result)
                 tracer.saw_unseen(args, kwargs, result)
         return result
