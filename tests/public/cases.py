@@ -25,11 +25,7 @@ REPLICAS = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 EXACT = {"precision": "64-true"}  # where training itself makes more of rounding than the tolerance
 TIMEOUT_S = 80.0
 # Everything in this directory: warnings of packages are theirs, and ranks import many of them.
-MARKS = [
-    pytest.mark.public,
-    pytest.mark.timeout(4 * TIMEOUT_S),
-    pytest.mark.filterwarnings("ignore"),
-]
+MARKS = [pytest.mark.public, pytest.mark.timeout(4 * TIMEOUT_S), pytest.mark.filterwarnings("ignore")]
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,16 @@ def loader(data: Any, rows: int = 8, loaders: type = DataLoader, **options: Any)
     return loaders(data, batch_size=rows // count, **options)
 
 
+def numbers(*size: int, seed: int = 0) -> Tensor:
+    """Normal ones, the same on every rank."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def integers(low: int, high: int, *size: int, seed: int = 0) -> Tensor:
+    """From ``low`` to below ``high``, the same on every rank."""
+    return torch.randint(low, high, size, generator=torch.Generator().manual_seed(seed))
+
+
 class Losses(Callback):
     """The loss of each batch, as Lightning hands it to callbacks."""
 
@@ -93,6 +99,8 @@ class Learner(LightningModule):
 
     rows = 8
     rate = 0.05
+    loaders: type = DataLoader
+    collate: Any = None
 
     def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError
@@ -100,22 +108,48 @@ class Learner(LightningModule):
     def data(self) -> Sequence[Any]:
         raise NotImplementedError
 
+    def size(self, batch: Any) -> int | None:
+        """Its number of rows, where Lightning cannot see it."""
+        return None
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        self.log("train_loss", loss)
+        self.log("train_loss", loss, batch_size=self.size(batch))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch))
+        self.log("val_loss", self.loss(batch), batch_size=self.size(batch))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.rate, momentum=0.9)
 
     def train_dataloader(self) -> Any:
-        return loader(self.data(), self.rows)
+        return self.batches(self.data())
 
     def val_dataloader(self) -> Any:
-        return loader(self.data()[: 2 * self.rows], self.rows)
+        return self.batches(self.data()[: 2 * self.rows])
+
+    def batches(self, data: Any) -> Any:
+        options = {} if self.collate is None else {"collate_fn": self.collate}
+        return loader(data, self.rows, self.loaders, **options)
+
+
+class Built(Learner):
+    """Around one model of a package."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = self.build()
+
+    def build(self) -> Any:
+        raise NotImplementedError
+
+
+class HuggingFace(Built):
+    """transformers' way: the model computes the loss, and takes a batch by names."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(**batch).loss
 
 
 def train(case: Case, pipelined: bool) -> dict[str, Any]:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
+from tests.public.cases import MARKS, WHOLE, Case, HuggingFace, Learner, check, integers, numbers, table
 
 transformers = pytest.importorskip("transformers")
 conformer = pytest.importorskip("conformer")
+auraloss = pytest.importorskip("auraloss")
 filterbanks = pytest.importorskip("asteroid_filterbanks")
 
 pytestmark = MARKS
 
 
 def sounds(count: int = 16, length: int = 1600) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(count, length, generator=generator)
+    return numbers(count, length)
 
 
 WAV2VEC = {
@@ -45,21 +45,17 @@ WAV2VEC = {
 }
 
 
-class Wav2Vec2(Learner):
+class Wav2Vec2(HuggingFace):
     """CTC without masking; labels padded by -100."""
 
     rate = 0.005
     more: dict[str, Any] = {"mask_time_prob": 0.0, "apply_spec_augment": False}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**{**WAV2VEC, **self.more}))
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
+    def build(self) -> Any:
+        return transformers.Wav2Vec2ForCTC(transformers.Wav2Vec2Config(**{**WAV2VEC, **self.more}))
 
     def data(self) -> Any:
-        labels = torch.randint(1, 12, (16, 5), generator=torch.Generator().manual_seed(1))
+        labels = integers(1, 12, 16, 5, seed=1)
         for index, row in enumerate(labels):
             row[2 + index % 4 :] = -100
         return [{"input_values": a, "labels": b} for a, b in zip(sounds(), labels, strict=True)]
@@ -77,19 +73,15 @@ class Wav2Vec2LayerDrop(Wav2Vec2):
     more = {"mask_time_prob": 0.0, "apply_spec_augment": False, "layerdrop": 0.5}
 
 
-class Whisper(Learner):
+class Whisper(HuggingFace):
     rate = 0.005
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> Any:
         sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8, "vocab_size": 32}
         sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 20}
         tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
         config = transformers.WhisperConfig(**sizes, **tokens, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0)
-        self.model = transformers.WhisperForConditionalGeneration(config)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
+        return transformers.WhisperForConditionalGeneration(config)
 
     def data(self) -> Any:
         generator = torch.Generator().manual_seed(0)
@@ -116,7 +108,7 @@ class Conformer(Learner):
         return F.cross_entropy(scores.transpose(1, 2), batch[1])
 
     def data(self) -> Any:
-        labels = torch.randint(0, 5, (16, 40), generator=torch.Generator().manual_seed(1))
+        labels = integers(0, 5, 16, 40, seed=1)
         return list(zip(sounds(), labels, strict=True))
 
 
@@ -152,6 +144,22 @@ class Separation(Learner):
         return list(zip(sources.sum(1), sources, strict=True))
 
 
+class SpectralLoss(Separation):
+    """Complex numbers: auraloss compares spectra of several resolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        windows = {"fft_sizes": [64, 32], "hop_sizes": [16, 8], "win_lengths": [64, 32]}
+        self.criterion = auraloss.freq.MultiResolutionSTFTLoss(**windows)
+
+    def loss(self, batch: Any) -> Tensor:
+        mixed, sources = batch
+        coded = self.encoder(mixed[:, None])
+        out = self.decoder(self.masker(coded).unflatten(1, (2, 16))[:, :1] * coded[:, None])
+        length = min(out.shape[-1], sources.shape[-1])
+        return self.criterion(out[..., :length], sources[:, :1, :length])
+
+
 @table(
     Case(Wav2Vec2, WHOLE),
     Case(Wav2Vec2, variant="cut"),
@@ -160,6 +168,7 @@ class Separation(Learner):
     Case(Whisper),
     Case(Conformer, WHOLE),
     Case(Separation),
+    Case(SpectralLoss, WHOLE),
 )
 def test_audio(case: Case) -> None:
     check(case)

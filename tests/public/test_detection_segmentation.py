@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, WHOLE, ZERO_BUBBLE, Case, Learner, check, loader, table
+from tests.public.cases import MARKS, WHOLE, ZERO_BUBBLE, Built, Case, HuggingFace, check, table
 
 transformers = pytest.importorskip("transformers")
 torchvision = pytest.importorskip("torchvision")
@@ -39,15 +39,8 @@ def squares(count: int = 16, size: int = 32) -> list[tuple[Tensor, Tensor, Tenso
     return rows
 
 
-class Segmenter(Learner):
+class Segmenter(Built):
     rate = 0.01
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = self.build()
-
-    def build(self) -> Any:
-        raise NotImplementedError
 
     def loss(self, batch: Any) -> Tensor:
         return F.binary_cross_entropy_with_logits(self.model(batch[0]), batch[1])
@@ -167,17 +160,12 @@ def lists(batch: Any) -> Any:
     return tuple(zip(*batch, strict=True))
 
 
-class Detector(Learner):
+class Detector(Built):
     """Lists of images and of targets, a dict of losses, predictions in evaluation."""
 
+    rows = 4
     rate = 0.002
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = self.build()
-
-    def build(self) -> Any:
-        raise NotImplementedError
+    collate = staticmethod(lists)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images, targets = batch
@@ -193,12 +181,6 @@ class Detector(Learner):
 
     def data(self) -> Any:
         return [(image, {"boxes": box[None], "labels": torch.tensor([1])}) for image, _, box in squares()]
-
-    def train_dataloader(self) -> Any:
-        return loader(self.data(), 4, collate_fn=lists)
-
-    def val_dataloader(self) -> Any:
-        return loader(self.data()[:4], 4, collate_fn=lists)
 
 
 SIZES = {"min_size": 32, "max_size": 32}
@@ -234,13 +216,13 @@ class FasterRcnn(Detector):
         )
 
 
-class Detr(Learner):
+class Detr(HuggingFace):
     """Hungarian matching inside the model's loss; labels are a list of dicts."""
 
+    rows = 4
     rate = 0.01
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> Any:
         sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "num_queries": 5}
         sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32}
         backbone = transformers.ResNetConfig(
@@ -250,7 +232,7 @@ class Detr(Learner):
             use_timm_backbone=False, backbone=None, backbone_config=backbone, use_pretrained_backbone=False,
             num_labels=2, decoder_ffn_dim=32, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, **sizes,
         )  # fmt: skip
-        self.model = transformers.DetrForObjectDetection(config)
+        return transformers.DetrForObjectDetection(config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self.model(pixel_values=batch["pixel_values"], pixel_mask=batch["pixel_mask"], labels=batch["labels"])
@@ -259,21 +241,12 @@ class Detr(Learner):
             self.log(f"train_{name}", value)
         return out.loss
 
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
-
     def data(self) -> Any:
         rows = []
         for image, _, box in squares():
             centred = torch.cat([(box[:2] + box[2:]) / 2, box[2:] - box[:2]]) / 32
             rows.append((image, {"class_labels": torch.tensor([1]), "boxes": centred[None]}))
         return rows
-
-    def train_dataloader(self) -> Any:
-        return loader(self.data(), 4, collate_fn=self.collate)
-
-    def val_dataloader(self) -> Any:
-        return loader(self.data()[:4], 4, collate_fn=self.collate)
 
     @staticmethod
     def collate(rows: Any) -> Any:
@@ -282,17 +255,16 @@ class Detr(Learner):
         return {"pixel_values": images, "pixel_mask": mask, "labels": [labels for _, labels in rows]}
 
 
-class Segformer(Learner):
+class Segformer(Built):
     rate = 0.01
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> Any:
         drop = {"hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
         config = transformers.SegformerConfig(
             hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16,
             num_labels=2, **drop,
         )  # fmt: skip
-        self.model = transformers.SegformerForSemanticSegmentation(config)
+        return transformers.SegformerForSemanticSegmentation(config)
 
     def loss(self, batch: Any) -> Tensor:
         return self.model(pixel_values=batch[0], labels=batch[1][:, 0].long()).loss

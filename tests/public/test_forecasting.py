@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.public.cases import INTERLEAVED, MARKS, WHOLE, Case, Learner, check, loader, table
+from tests.public.cases import (
+    INTERLEAVED,
+    MARKS,
+    WHOLE,
+    Built,
+    Case,
+    HuggingFace,
+    Learner,
+    check,
+    loader,
+    numbers,
+    table,
+)
 
 np = pytest.importorskip("numpy")
 pandas = pytest.importorskip("pandas")
@@ -141,44 +153,39 @@ class GluontsDeepAr(gluonts_deepar.DeepARLightningModule):
     val_dataloader = GluontsFeedForward.val_dataloader
 
 
-class PatchTst(Learner):
+class PatchTst(Built):
     rate = 0.01
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> Any:
         sizes = {"context_length": 16, "prediction_length": 4, "patch_length": 4, "patch_stride": 4, "d_model": 16}
         sizes |= {"num_input_channels": 2, "num_hidden_layers": 3, "num_attention_heads": 2, "ffn_dim": 32}
         config = transformers.PatchTSTConfig(**sizes, loss="mse", norm_type="layernorm", pre_norm=True)
-        self.model = transformers.PatchTSTForPrediction(config)
+        return transformers.PatchTSTForPrediction(config)
 
     def loss(self, batch: Any) -> Tensor:
         return self.model(past_values=batch[0], future_values=batch[1]).loss
 
     def data(self) -> Any:
-        values = torch.randn(24, 20, 2, generator=torch.Generator().manual_seed(0)).cumsum(1) / 5
+        values = numbers(24, 20, 2).cumsum(1) / 5
         return list(zip(values[:, :16], values[:, 16:], strict=True))
 
 
-class SeriesTransformer(Learner):
+class SeriesTransformer(HuggingFace):
     """A distribution head; lagged inputs."""
 
     rate = 0.005
 
-    def __init__(self) -> None:
-        super().__init__()
+    def build(self) -> Any:
         sizes = {"prediction_length": 4, "context_length": 12, "lags_sequence": [1, 2], "d_model": 16}
         sizes |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
         config = transformers.TimeSeriesTransformerConfig(
             **sizes, num_time_features=1, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0, encoder_layerdrop=0.0,
             decoder_layerdrop=0.0, attention_dropout=0.0, activation_dropout=0.0,
         )  # fmt: skip
-        self.model = transformers.TimeSeriesTransformerForPrediction(config)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
+        return transformers.TimeSeriesTransformerForPrediction(config)
 
     def data(self) -> Any:
-        values = torch.randn(24, 18, generator=torch.Generator().manual_seed(0)).cumsum(1) / 5 + 2
+        values = numbers(24, 18).cumsum(1) / 5 + 2
         time = torch.linspace(0, 1, 18)[:, None]
         return [
             {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
+from tests.public.cases import MARKS, WHOLE, Case, Learner, check, integers, numbers, table
 from tests.public.test_vision import digits
 
 diffusers = pytest.importorskip("diffusers")
@@ -18,6 +18,7 @@ vq = pytest.importorskip("vector_quantize_pytorch")
 zuko = pytest.importorskip("zuko")
 torchdiffeq = pytest.importorskip("torchdiffeq")
 gpytorch = pytest.importorskip("gpytorch")
+pythae = pytest.importorskip("pythae.models")
 
 pytestmark = MARKS
 
@@ -94,9 +95,7 @@ class Unet2d(Generative):
         return F.mse_loss(self.model(noisy, times, return_dict=False)[0], noise)
 
     def data(self) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(24, 1, 16, 16, generator=generator)
-        times = torch.randint(0, 20, (24,), generator=generator)
+        noise, times = numbers(24, 1, 16, 16), integers(0, 20, 24)
         return [(image, *more) for (image, _), *more in zip(digits(size=16, channels=1), noise, times, strict=True)]
 
 
@@ -175,6 +174,52 @@ class FiniteScalarQuantised(VectorQuantised):
         return F.mse_loss(self.decoder(self.up(quantised)), batch[0])
 
 
+class PythaeAutoencoder(Generative):
+    """pythae's models take a dict and return an object with the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = pythae.AE(pythae.AEConfig(input_dim=(1, 16, 16), latent_dim=4))
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.model({"data": batch[0]}).loss
+
+
+class PythaeVae(PythaeAutoencoder):
+    """Draws its latent values in the step."""
+
+    rate = 1e-3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = pythae.VAE(pythae.VAEConfig(input_dim=(1, 16, 16), latent_dim=4))
+
+
+class PythaeVaeGan(PythaeAutoencoder):
+    """Three losses, three optimizers, as pythae's own trainer steps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = pythae.VAEGAN(pythae.VAEGANConfig(input_dim=(1, 16, 16), latent_dim=4))
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        parts = self.model.encoder, self.model.decoder, self.model.discriminator
+        return [torch.optim.Adam(part.parameters(), lr=1e-3, eps=1e-4) for part in parts]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.model({"data": batch[0]})
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for loss in (out.encoder_loss, out.decoder_loss, out.discriminator_loss):
+            self.manual_backward(loss, retain_graph=True)
+        for optimizer in optimizers:
+            optimizer.step()
+        self.log("train_loss", out.loss)
+        return out.loss
+
+
 class SplineFlow(Generative):
     """zuko: the model returns a distribution."""
 
@@ -186,8 +231,7 @@ class SplineFlow(Generative):
         return -self.flow(batch[0]).log_prob(batch[1]).mean()
 
     def data(self) -> Any:
-        generator = torch.Generator().manual_seed(0)
-        return list(zip(torch.randn(24, 3, generator=generator), torch.randn(24, 4, generator=generator), strict=True))
+        return list(zip(numbers(24, 3), numbers(24, 4, seed=1), strict=True))
 
 
 class AutoregressiveFlow(SplineFlow):
@@ -257,6 +301,9 @@ class Process(gpytorch.models.ApproximateGP):
     Case(DenoisingDiffusion, drawn=True),
     Case(VectorQuantised, {**WHOLE, "split": ["codes"]}),
     Case(FiniteScalarQuantised),
+    Case(PythaeAutoencoder),
+    Case(PythaeVae, drawn=True),
+    Case(PythaeVaeGan),
     Case(SplineFlow),
     Case(AutoregressiveFlow),
     Case(NeuralOde),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import MARKS, WHOLE, Case, Learner, check, loader, table
+from tests.public.cases import MARKS, WHOLE, Case, Learner, check, table
 
 geometric = pytest.importorskip("torch_geometric")
 geometric_data = pytest.importorskip("torch_geometric.data")
@@ -38,6 +38,8 @@ def graphs(count: int = 16) -> list[Any]:
 
 
 class GraphLearner(Learner):
+    loaders = geometric_loader.DataLoader
+
     def __init__(self) -> None:
         super().__init__()
         self.build()
@@ -45,22 +47,11 @@ class GraphLearner(Learner):
     def build(self) -> None:
         raise NotImplementedError
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("train_loss", loss, batch_size=batch.num_graphs)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), batch_size=batch.num_graphs)
+    def size(self, batch: Any) -> int:
+        return batch.num_graphs
 
     def data(self) -> Any:
         return graphs()
-
-    def train_dataloader(self) -> Any:
-        return loader(self.data(), 8, geometric_loader.DataLoader)
-
-    def val_dataloader(self) -> Any:
-        return loader(self.data()[:8], 8, geometric_loader.DataLoader)
 
 
 class Gcn(GraphLearner):
@@ -108,6 +99,18 @@ class SchNet(GraphLearner):
         return F.l1_loss(self.model(batch.z, batch.pos, batch.batch)[:, 0], batch.target)
 
 
+class SchNetForces(SchNet):
+    """Forces are the energy's gradient: a backward pass in the step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        places = batch.pos.detach().requires_grad_()
+        energy = self.model(batch.z, places, batch.batch)
+        (slope,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
+        return F.l1_loss(energy[:, 0], batch.target) + 0.1 * slope.square().mean()
+
+    val_dataloader = None
+
+
 class AllPairs(nn.Module):
     def forward(self, pos: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         same = (batch[:, None] == batch[None]) & ~torch.eye(len(batch), dtype=torch.bool)
@@ -127,24 +130,17 @@ class Autoencoder(GraphLearner):
         return self.model.recon_loss(z, batch.edge_index, negative)
 
 
-class NodesOfOneGraph(Learner):
+class NodesOfOneGraph(GraphLearner):
     """One large graph, a mask of rows to train on: nothing can be cut."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    rows = 1
+
+    def build(self) -> None:
         self.model = gnn.GraphSAGE(6, 16, num_layers=3, out_channels=3)
 
     def loss(self, batch: Any) -> Tensor:
         out = self.model(batch.x, batch.edge_index)
         return F.cross_entropy(out[batch.train_mask], batch.y[batch.train_mask])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("train_loss", loss, batch_size=1)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), batch_size=1)
 
     def data(self) -> Any:
         generator = torch.Generator().manual_seed(0)
@@ -152,11 +148,6 @@ class NodesOfOneGraph(Learner):
         edges = torch.randint(0, 30, (2, 90), generator=generator)
         mask = torch.arange(30) % 2 == 0
         return [geometric_data.Data(x=x, edge_index=edges, y=x[:, :3].argmax(1), train_mask=mask)]
-
-    def train_dataloader(self) -> Any:
-        return geometric_loader.DataLoader(self.data(), batch_size=1)
-
-    val_dataloader = train_dataloader
 
 
 SMILES = ["CCO", "CCN", "CCC", "c1ccccc1", "CC(=O)O", "CCCl", "CO", "CCCC", "CN", "c1ccncc1", "C1CCC1", "CCOC"]
@@ -191,6 +182,7 @@ class Chemprop(chemprop.models.MPNN):
     Case(Gat, WHOLE),
     Case(Gin, WHOLE),
     Case(SchNet, WHOLE),
+    Case(SchNetForces),
     Case(Autoencoder, WHOLE),
     Case(NodesOfOneGraph, WHOLE),
     Case(Chemprop, WHOLE),

@@ -404,12 +404,7 @@ def prune_globally() -> Callback:
     Case(LookAhead, CUT),
     Case(LayerDecay, CUT),
     Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_at_one], "max_epochs": 3}),
-    Case(
-        Finetuned,
-        WHOLE,
-        trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3},
-        variant="with_batch_norm",
-    ),
+    Case(Finetuned, WHOLE, trainer={"callbacks": [unfreeze_all_at_one], "max_epochs": 3}, variant="with_batch_norm"),
     Case(Unfreezing, CUT),
     Case(Pruned, CUT, trainer={"callbacks": [prune_by_size]}),
     Case(Pruned, CUT, trainer={"callbacks": [prune_globally]}, variant="globally"),

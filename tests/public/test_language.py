@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.public.cases import INTERLEAVED, MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Case, Learner, check, table
+from tests.public.cases import (
+    INTERLEAVED,
+    MARKS,
+    REPLICAS,
+    WHOLE,
+    ZERO_BUBBLE,
+    Case,
+    HuggingFace,
+    Learner,
+    check,
+    table,
+)
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -45,20 +56,8 @@ def sentences(count: int = 24, side: str = "right", pad_labels: bool = True) -> 
     return rows
 
 
-class Causal(Learner):
-    """Hugging Face's way: the model computes the loss."""
-
+class Causal(HuggingFace):
     side = "right"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = self.build()
-
-    def build(self) -> Any:
-        raise NotImplementedError
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
 
     def data(self) -> Any:
         return sentences(side=self.side)

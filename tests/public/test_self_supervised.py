@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, table
+from tests.public.cases import EXACT, MARKS, WHOLE, Case, Learner, check, numbers, table
 
 lightly = pytest.importorskip("lightly")
 lightly_loss = pytest.importorskip("lightly.loss")
@@ -26,9 +26,7 @@ WIDTH = 16
 
 
 def views(count: int = 24, number: int = 2, size: int = 16) -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(count, 3, size, size, generator=generator)
-    noise = torch.randn(count, number, 3, size, size, generator=generator)
+    images, noise = numbers(count, 3, size, size), numbers(count, number, 3, size, size, seed=1)
     return [[image + 0.3 * one for one in each] for image, each in zip(images, noise, strict=True)]
 
 

@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
-from tests.public.cases import MARKS, REPLICAS, WHOLE, Case, Learner, check, table
+from tests.public.cases import MARKS, REPLICAS, WHOLE, Built, Case, check, table
 
 tabnet = pytest.importorskip("pytorch_tabnet.tab_network")
 tab_transformer = pytest.importorskip("tab_transformer_pytorch")
 rtdl = pytest.importorskip("rtdl_revisiting_models")
+tabm = pytest.importorskip("tabm")
+rechub = pytest.importorskip("torch_rechub.models.ranking")
+rechub_features = pytest.importorskip("torch_rechub.basic.features")
 tensordict = pytest.importorskip("tensordict")
 pandas = pytest.importorskip("pandas")
 
@@ -29,15 +33,8 @@ def rows_of(count: int = 32) -> list[tuple[Tensor, Tensor, Tensor]]:
     return list(zip(categories, numbers, target, strict=True))
 
 
-class Tabular(Learner):
+class Tabular(Built):
     rate = 0.01
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = self.build()
-
-    def build(self) -> Any:
-        raise NotImplementedError
 
     def loss(self, batch: Any) -> Tensor:
         categories, numbers, target = batch
@@ -90,6 +87,35 @@ class RtdlResNet(Tabular):
         return F.mse_loss(self.model(batch[1])[:, 0], batch[2])
 
 
+class TabM(Tabular):
+    """An ensemble in one model: its members' predictions come as a dimension."""
+
+    def build(self) -> Any:
+        return tabm.TabM.make(
+            n_num_features=5, cat_cardinalities=[4, 4, 4], d_out=1, k=4, n_blocks=3, d_block=16, dropout=0.0
+        )
+
+    def loss(self, batch: Any) -> Tensor:
+        categories, numbers, target = batch
+        out = self.model(numbers, categories)[..., 0]
+        return F.mse_loss(out.flatten(), target.repeat_interleave(out.shape[1]))
+
+
+class DeepFm(Tabular):
+    """A recommender of torch-rechub: it takes its features by name, each embedding is called for itself."""
+
+    def build(self) -> Any:
+        dense = [rechub_features.DenseFeature(f"dense{i}") for i in range(2)]
+        sparse = [rechub_features.SparseFeature(f"sparse{i}", vocab_size=4, embed_dim=4) for i in range(3)]
+        mlp = {"dims": [16, 8], "dropout": 0.0, "activation": "relu"}
+        return rechub.DeepFM(deep_features=dense, fm_features=sparse, mlp_params=mlp)
+
+    def loss(self, batch: Any) -> Tensor:
+        categories, numbers, target = batch
+        named = {f"sparse{i}": categories[:, i] for i in range(3)} | {f"dense{i}": numbers[:, i] for i in range(2)}
+        return F.binary_cross_entropy(self.model(named), (target > 0).float())
+
+
 class TabNet(Tabular):
     """Ghost batch norm, masks, a sparsity that is part of the loss."""
 
@@ -107,43 +133,30 @@ class TabNet(Tabular):
         return F.mse_loss(out[:, 0], target) - 1e-3 * sparsity
 
 
-class OfTensorDict(RtdlResNet):
+class Named(RtdlResNet):
+    """Batches with names."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self.model(batch["numbers"])[:, 0], batch["target"])
+
+    def data(self) -> Any:
+        return [{"numbers": numbers, "target": target} for _, numbers, target in rows_of()]
+
+
+class OfTensorDict(Named):
     """The batch is a TensorDict, as torchrl's collate functions make them."""
 
-    def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self.model(batch["numbers"])[:, 0], batch["target"])
-
-    def data(self) -> Any:
-        return [{"numbers": numbers, "target": target} for _, numbers, target in rows_of()]
-
-    def train_dataloader(self) -> Any:
-        def collate(rows: Any) -> Any:
-            fields = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-            return tensordict.TensorDict(fields, batch_size=[len(rows)])
-
-        return torch.utils.data.DataLoader(self.data(), batch_size=8, collate_fn=collate)
-
-    val_dataloader = train_dataloader
+    @staticmethod
+    def collate(rows: Any) -> Any:
+        return tensordict.TensorDict(default_collate(rows), batch_size=[len(rows)])
 
 
-class WithIndex(RtdlResNet):
+class WithIndex(Named):
     """A pandas index comes along with the tensors, as forecasting packages do it."""
 
-    def loss(self, batch: Any) -> Tensor:
-        return F.mse_loss(self.model(batch["numbers"])[:, 0], batch["target"])
-
-    def data(self) -> Any:
-        return [{"numbers": numbers, "target": target} for _, numbers, target in rows_of()]
-
-    def train_dataloader(self) -> Any:
-        def collate(rows: Any) -> Any:
-            fields: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-            fields["index"] = pandas.DataFrame({"row": range(len(rows))})
-            return fields
-
-        return torch.utils.data.DataLoader(self.data(), batch_size=8, collate_fn=collate)
-
-    val_dataloader = train_dataloader
+    @staticmethod
+    def collate(rows: Any) -> Any:
+        return {**default_collate(rows), "index": pandas.DataFrame({"row": range(len(rows))})}
 
 
 @table(
@@ -152,6 +165,8 @@ class WithIndex(RtdlResNet):
     Case(FtTransformer),
     Case(RtdlTransformer),
     Case(RtdlResNet, WHOLE),
+    Case(TabM),
+    Case(DeepFm, WHOLE),
     Case(TabNet, {**WHOLE, "split": ["model.tabnet.encoder.feat_transformers.0"]}),  # an autograd.Function ends a stage
     Case(OfTensorDict, WHOLE),
     Case(WithIndex, WHOLE),

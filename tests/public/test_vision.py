@@ -9,7 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.public.cases import EXACT, MARKS, REPLICAS, WHOLE, ZERO_BUBBLE, Case, Learner, check, table
+from tests.public.cases import (
+    EXACT,
+    MARKS,
+    REPLICAS,
+    WHOLE,
+    ZERO_BUBBLE,
+    Built,
+    Case,
+    HuggingFace,
+    Learner,
+    check,
+    integers,
+    table,
+)
 
 timm = pytest.importorskip("timm")
 timm_losses = pytest.importorskip("timm.loss")
@@ -33,14 +46,7 @@ def digits(count: int = 24, size: int = 32, channels: int = 3) -> list[tuple[Ten
     return list(zip(images, torch.tensor(found.target[:count]), strict=True))
 
 
-class Classifier(Learner):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = self.build()
-
-    def build(self) -> Any:
-        raise NotImplementedError
-
+class Classifier(Built):
     def loss(self, batch: Any) -> Tensor:
         images, labels = batch
         return F.cross_entropy(self.model(images), labels)
@@ -154,15 +160,11 @@ class SimpleVit(Classifier):
         return vit_pytorch.SimpleViT(**sizes, num_classes=CLASSES)
 
 
-class HuggingFaceVit(Learner):
-    def __init__(self) -> None:
-        super().__init__()
+class HuggingFaceVit(HuggingFace):
+    def build(self) -> Any:
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
         config = transformers.ViTConfig(image_size=32, patch_size=8, num_labels=CLASSES, **sizes)
-        self.model = transformers.ViTForImageClassification(config)
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.model(**batch).loss
+        return transformers.ViTForImageClassification(config)
 
     def data(self) -> Any:
         return [{"pixel_values": image, "labels": label} for image, label in digits()]
@@ -228,7 +230,7 @@ class OpenClip(Learner):
             self.model.logit_scale.clamp_(0, 2.6)
 
     def data(self) -> Any:
-        texts = torch.randint(1, 50, (24, 8), generator=torch.Generator().manual_seed(3))
+        texts = integers(1, 50, 24, 8, seed=3)
         return [(image, text) for (image, _), text in zip(digits(), texts, strict=True)]
 
 
