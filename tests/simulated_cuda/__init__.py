@@ -20,7 +20,7 @@ def install(devices: int) -> None:
     module = build.load(os.environ[VARIABLE])
     torch_cuda.install(module, devices)
     nccl.install(module)
-    module.start(devices, synchronisations.note, hangs.report, synchronisations.where, races.report)
+    module.start(devices, [synchronisations.note, hangs.report, synchronisations.where, races.report])
 
 
 def limit_memory(size: int) -> None:
@@ -39,3 +39,10 @@ def limit_waits(seconds: float) -> None:
 
     hangs.limit_s = seconds
     torch_cuda._device.set_hang_limit(seconds)
+
+
+def limit_launches(count: int) -> None:
+    """How many launches a stream of this process takes before the host has to wait: 1024 as CUDA, without this."""
+    from tests.simulated_cuda import torch_cuda
+
+    torch_cuda._device.set_depth(count)

@@ -17,6 +17,7 @@ import torch
 
 NAME = "simulated_cuda_device"
 SOURCE = Path(__file__).with_name("device.cpp")
+SOURCES = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w"]
 TIME_LIMIT_S = 900
 # Taken before any test points XDG_CACHE_HOME elsewhere.
@@ -53,7 +54,8 @@ def _command(output: Path) -> list[str]:
 def library() -> Path:
     """Where the compiled device is, or will be."""
     versions = f"{FLAGS} {torch.__version__} {sysconfig.get_config_var('SOABI')}"
-    key = hashlib.sha256(SOURCE.read_bytes() + versions.encode()).hexdigest()[:16]
+    text = b"".join(source.read_bytes() for source in SOURCES)
+    key = hashlib.sha256(text + versions.encode()).hexdigest()[:16]
     return ROOT / f"{NAME}-{key}.so"
 
 

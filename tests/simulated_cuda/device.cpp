@@ -1,471 +1,29 @@
 // A "cuda" device made of host memory, for a CPU build of torch: real values, and the paths that CUDA tensors take.
 //
 // Tensors are CUDA tensors to everybody (`is_cuda`, dispatch, autograd's device thread, autocast). Each operator
-// without a kernel of its own here runs on the CPU, on copies of its arguments. What would make the host wait for the
-// device is reported to Python by its kind.
-#include <ATen/CPUGeneratorImpl.h>
+// without a kernel of its own here runs on the CPU: at once where its stream has nothing to do, else launched, in the
+// stream's thread. What would make the host wait for the device is reported to Python by its kind.
 #include <ATen/EmptyTensor.h>
-#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <condition_variable>
-#include <deque>
-#include <map>
-#include <mutex>
-#include <set>
-#include <thread>
+#include "guard.h"
 
 namespace simulated {
 
-constexpr auto kCUDA = c10::DeviceType::CUDA;
-constexpr size_t kStaged = 64 << 10;  // up to this size a copy from pageable memory does not wait: it is staged
-
-int64_t device_count = 1;
-thread_local c10::DeviceIndex current_device = 0;
-thread_local int64_t current_stream = 0;  // of every device: a rank uses one
-std::atomic<int64_t> next_stream{1};
-
-// ---- what the host waits for ----
-
-PyObject* on_synchronise = nullptr;  // called with the kind; never released
-thread_local bool quiet = false;     // within the device's own work
-
-struct Quiet {
-  bool before = quiet;
-  Quiet() { quiet = true; }
-  ~Quiet() { quiet = before; }
-};
-
-void synchronised(const char* kind) {
-  if (quiet || on_synchronise == nullptr) return;
-  py::gil_scoped_acquire gil;
-  py::handle callback(on_synchronise);
-  callback(kind);
-}
-
-// ---- streams: what is launched runs in order, in a thread of each stream that has work of its own ----
-
-struct Task {
-  std::string what;  // with the line that launched it
-  std::function<void()> run;
-};
-
-using Clock = std::map<int64_t, uint64_t>;  // stream -> how many of its launches have happened before
-
-void merge(Clock& clock, const Clock& other) {
-  for (const auto& [id, launches] : other) clock[id] = std::max(clock[id], launches);
-}
-
-struct Stream {
-  Clock clock;  // at its end, as far as it has been launched
-  std::deque<Task> tasks;
-  std::string running;  // what; empty: nothing
-  bool has_thread = false;
-  bool abandoned = false;  // by an aborted communicator: nobody waits for it any more
-  bool idle() const { return abandoned || (tasks.empty() && running.empty()); }
-};
-
-struct Mark {  // one recording of an event
-  int64_t stream;
-  bool done = false;
-  Clock clock;
-  std::chrono::steady_clock::time_point time;
-};
-
-// Never destroyed: threads may wait in them when the process ends.
-std::mutex& streams_mutex = *new std::mutex();
-std::condition_variable& moved = *new std::condition_variable();
-std::map<int64_t, Stream>& streams = *new std::map<int64_t, Stream>();
-Clock host_clock;  // what the host has waited for; threads of the host count as one
-PyObject* on_hang = nullptr;  // called with a description when the host has waited for too long
-double hang_s = 30;
-
-void run_stream(int64_t id) {
-  std::unique_lock<std::mutex> lock(streams_mutex);
-  auto& stream = streams[id];
-  while (true) {
-    moved.wait(lock, [&] { return !stream.tasks.empty(); });
-    auto task = std::move(stream.tasks.front());
-    stream.tasks.pop_front();
-    stream.running = task.what;
-    lock.unlock();
-    task.run();
-    task = {};
-    lock.lock();
-    stream.running.clear();
-    moved.notify_all();
-    if (stream.abandoned) return;
-  }
-}
-
-void push(std::unique_lock<std::mutex>&, int64_t id, Task task) {
-  auto& stream = streams[id];
-  if (stream.abandoned) return;
-  stream.tasks.push_back(std::move(task));
-  if (!std::exchange(stream.has_thread, true)) std::thread(run_stream, id).detach();
-  moved.notify_all();
-}
-
-std::string describe_streams() {
-  std::string text;
-  for (const auto& [id, stream] : streams) {
-    if (stream.idle()) continue;
-    text += "stream " + std::to_string(id) + " runs: " + stream.running + "\n";
-    for (const auto& task : stream.tasks) text += "    then " + task.what + "\n";
-  }
-  return text;
-}
-
-// The host waits. Where that takes too long, an exception tells what the streams are at.
-template <typename Ready>
-void wait_on_host(std::unique_lock<std::mutex>& lock, Ready ready) {
-  if (ready()) return;
-  std::optional<py::gil_scoped_release> release;
-  if (PyGILState_Check()) {  // never wait for it with the mutex held
-    lock.unlock();
-    release.emplace();
-    lock.lock();
-  }
-  bool came = moved.wait_for(lock, std::chrono::duration<double>(hang_s), ready);
-  std::string at = came ? "" : describe_streams();
-  lock.unlock();
-  if (!came) {
-    release.reset();
-    py::gil_scoped_acquire gil;
-    py::handle callback(on_hang);
-    callback(at);
-  }
-}
-
-// Before the host does a kernel's work itself: all that was launched before on its stream is done.
-void come_to_its_turn() {
-  std::unique_lock<std::mutex> lock(streams_mutex);
-  auto& stream = streams[current_stream];
-  wait_on_host(lock, [&] { return stream.idle(); });
-}
-
-void synchronise_stream(int64_t id) {
-  std::unique_lock<std::mutex> lock(streams_mutex);
-  auto& stream = streams[id];
-  merge(host_clock, stream.clock);
-  wait_on_host(lock, [&] { return stream.idle(); });
-}
-
-void synchronise_device() {
-  std::unique_lock<std::mutex> lock(streams_mutex);
-  for (const auto& [id, stream] : streams) merge(host_clock, stream.clock);
-  wait_on_host(lock, [] {
-    return std::all_of(streams.begin(), streams.end(), [](const auto& entry) { return entry.second.idle(); });
-  });
-}
-
-using Recorded = std::shared_ptr<Mark>;
-
-bool is_done(const Recorded& mark) { return mark == nullptr || mark->done || streams[mark->stream].abandoned; }
-
-Recorded record_on(int64_t id) {
-  std::unique_lock<std::mutex> lock(streams_mutex);
-  auto mark = std::make_shared<Mark>();
-  mark->stream = id;
-  mark->clock = streams[id].clock;
-  auto pass = [mark] {
-    mark->time = std::chrono::steady_clock::now();
-    mark->done = true;
-  };
-  if (streams[id].idle()) {
-    pass();
-  } else {
-    push(lock, id, {"an event", [pass] {
-      std::lock_guard<std::mutex> inner(streams_mutex);
-      pass();
-    }});
-  }
-  return mark;
-}
-
-void make_wait(int64_t id, const Recorded& mark) {
-  std::unique_lock<std::mutex> lock(streams_mutex);
-  if (mark == nullptr || mark->stream == id) return;
-  merge(streams[id].clock, mark->clock);
-  if (is_done(mark)) return;
-  push(lock, id, {"a wait for stream " + std::to_string(mark->stream), [mark] {
-    std::unique_lock<std::mutex> inner(streams_mutex);
-    moved.wait(inner, [&] { return is_done(mark); });
-  }});
-}
-
-void synchronise_with(const Recorded& mark) {
-  std::unique_lock<std::mutex> lock(streams_mutex);
-  if (mark != nullptr) merge(host_clock, mark->clock);
-  wait_on_host(lock, [&] { return is_done(mark); });
-}
-
-void abandon(int64_t id) {
-  std::lock_guard<std::mutex> lock(streams_mutex);
-  streams[id].abandoned = true;
-  streams[id].tasks.clear();
-  moved.notify_all();
-}
-
-// ---- who reads and writes which memory, and whether that is in order ----
-
-PyObject* on_locate = nullptr;  // returns the caller's source line
-PyObject* on_race = nullptr;    // called with two accesses, of which the first does not wait for the second
-
-struct Access {
-  const char *begin, *end;
-  bool writes;
-  int64_t stream;
-  uint64_t launch;   // its number on the stream
-  std::string what;  // with its line
-};
-
-std::map<const void*, std::vector<Access>>& accesses = *new std::map<const void*, std::vector<Access>>();
-
-thread_local std::string operation;  // the outermost that runs, with its line
-
-// While an operator runs: names it. Those that it is made of have its name.
-struct Operation {
-  bool outermost = operation.empty();
-  explicit Operation(const std::string& name) {
-    if (!outermost) return;
-    py::gil_scoped_acquire gil;
-    py::handle locate(on_locate);
-    operation = name + " at " + locate().cast<std::string>();
-  }
-  ~Operation() { if (outermost) operation.clear(); }
-};
-
-std::string describe(const Access& access) {
-  return "stream " + std::to_string(access.stream) + (access.writes ? " writes: " : " reads: ") + access.what;
-}
-
-// The next launch on stream `id` reads or writes the memory of `tensor`.
-void access(const at::Tensor& tensor, bool writes, int64_t id) {
-  if (tensor.numel() == 0) return;
-  int64_t last = 0;
-  for (int64_t d = 0; d < tensor.dim(); d++) last += (tensor.size(d) - 1) * tensor.stride(d);
-  auto* begin = static_cast<const char*>(tensor.const_data_ptr());
-  std::unique_lock<std::mutex> lock(streams_mutex);
-  auto& clock = streams[id].clock;
-  merge(clock, host_clock);
-  Access now{begin, begin + (last + 1) * tensor.itemsize(), writes, id, ++clock[id], operation};
-  auto& others = accesses[tensor.storage().data()];
-  std::string race;
-  for (const auto& other : others) {
-    bool apart = other.end <= now.begin || now.end <= other.begin;
-    bool in_order = clock[other.stream] >= other.launch;
-    if (!apart && !in_order && (writes || other.writes)) race = describe(other);
-  }
-  std::erase_if(others, [&](const Access& other) {  // what the new one stands for as well
-    bool inside = now.begin <= other.begin && other.end <= now.end;
-    return inside && (writes || (!other.writes && other.stream == id));
-  });
-  others.push_back(now);
-  lock.unlock();
-  if (!race.empty()) {
-    py::gil_scoped_acquire gil;
-    py::handle callback(on_race);
-    callback(describe(now), race);
-  }
-}
-
-// ---- memory ----
-
-// Counts what is allocated on each device, and refuses what is more than the device has.
-struct Memory final : c10::Allocator {
-  struct Block { size_t bytes; c10::DeviceIndex device; };
-  struct Use { size_t now = 0, peak = 0; };
-  std::mutex mutex;
-  std::map<void*, Block> blocks;
-  std::map<c10::DeviceIndex, Use> uses;
-  size_t capacity = size_t(80) << 30;
-
-  c10::DataPtr allocate(size_t bytes) override {
-    if (bytes == 0) return {nullptr, nullptr, &drop, c10::Device(kCUDA, current_device)};
-    std::lock_guard<std::mutex> lock(mutex);
-    auto& use = uses[current_device];
-    TORCH_CHECK_WITH(OutOfMemoryError, use.now + bytes <= capacity, "CUDA out of memory. Tried to allocate ", bytes,
-                     " bytes. Simulated GPU ", int(current_device), " has a total capacity of ", capacity,
-                     " bytes of which ", capacity - use.now, " bytes are free.");
-    void* data = malloc(bytes);
-    blocks[data] = {bytes, current_device};
-    use.now += bytes;
-    use.peak = std::max(use.peak, use.now);
-    return {data, data, &drop, c10::Device(kCUDA, current_device)};
-  }
-  void release(void* data) {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto block = blocks.find(data);
-    if (block == blocks.end()) return;
-    uses[block->second.device].now -= block->second.bytes;
-    {
-      std::lock_guard<std::mutex> streams_lock(streams_mutex);
-      accesses.erase(data);
-    }
-    blocks.erase(block);
-    free(data);
-  }
-  static void drop(void* data);
-  c10::DeleterFnPtr raw_deleter() const override { return &drop; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-};
-Memory& memory = *new Memory();  // outlives every tensor
-void Memory::drop(void* data) { if (data != nullptr) memory.release(data); }
-
-// Page-locked host memory: copies from and to it need no wait.
-struct Pinned final : c10::Allocator {
-  std::mutex mutex;
-  std::map<char*, size_t> blocks;
-  c10::DataPtr allocate(size_t bytes) override {
-    char* data = static_cast<char*>(malloc(bytes + 1));
-    std::lock_guard<std::mutex> lock(mutex);
-    blocks[data] = bytes;
-    return {data, data, &drop, c10::Device(c10::DeviceType::CPU)};
-  }
-  bool holds(const void* data) {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto after = blocks.upper_bound(static_cast<char*>(const_cast<void*>(data)));
-    if (after == blocks.begin()) return false;
-    --after;
-    return static_cast<const char*>(data) <= after->first + after->second;
-  }
-  static void drop(void* data);
-  c10::DeleterFnPtr raw_deleter() const override { return &drop; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-};
-Pinned& pinned = *new Pinned();
-void Pinned::drop(void* data) {
-  std::lock_guard<std::mutex> lock(pinned.mutex);
-  pinned.blocks.erase(static_cast<char*>(data));
-  free(data);
-}
-
-// ---- devices and streams ----
-
-struct Guard final : c10::impl::DeviceGuardImplInterface {
-  using Device = c10::Device;
-  using Index = c10::DeviceIndex;
-  using Stream = c10::Stream;
-  static Stream stream(Device device, int64_t id) { return Stream(Stream::UNSAFE, device, id); }
-
-  c10::DeviceType type() const override { return kCUDA; }
-  Device exchangeDevice(Device device) const override {
-    Device old(kCUDA, current_device);
-    setDevice(device);
-    return old;
-  }
-  Device getDevice() const override { return Device(kCUDA, current_device); }
-  void setDevice(Device device) const override { uncheckedSetDevice(device); }
-  void uncheckedSetDevice(Device device) const noexcept override {
-    if (device.index() >= 0) current_device = device.index();
-  }
-  Index deviceCount() const noexcept override { return Index(device_count); }
-  Stream getStream(Device device) const noexcept override { return stream(device, current_stream); }
-  Stream getDefaultStream(Device device) const override { return stream(device, 0); }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return stream(device, next_stream++); }
-  Stream getNewStream(Device device, int) const override { return stream(device, next_stream++); }
-  Stream exchangeStream(Stream next) const noexcept override {
-    auto old = stream(next.device(), current_stream);
-    current_stream = next.id();
-    return old;
-  }
-  void* getStreamNativeHandle(const Stream next) const override { return reinterpret_cast<void*>(next.id()); }
-  void record(void** event, const Stream& stream, const Index, const c10::EventFlag) const override {
-    if (*event == nullptr) *event = new Recorded();
-    mark_of(*event) = record_on(stream.id());
-  }
-  void block(void* event, const Stream& stream) const override {
-    if (event != nullptr) make_wait(stream.id(), mark_of(event));
-  }
-  void destroyEvent(void* event, const Index) const noexcept override { delete static_cast<Recorded*>(event); }
-  double elapsedTime(void* first, void* second, const Index) const override {
-    return std::chrono::duration<double, std::milli>(mark_of(second)->time - mark_of(first)->time).count();
-  }
-  bool queryEvent(void* event) const override {
-    std::lock_guard<std::mutex> lock(streams_mutex);
-    return event == nullptr || is_done(mark_of(event));
-  }
-  bool queryStream(const Stream& stream) const override {
-    std::lock_guard<std::mutex> lock(streams_mutex);
-    return streams[stream.id()].idle();
-  }
-  void synchronizeStream(const Stream& stream) const override {
-    synchronised("synchronize");
-    synchronise_stream(stream.id());
-  }
-  void synchronizeEvent(void* event) const override {
-    synchronised("synchronize");
-    if (event != nullptr) synchronise_with(mark_of(event));
-  }
-  void synchronizeDevice(const Index) const override {
-    synchronised("synchronize");
-    synchronise_device();
-  }
-
- private:
-  static Recorded& mark_of(void* event) { return *static_cast<Recorded*>(event); }
-};
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-
-struct Hooks final : at::CUDAHooksInterface {
-  void init() const override {}
-  bool hasCUDA() const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return int(device_count); }
-  c10::DeviceIndex deviceCount() const override { return c10::DeviceIndex(device_count); }
-  c10::DeviceIndex current_device() const override { return simulated::current_device; }
-  c10::DeviceIndex getCurrentDevice() const override { return simulated::current_device; }
-  void setCurrentDevice(c10::DeviceIndex index) const override { simulated::current_device = index; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
-    return std::exchange(simulated::current_device, index);
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
-    return index < 0 ? simulated::current_device : exchangeDevice(index);
-  }
-  void deviceSynchronize(c10::DeviceIndex) const override {
-    synchronised("synchronize");
-    synchronise_device();
-  }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator();
-  }
-  bool isPinnedPtr(const void* data) const override { return pinned.holds(data); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
-};
-
-// torch made its own (empty) hooks while it was imported, and has no way to exchange them. Both classes have no members:
-// another table of functions makes one the other.
-void take_the_place_of_torchs_hooks() {
-  static Hooks ours;
-  auto* theirs = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
-  std::memcpy(static_cast<void*>(theirs), static_cast<void*>(&ours), sizeof(void*));
-}
-
-struct Timer final : c10d::Timer {  // of DDP's reducer, which wants one for each type of device
-  explicit Timer(c10::Device) {}
-  void record(Event) override {}
-  std::optional<int64_t> measureDifference(Event, Event) override { return 1; }
-};
-
-// ---- operators ----
-
 struct OnDevice {  // as CUDAGuard
   c10::DeviceIndex before = current_device;
-  explicit OnDevice(std::optional<c10::Device> device) { if (device && device->has_index()) current_device = device->index(); }
+  explicit OnDevice(std::optional<c10::Device> device) {
+    if (device && device->has_index()) current_device = device->index();
+  }
   ~OnDevice() { current_device = before; }
 };
 
@@ -490,6 +48,18 @@ at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
 }
 
+// What a stream's thread does: an exception there is an error of the device.
+template <typename Work>
+void as_kernel(Work work) {
+  try {
+    at::NoGradGuard no_grad;
+    work();
+  } catch (const std::exception& error) {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    if (device_error.empty()) device_error = error.what();
+  }
+}
+
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
   Operation named("copy_");
   bool waits = false;
@@ -499,11 +69,18 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     if (to.is_cuda() && non_blocking && host.nbytes() <= kStaged) waits = false;
     if (waits) synchronised(to.is_cuda() ? "copy from the host" : "copy to the host");
   }
-  come_to_its_turn();
   if (from.is_cuda()) access(from, false, current_stream);
   if (to.is_cuda()) access(to, true, current_stream);
-  if (waits) synchronise_stream(current_stream);
-  on_host(to).copy_(on_host(from));
+  auto source = on_host(from), target = on_host(to);
+  if (waits) {
+    synchronise_stream(current_stream);
+    target.copy_(source);
+  } else if (quiet || is_idle(current_stream)) {
+    target.copy_(source);
+  } else {
+    if (from.is_cpu() && !pinned.holds(from.const_data_ptr())) source = source.clone();  // staged
+    launch(current_stream, {operation, [target, source] { as_kernel([&] { target.copy_(source); }); }});
+  }
   return to;
 }
 
@@ -563,12 +140,135 @@ void refuse_mixed_devices(const c10::OperatorHandle& op, torch::jit::Stack* stac
               "least two devices, cuda and cpu! (", name, " on a simulated device)");
 }
 
+// Replaces each tensor of a stack, also within lists.
+template <typename Change>
+void replace_tensors(torch::jit::Stack& stack, Change change) {
+  for (auto& value : stack) {
+    if (value.isTensor()) {
+      value = change(value.toTensor());
+    } else if (value.isTensorList()) {
+      auto list = value.toTensorVector();
+      for (auto& tensor : list) tensor = change(tensor);
+      value = c10::List<at::Tensor>(list);
+    } else if (value.isOptionalTensorList()) {
+      auto list = value.toOptionalTensorVector();
+      c10::List<std::optional<at::Tensor>> changed;
+      for (auto& tensor : list) changed.push_back(tensor ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
+      value = changed;
+    }
+  }
+}
+
+bool can_be_launched(const c10::OperatorHandle& op) {
+  if (op.hasTag(at::Tag::nondeterministic_seeded) || op.hasTag(at::Tag::dynamic_output_shape)) return false;
+  if (op.hasTag(at::Tag::data_dependent_output) || kWaiting.count(op.schema().name())) return false;
+  const auto& returns = op.schema().returns();
+  return std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
+    bool is_view = result.alias_info() != nullptr && !result.alias_info()->isWrite();
+    return !is_view && result.type()->kind() == c10::TypeKind::TensorType;
+  });
+}
+
+struct Warned final : c10::WarningHandler {
+  bool warned = false;
+  void process(const c10::Warning&) override { warned = true; }
+};
+
+// The results of an operator as tensors without values, by its kernel for "meta" tensors; nothing where it has none.
+std::optional<torch::jit::Stack> results_without_values(const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+  std::map<void*, at::Tensor> known;
+  bool has_cpu = false;
+  for (auto& value : arguments) if (value.isDevice()) return std::nullopt;
+  replace_tensors(arguments, [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_cuda()) { has_cpu |= tensor.dim() > 0; return tensor; }
+    auto& made = known[tensor.unsafeGetTensorImpl()];
+    auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kMeta);
+    if (!made.defined()) made = at::empty_strided(tensor.sizes(), tensor.strides(), options);
+    return made;
+  });
+  if (has_cpu) return std::nullopt;
+  auto shapes = [&] {
+    std::vector<std::vector<int64_t>> found;
+    for (auto& [_, tensor] : known) found.push_back(tensor.sizes().vec());
+    return found;
+  };
+  auto before = shapes();
+  Warned handler;
+  try {
+    c10::WarningUtils::WarningHandlerGuard guard(&handler);
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(&arguments);
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+  if (handler.warned || shapes() != before) return std::nullopt;  // before: it resizes what it writes to
+  return arguments;
+}
+
+// Launch an operator on a stream that is busy. False: it has to be run by the host, after the stream.
+bool launched(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (!can_be_launched(op)) return false;
+  const auto& schema = op.schema();
+  auto arguments = torch::jit::last(*stack, schema.arguments().size()).vec();
+  auto shapes = results_without_values(op, arguments);
+  if (!shapes) return false;
+  torch::jit::Stack results;
+  std::vector<at::Tensor> fresh;  // one for each result; undefined where an argument is the result
+  for (size_t r = 0; r < schema.returns().size(); r++) {
+    const auto* alias = schema.returns()[r].alias_info();
+    const auto& shape = (*shapes)[r].toTensor();
+    fresh.emplace_back();
+    if (alias != nullptr) {
+      for (size_t a = 0; a < arguments.size(); a++) {
+        const auto* other = schema.arguments()[a].alias_info();
+        if (other != nullptr && other->beforeSets() == alias->beforeSets()) results.push_back(arguments[a]);
+      }
+      if (results.size() != r + 1) return false;
+    } else {
+      if (shape.defined()) {
+        fresh.back() = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(kCUDA));
+      }
+      results.push_back(fresh.back());
+    }
+  }
+  for (size_t a = 0; a < arguments.size(); a++) {
+    const auto* alias = schema.arguments()[a].alias_info();
+    torch::jit::Stack one = {arguments[a]};
+    replace_tensors(one, [&](const at::Tensor& tensor) {
+      if (tensor.defined() && tensor.is_cuda()) access(tensor, alias != nullptr && alias->isWrite(), current_stream);
+      return tensor;
+    });
+  }
+  std::vector<at::Tensor> targets;
+  for (auto& tensor : fresh) {
+    if (tensor.defined()) access(tensor, true, current_stream);
+    targets.push_back(on_host(tensor));
+  }
+  replace_tensors(arguments, on_host);
+  launch(current_stream, {operation, [op, arguments, targets] {
+    as_kernel([&] {
+      torch::jit::Stack values = arguments;
+      op.callBoxed(&values);
+      for (size_t r = 0; r < targets.size(); r++) {
+        if (targets[r].defined()) targets[r].copy_(values[r].toTensor());
+      }
+    });
+  }});
+  torch::jit::drop(*stack, schema.arguments().size());
+  for (auto& result : results) stack->push_back(result);
+  return true;
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Operation named(op.schema().name());
   refuse_mixed_devices(op, stack);
   if (kWaiting.count(op.schema().name())) synchronised(op.schema().name().c_str());
+  if (!quiet && !is_idle(current_stream) && launched(op, stack)) return;
   come_to_its_turn();
   Quiet device;
+  Warned ignored;  // what CPU kernels warn of
+  c10::WarningUtils::WarningHandlerGuard guard(&ignored);
   at::native::cpu_fallback(op, stack);
 }
 
@@ -604,12 +304,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace simulated;
   simulated::take_the_place_of_torchs_hooks();
-  m.def("start", [](int64_t devices, py::object synchronising, py::object hanging, py::object locating, py::object racing) {
+  m.def("start", [](int64_t devices, std::vector<py::object> callbacks) {
     device_count = devices;
-    on_synchronise = synchronising.release().ptr();
-    on_hang = hanging.release().ptr();
-    on_locate = locating.release().ptr();
-    on_race = racing.release().ptr();
+    for (auto [place, index] : {std::pair{&on_synchronise, 0}, {&on_hang, 1}, {&on_locate, 2}, {&on_race, 3}}) {
+      *place = callbacks[index].release().ptr();
+    }
   });
   m.def("synchronised", [](const std::string& kind) { synchronised(kind.c_str()); });
   m.def("synchronise_device", &synchronise_device);
@@ -619,6 +318,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     access(tensor, writes, id);
   });
   m.def("abandon", &abandon, py::call_guard<py::gil_scoped_release>());
+  m.def("set_depth", [](size_t launches) { depth = launches; });
   m.def("set_hang_limit", [](double seconds) { hang_s = seconds; });
   m.def("launch", [](int64_t id, const std::string& what, py::function function) {
     auto* held = function.release().ptr();  // needs the GIL to go: in the task itself
@@ -626,11 +326,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::gil_scoped_acquire gil;
       py::reinterpret_steal<py::function>(held)();
     };
-    py::gil_scoped_release release;
-    std::unique_lock<std::mutex> lock(streams_mutex);
-    push(lock, id, {what, run});
+    launch(id, {what, run});
   });
-  m.def("on_host", &on_host);
+  m.def("on_host", [](const at::Tensor& tensor) {  // does not keep the memory: gloo's threads let go late
+    auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
+    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
+  });
   m.def("current_device", [] { return int64_t(current_device); });
   m.def("exchange_device", [](int64_t index) {
     return int64_t(std::exchange(current_device, index < 0 ? current_device : c10::DeviceIndex(index)));

@@ -52,7 +52,10 @@ class Options:
 
 @dataclass
 class Call:
-    """One call of a collective: ``begin`` starts it in gloo, on the stream; ``finish`` comes after it."""
+    """One call of a collective: ``begin`` starts it in gloo, on the stream; ``finish`` comes after it.
+
+    It keeps the tensors until it is done.
+    """
 
     name: str
     begin: Callable[[], Any]

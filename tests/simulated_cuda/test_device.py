@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests import simulated_cuda
 from tests.ranks import RanksFailedError, run_ranks, run_trainer_ranks
@@ -99,6 +100,8 @@ def refuse_tensors(own: torch.device) -> None:
 def host_does_not_wait(own: torch.device) -> float:
     """Rank 1 comes late to an all-reduce; rank 0 goes on, and has the sum when it asks for it."""
     rank = dist.get_rank()
+    linear = nn.Linear(3, 3, device=own)
+    dist.all_reduce(torch.ones(1, device=own))  # makes the communicator
     if rank == 1:
         time.sleep(0.5)
     start = time.monotonic()
@@ -106,8 +109,14 @@ def host_does_not_wait(own: torch.device) -> float:
     work = dist.all_reduce(tensor, async_op=True)
     assert work.get_future().done()
     work.wait()
+    loss = linear(tensor * 2 - 1).pow(2).sum()
+    loss.backward()
     enqueued = time.monotonic() - start
     assert tensor.tolist() == [3.0] * 3
+    weight, bias = linear.weight.detach().cpu(), linear.bias.detach().cpu()
+    expected = (torch.full((3,), 5.0) @ weight.t() + bias).pow(2).sum()
+    torch.testing.assert_close(loss.detach().cpu(), expected)
+    assert linear.weight.grad is not None
     mean = torch.full((3,), float(rank), device=own)
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     assert mean.tolist() == [0.5] * 3
@@ -181,6 +190,44 @@ def test_a_host_that_waits_for_ever_is_told_so() -> None:
         assert "runs: send to" in message
         assert "then recv from" in message
         assert "send_both_at_once" in message
+
+
+def launch_much(depth: int) -> str:
+    """Rank 0 launches many kernels behind a receive, and then what rank 1 needs before it sends."""
+    own, rank = device(), dist.get_rank()
+    simulated_cuda.limit_waits(1.5)
+    values, token = torch.ones(2, device=own), torch.zeros(1, device=own)
+    others = dist.new_group([0, 1])
+    for group in (dist.group.WORLD, others):
+        dist.all_reduce(token, group=group)
+    simulated_cuda.limit_launches(depth)
+    try:
+        if rank == 0:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            dist.irecv(values, 1).wait()
+            for _ in range(20):
+                values = values * 2
+            with torch.cuda.stream(side):
+                dist.isend(token, 1, group=others)
+        else:
+            dist.recv(token, 0, group=others)
+            token.item()
+            dist.send(values, 0)
+        return str(values.tolist())
+    except SimulatedHangError as error:
+        return str(error)
+    finally:
+        dist.distributed_c10d._abort_process_group()
+
+
+def test_a_host_waits_for_room_in_a_stream() -> None:
+    enough, _ = run_ranks(launch_much, 2, 1024, backend="nccl")
+    assert enough == str([2.0**20] * 2)
+    first, second = run_ranks(launch_much, 2, 8, backend="nccl")
+    assert first.count("then aten::mul at tests/simulated_cuda/test_device.py") >= 6
+    assert "runs: recv from 1 at tests/simulated_cuda/test_device.py" in first
+    assert "runs: recv from 0 at tests/simulated_cuda/test_device.py" in second
 
 
 def split_alone() -> str:
