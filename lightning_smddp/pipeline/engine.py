@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,16 @@ class PipelineEngine:
     def stages(self) -> list[int]:
         """The stages on this rank."""
         return [stage.stage_index for stage in self._stages]
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Around what is no step of the user's."""
+        recorder = self._recorder
+        self.record(None)
+        try:
+            yield
+        finally:
+            self.record(recorder)
 
     def record(self, recorder: Recorder | None) -> None:
         """Record the steps from now on, or no more."""

@@ -90,6 +90,7 @@ class Program:
         ties: which items must stay together.
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
         returned: the values that the step returns.
+        left: the values that it leaves in attributes: the stage that makes one keeps it until the step is over.
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
         once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
         cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
@@ -107,6 +108,7 @@ class Program:
     ties: list[Tie] = field(default_factory=list)
     reads_of_batch: tuple[str, ...] = ()
     returned: tuple[int, ...] = ()
+    left: frozenset[int] = frozenset()
     draws: bool = False
     once_a_batch: tuple[str, ...] = ()
     cast_type: torch.dtype | None = None
@@ -228,6 +230,7 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         trace.seconds,
         ties=builder.backward_hooks(),
         returned=trace.returned,
+        left=trace.left,
         reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
         draws=trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
         once_a_batch=changes_of_state(trace, modules),

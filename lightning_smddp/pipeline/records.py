@@ -134,6 +134,7 @@ class Trace:
         changed_buffers: first names of buffers that the step changes.
         buffers_used: first name of a buffer -> names of the innermost modules whose code uses it; empty for the step's.
         returned: the values that the step returned.
+        left: the values that it left in attributes, see :func:`~lightning_smddp.pipeline.tracing.note_left`.
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
         backward_places: where the step starts a backward pass of its own.
         collective_places: where it calls a collective of its own.
@@ -150,6 +151,7 @@ class Trace:
     changed_buffers: frozenset[str] = frozenset()
     buffers_used: dict[str, set[str]] = field(default_factory=dict)
     returned: tuple[int, ...] = ()
+    left: frozenset[int] = frozenset()
     draws_in_python: bool = False
     backward_places: list[str] = field(default_factory=list)
     collective_places: list[str] = field(default_factory=list)

@@ -37,6 +37,7 @@ __all__ = [
     "Shapes",
     "StageDone",
     "StagePlan",
+    "active_run",
     "patched_units",
 ]
 
@@ -54,6 +55,12 @@ class StagePlan:
 
 
 _active = threading.local()  # .run: the replay that runs in this thread
+
+
+def active_run() -> Run | None:
+    """The stage's run that is under way in this thread."""
+    run: Run | None = getattr(_active, "run", None)
+    return run
 
 
 class Replay:
@@ -85,7 +92,7 @@ class Replay:
         self.changed_memories = {program.values[rebind.new].memory for rebind in own}
         self.changing = {rebind.old for rebind in rebinds if rebind.old is not None}
         self.changing_memories = {program.values[rebind.new].memory for rebind in rebinds}
-        self.keeps = frozenset(plan.sends) | {rebind.new for rebind in rebinds}
+        self.keeps = frozenset(plan.sends) | {rebind.new for rebind in rebinds} | program.left
 
     def run(
         self,

@@ -296,6 +296,12 @@ class Run(TorchFunctionMode):
                 "or keep them in the last module."
             )
 
+    def made_and_left(self) -> dict[int, Tensor]:
+        """The values that this stage has made, of those that the step leaves in attributes."""
+        program, plan = self.replay.program, self.plan
+        made = [value for value in program.left if plan.begin <= program.producers.get(value, -1) < plan.end]
+        return {value: self.environment[value] for value in made if value in self.environment}
+
     def _value_of(self, tensor: Tensor) -> int | None:
         entry = self.tracked.get(id(tensor))
         if entry is not None and entry[0]() is tensor:

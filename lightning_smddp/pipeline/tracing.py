@@ -8,8 +8,9 @@ stage can do it by itself. A dispatch mode below watches for tensors made by wha
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
@@ -62,6 +63,16 @@ def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetc
         known.changed_buffers |= result.changed_buffers  # and what reads the buffers before they change
 
 
+_active = threading.local()  # .tracer: that of the step that runs in this thread
+
+
+def note_left(tensors: Iterable[Tensor]) -> None:
+    """Say what the traced step has left in attributes, at its end. Nothing happens where none is traced."""
+    tracer: _Tracer | None = getattr(_active, "tracer", None)
+    if tracer is not None:
+        tracer.trace.left |= {value for tensor in tensors if (value := tracer.find_tracked(tensor)) is not None}
+
+
 class _Tracer(TorchFunctionMode, Tracking):
     def __init__(self, module: nn.Module, device: torch.device, known: Trace, fetch: Fetch | None) -> None:
         TorchFunctionMode.__init__(self)
@@ -78,8 +89,12 @@ class _Tracer(TorchFunctionMode, Tracking):
         start = self._now()
         saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
         buffers = dict(self.module.named_buffers())
-        with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
-            result = step()
+        outer, _active.tracer = getattr(_active, "tracer", None), self
+        try:
+            with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
+                result = step()
+        finally:
+            _active.tracer = outer
         now = dict(self.module.named_buffers())
         self.trace.rebound_buffers = tuple(name for name, buffer in buffers.items() if now.get(name) is not buffer)
         self._note_python_draws()

@@ -17,6 +17,7 @@ from lightning_smddp._compat import DispatchMode, storage_key
 from lightning_smddp._compat_steps import registered_buffers, written_arguments
 from lightning_smddp.pipeline.ghosts import Ghost
 from lightning_smddp.pipeline.structure import leaves
+from lightning_smddp.pipeline.view.tensor import GlobalTensor
 
 _STRUCTURE = {"_parameters", "_buffers", "_modules"}
 
@@ -106,11 +107,13 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 def _members(value: Any) -> Any:
     if type(value) in (list, dict, set, OrderedDict):  # hooks of modules are in the last
         return value.copy()
-    if type(value) is Ghost:  # a step has set it on a stage that has no values for it
-        return None
-    if isinstance(value, Tensor) and not value.requires_grad and value.device.type != "meta":
+    if isinstance(value, Tensor) and not isinstance(value, (Ghost, GlobalTensor)) and _has_values(value):
         return value.clone()  # the state of a metric, say
     return None
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.requires_grad and tensor.device.type != "meta"
 
 
 def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:

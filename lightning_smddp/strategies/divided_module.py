@@ -150,9 +150,10 @@ class DividedModule:
         variants = self._variants.get(step.key)
         draws = variants is None or any(staged.program.draws for staged in variants.steps)
         step.random = self._share_random(self.groups.pipeline) if draws else None
-        return self._find(step, microbatches)
+        return self.courses_of(step, microbatches)
 
-    def _find(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
+    def courses_of(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
+        """The same with the random numbers that ``step`` has."""
         variants = self._variants.get(step.key)
         if variants is None:
             staged = self._trace(step, microbatches[0])
@@ -246,6 +247,11 @@ class DividedModule:
         is_auto = self.options.num_microbatches is None
         weighing = Weighing(self.module, self.device, step, pair, self.is_exact(), buffers, is_auto)
         return Weighed.from_json(first_decides(lambda: weighing.run().to_json(), world, self.device))
+
+    @property
+    def tolerance(self) -> float:
+        """Relative differences that rounding explains."""
+        return EXACT if self.is_exact() else MIXED
 
     def is_exact(self) -> bool:
         """Whether all floating-point values of the step have at least 32 bits."""
@@ -351,7 +357,7 @@ class DividedModule:
         """
         division = self.division
         assert division.reference is not None
-        reference, tolerance = division.reference, EXACT if self.is_exact() else MIXED
+        reference, tolerance = division.reference, self.tolerance
         self.findings = compare(
             division.program.items,
             division.stage_of_item,
@@ -377,7 +383,7 @@ class DividedModule:
         alone, trial = replace(first, weight=1.0), step.unscaled()
         trial.offset = index
         with untouched(self.module, self.device):
-            outputs = self.runtime.run(self._find(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
+            outputs = self.runtime.run(self.courses_of(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
             self.window.tied.sum()
             norms = gradient_norms(self.window.parameters.items())
         trial.forget()

@@ -88,6 +88,7 @@ class LightningStep:
                 result = getattr(self.module, self.hook)(value, *self.arguments)
             finally:
                 self.capture.runs_step = False
+                self.capture.left.look()
             return self.capture.finish(result)
 
     def whole(self, batch: Any) -> Callable[[], Any]:
@@ -116,7 +117,7 @@ class LightningStep:
             copy = replace(microbatch, value=copied(microbatch.value))
             before = [_version(tensor) for tensor in tensors(copy.value)]
             try:
-                with self.around(index, copy, keep=True):
+                with self.capture.left.learning(), self.around(index, copy, keep=True):
                     result = self(copy)
                 self.capture.examples[self.key] = map_leaves(lambda _: None, result)
                 return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -53,6 +52,7 @@ from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.replicated_module import ReplicatedModule
 from lightning_smddp.strategies.row_trials import rows_by_results
+from lightning_smddp.strategies.second_check import SecondCheck
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_metrics import patched
 from lightning_smddp.strategies.step_results import broadcast_results
@@ -108,6 +108,7 @@ class StagedModule:
         self._weights: dict[str, Tensor] = {}
         self._plugin: Any = None
         self.lockstep = Lockstep()
+        self.second: SecondCheck | None = None  # look at what training does, once
         self.watching = False  # for NaN and inf in gradients
         self.shown: set[str] = set()  # steps whose table the strategy has printed
         self.marking = True  # see `NonFiniteWatch.marks`
@@ -146,7 +147,8 @@ class StagedModule:
                     stack.enter_context(shown_state(partition.optimizer, view))
             stack.enter_context(patched([(self.module, "log", self._plain_log(view))]))
             stack.enter_context(view.entered())
-            yield functools.partial(_without_globals, view)
+            stack.enter_context(self.capture.left.shown())
+            yield view.plain_result
 
     @contextmanager
     def outside_view(self) -> Iterator[None]:
@@ -191,6 +193,8 @@ class StagedModule:
         if divided.take_unforeseen(step) and not is_first and self._misfits(divided, step, batch, microbatches):
             microbatches = self._microbatches(batch, step)
             courses = divided.courses(step, microbatches)
+        if self.second is not None and not continues:
+            self.second.run(step, microbatches[0], self.module.trainer.global_step)
         divided.window.begin(len(microbatches), continues, may_drop, accumulates)
         outputs = self._run(divided, courses, step, microbatches)
         divided.window.set_aside()
@@ -406,7 +410,10 @@ class StagedModule:
         cache = self._caches.setdefault(step.key, HeaderCache())
         like = self.capture.examples.get(step.key)
         results = broadcast_results(results, self.groups.pipeline, self.last_rank, self.device, cache, like)
-        return results.apply(self.module, self.metrics)
+        output = results.apply(self.module, self.metrics)
+        assert self.view is not None
+        self.capture.left.share(self.view, self.num_stages - 1)
+        return output
 
     def _divide(
         self, step: LightningStep, microbatches: Sequence[MicroBatch], pair: MicroBatch | None
@@ -450,6 +457,8 @@ class StagedModule:
         if self.divided.replicas is not None:
             self.divided.replicas.watching, self.divided.replicas.marking = self.watching, self.marking
         self._partition_optimizers(self.divided)
+        if step.trains:
+            self.second = SecondCheck(self.divided, self.inside_view, self.module.trainer.global_step)
         is_new = step.trains or not self.shown
         self.shown.add(step.hook)
         if self.options.communication.verbose and dist.get_rank() == 0 and is_new:
@@ -576,6 +585,7 @@ class StagedModule:
             self.divided.close()
             if gather and not self.options.meta_init:
                 self.metrics.share()
+                self.capture.left.settle()
                 if made_whole(self.divided, self.device):
                     self.divided = None
             elif not gather:
@@ -583,11 +593,3 @@ class StagedModule:
         self.metrics.close()
         if self._plugin is not None:
             vars(self._plugin).pop("clip_grad_by_norm", None)
-
-
-def _without_globals(view: GlobalView, result: Any, arguments: Sequence[Any]) -> Any:
-    for argument in arguments:
-        if isinstance(argument, dict):  # a checkpoint that a hook adds to
-            for key in list(argument):
-                argument[key] = view.plain(argument[key])
-    return view.plain(result)

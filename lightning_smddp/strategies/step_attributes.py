@@ -28,7 +28,7 @@ class Changes:
     """What one micro-batch appended to which list, and what it set attributes to, with what they were."""
 
     appended: dict[Place, list[Any]] = field(default_factory=dict)
-    values: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # (before, after)
+    values: dict[Place, tuple[Any, Any]] = field(default_factory=dict)  # (before, after)
 
 
 class AttributeWatch:
@@ -63,12 +63,12 @@ class AttributeWatch:
         own = vars(self.module)
         for name in [name for name in own if name not in self.ignored]:
             before, after = self.attributes.get(name, _MISSING), own[name]
-            if after is before or not all(map(_is_plain, leaves(after))):
+            if after is before or not all(map(is_plain, leaves(after))):
                 continue
             if type(after) is list and type(before) is list and _begins_with(after, before):
                 changes.appended[name,] = after[len(before) :]  # `self.list = self.list + [item]`
             else:
-                changes.values[name] = (before, after)
+                changes.values[name,] = (before, after)
             if before is _MISSING:
                 del own[name]
             else:
@@ -102,7 +102,7 @@ class AttributeWatch:
 
 def combine_changes(
     changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float], per_row: dict[Place, bool]
-) -> tuple[list[tuple[Place, list[Any]]], dict[str, Any]]:
+) -> tuple[list[tuple[Place, list[Any]]], dict[Place, Any]]:
     """What the batch would have appended and set, from what its micro-batches did.
 
     A list gains what one call would have appended: one item for each position, or one for each row where the step
@@ -127,20 +127,20 @@ def combine_changes(
             per_row[place] = _is_per_row(tails, its_sizes)
         appended.append((place, _combine_tails(tails, its_sizes, per_row.get(place, False))))
     values = {}
-    for name in dict.fromkeys(name for change in changes for name in change.values):
-        pairs = [(c.values[name], size) for c, size in zip(changes, sizes, strict=True) if name in c.values]
+    for place in dict.fromkeys(place for change in changes for place in change.values):
+        pairs = [(c.values[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.values]
         before, after = pairs[0][0][0], [value for (_, value), _ in pairs]
         its_sizes = [size for _, size in pairs]
         if all(type(value) is int for value in [before, *after]):
             steps = [value - before for value in after]
             if max(its_sizes) > 1:
-                per_row[name,] = steps == its_sizes
-            adds_up = per_row.get((name,), False) or len(set(steps)) > 1
-            values[name] = before + (sum(steps) if adds_up else steps[0])
+                per_row[place] = steps == its_sizes
+            adds_up = per_row.get(place, False) or len(set(steps)) > 1
+            values[place] = before + (sum(steps) if adds_up else steps[0])
             continue
-        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if name in c.values]
-        losses = _combine_losses([[value] for value in after], its_weights) if is_loss(name) else None
-        values[name] = _combine_values(after, its_sizes) if losses is None else losses[0]
+        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if place in c.values]
+        losses = _combine_losses([[value] for value in after], its_weights) if is_loss(place[-1]) else None
+        values[place] = _combine_values(after, its_sizes) if losses is None else losses[0]
     return appended, values
 
 
@@ -209,5 +209,6 @@ def _begins_with(longer: list[Any], shorter: list[Any]) -> bool:
     return len(longer) >= len(shorter) and all(map(operator.is_, longer, shorter))
 
 
-def _is_plain(leaf: Any) -> bool:
+def is_plain(leaf: Any) -> bool:
+    """Whether an attribute that is set to it can be followed: a tensor, a number, text or None."""
     return leaf is None or isinstance(leaf, (Tensor, numbers.Number, str))

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_smddp._compat import forward_cache, without_torch_functions
 from lightning_smddp.pipeline.microbatches import combine
 from lightning_smddp.pipeline.structure import leaves, map_leaves
+from lightning_smddp.strategies.left_behind import LeftBehind, without_ghosts
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics, members, owners
 from lightning_smddp.strategies.step_attributes import AttributeWatch, Changes, Place, combine_changes, detached
 from lightning_smddp.strategies.step_metrics import (
@@ -124,6 +125,7 @@ class StepCapture:
         self.module, self.rules, self.pipeline_metrics = module, dict(rules or {}), metrics
         base: Any = next(cls for cls in type(module).__mro__ if cls.__name__ == "LightningModule")
         self._ignored = frozenset(vars(base()))  # Lightning's and torch's attributes
+        self.left = LeftBehind(module, self._ignored)
         self._signature = inspect.signature(base.log)
         self.examples: dict[Any, Any] = {}  # containers of what a step returns, by step
         self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
@@ -152,12 +154,13 @@ class StepCapture:
         log = self._recording_log(record, self.module.log) if keep else _ignore
         self._running = (record, watch) if keep else None
         try:
-            with self._without_pipeline(), patched([*recorder.patches(), (self.module, "log", log)]):
+            patches = patched([*recorder.patches(), (self.module, "log", log)])
+            with self.left.watched(index, size, share), self._without_pipeline(), patches:
                 yield
         finally:
             self._running = None
             with without_torch_functions():
-                record.close(watch.undo())
+                record.close(without_ghosts(watch.undo()))
         if keep:
             self._kept[index] = record
 
@@ -175,6 +178,7 @@ class StepCapture:
     def clear(self) -> None:
         """Forget what was kept."""
         self._kept, self._metrics = {}, None
+        self.left.clear()
 
     def results(self, outputs: Sequence[Any], plain: Callable[[Any], Any] | None = None) -> StepResults:
         """Combine the kept micro-batches, and update metrics. On the rank where the step ends; others :meth:`clear`.
@@ -198,10 +202,11 @@ class StepCapture:
             marks = _Marks(returned)
             changes = [marks.put_on_changes(record) for record in records]
             weights = [record.weight for record in records]
-            appended, attributes = marks.take_off(combine_changes(changes, sizes, weights, self._per_row))
+            appended, values = marks.take_off(combine_changes(changes, sizes, weights, self._per_row))
+            attributes = {place[0]: value for place, value in values.items()}
             marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
             output = marks.take_off(_with_losses(combine(marked, sizes), marked, weights))
-        self.clear()
+        self._kept, self._metrics = {}, None
         return StepResults(logs, metrics, appended, attributes, output)
 
     # ---- micro-batches ----
@@ -323,8 +328,8 @@ class _Marks:
         return Changes(
             {place: detached(self.put_on(tail, record)) for place, tail in record.changes.appended.items()},
             {
-                name: (before, detached(self.put_on(after, record)))
-                for name, (before, after) in record.changes.values.items()
+                place: (before, detached(self.put_on(after, record)))
+                for place, (before, after) in record.changes.values.items()
             },
         )
 

@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanSquaredError
 
+from lightning_smddp import PipelineStrategy
+from lightning_smddp.strategies.second_check import SecondCheck
 from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import QUIET
@@ -72,6 +74,27 @@ class Escaping(Chain):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * self.layers[0].size
+
+
+class EscapingLater(Escaping):
+    """Begins with it when a hook has said so."""
+
+    remembers = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = Chain.training_step(self, batch, batch_idx)
+        return loss * (self.layers[0].size if self.remembers else 1.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.remembers = True
+
+
+class Chancy(Chain):
+    """Dropout, and numbers that stay random in the second check."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = F.dropout(self(batch[0]), 0.2)
+        return F.cross_entropy(x * torch.poisson(torch.ones_like(x)), batch[1])
 
 
 class Noticing(Chain):
@@ -158,8 +181,6 @@ def train(model: type[Chain], strategy: Any = "auto", devices: int = 1, **option
 
 
 def pipelined(model: type[Chain], callbacks: Any = None, **options: Any) -> Any:
-    from lightning_smddp import PipelineStrategy
-
     strategy = PipelineStrategy(**{"num_microbatches": 4, "verbose": False, **options})
     ranks = int(os.environ["WORLD_SIZE"])
     return train(model, strategy, ranks, callbacks=None if callbacks is None else callbacks())
@@ -187,6 +208,45 @@ def test_what_a_replay_itself_changes_is_caught_on_every_rank() -> None:
     assert sorted(failure.value.tracebacks) == [0, 1]
     for text in failure.value.tracebacks.values():
         assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
+
+
+def test_an_escape_that_a_hook_begins_is_caught_in_the_second_step() -> None:
+    with pytest.raises(RanksFailedError) as failure:
+        run_trainer_ranks(refused, 2, EscapingLater)
+    assert sorted(failure.value.tracebacks) == [0, 1]
+    for text in failure.value.tracebacks.values():
+        assert "VerificationError: After the first optimizer step, and what hooks did then: The pipeline does" in text
+
+
+@pytest.mark.parametrize("model", ["Chain", "Chancy"])
+def test_the_second_step_is_compared_once(model: str) -> None:
+    """With replicas, and with gradients that accumulate; what chance decides is no difference."""
+    for count, findings in run_trainer_ranks(compared, 4, model):
+        assert count == 1
+        if model == "Chain":
+            assert [name for name, _, _ in findings] == ["loss", *(f"layers.{index}" for index in range(4)), "head"]
+            for _, expected, actual in findings:
+                assert actual == pytest.approx(expected, rel=1e-5)
+
+
+def compared(model: str) -> tuple[int, list[tuple[str, float, float]]]:
+    """How often a second check had findings, and the last ones."""
+    seen = []
+    run = SecondCheck.run
+
+    def noted(self: SecondCheck, *args: Any) -> Any:
+        findings = run(self, *args)
+        if findings:
+            seen.append([(finding.name, finding.expected, finding.actual) for finding in findings])
+        return findings
+
+    SecondCheck.run = noted  # type: ignore[method-assign]
+    try:
+        strategy = PipelineStrategy(num_microbatches=2, pipeline_parallel_size=2, verbose=False)
+        train(globals()[model], strategy, 4, accumulate_grad_batches=2, max_epochs=3)
+    finally:
+        SecondCheck.run = run  # type: ignore[method-assign]
+    return len(seen), seen[-1]
 
 
 def refused(model: type[Chain]) -> None:

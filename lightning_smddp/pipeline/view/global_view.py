@@ -264,6 +264,14 @@ class GlobalView:
         with without_torch_function():
             return self._plain(structure)
 
+    def plain_result(self, result: Any, arguments: Sequence[Any]) -> Any:
+        """A hook's result without global tensors; nor are any left in a checkpoint among its ``arguments``."""
+        for argument in arguments:
+            if isinstance(argument, dict):
+                for key in list(argument):
+                    argument[key] = self.plain(argument[key])
+        return self.plain(result)
+
     def _plain(self, structure: Any) -> Any:
         found: list[GlobalTensor] = []
         map_tensors(found.append, structure)
