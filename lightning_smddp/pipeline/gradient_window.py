@@ -45,14 +45,14 @@ class GradientWindow:
         self._made: dict[str, Tensor | None] = {}
         self._accumulates, self._keeps = False, False
 
-    def begin(self, num_microbatches: int, continues: bool, may_drop: bool, accumulates: bool) -> None:
+    def begin(self, continues: bool, may_drop: bool, accumulates: bool, num_microbatches: int) -> None:
         """Prepare ``.grad`` for a batch.
 
         Args:
-            num_microbatches: of the batch.
             continues: it adds to the batch before.
             may_drop: what is in ``.grad`` will be zeroed before it is read; else it is kept until then.
             accumulates: no optimizer step follows.
+            num_microbatches: of the batch.
         """
         hooked = self.hooks.take(self.parameters) and self.replicas is None
         if hooked or self.hooks.from_start:
@@ -67,6 +67,11 @@ class GradientWindow:
         else:
             counts = {name: num_microbatches * len(stages) for name, stages in self.stages.items()}
             self.replicas.begin(None if accumulates else counts, keep=continues)
+
+    def drop(self) -> None:
+        """Throw away what the schedule has made of a batch that did not continue another one."""
+        self._set(self._old or {})
+        self._old = None
 
     def set_aside(self) -> None:
         """Take away what the schedule has made, so that zeroing does not reach it, and put back what was there."""

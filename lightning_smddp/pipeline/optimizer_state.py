@@ -174,6 +174,12 @@ class OptimizerPartition:
         with self._whole():
             self.optimizer.load_state_dict({**state, "state": kept})
 
+    def give_back(self, state: Mapping[str, Any]) -> None:
+        """Let the optimizer be the whole model's again, with ``state``, a :meth:`full_state_dict`."""
+        self.placeholder = None
+        self._fill()
+        self.optimizer.load_state_dict(dict(state))
+
     def _all(self) -> list[nn.Parameter]:
         return [parameter for group in self._groups for parameter in group]
 

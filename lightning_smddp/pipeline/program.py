@@ -91,6 +91,7 @@ class Program:
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
         returned: the values that the step returns.
         left: the values that it leaves in attributes: the stage that makes one keeps it until the step is over.
+        shares_draws: whether what torch draws between units is the same on all stages, too, as Python reads it.
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
         once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
         cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
@@ -110,6 +111,7 @@ class Program:
     returned: tuple[int, ...] = ()
     left: frozenset[int] = frozenset()
     draws: bool = False
+    shares_draws: bool = False
     once_a_batch: tuple[str, ...] = ()
     cast_type: torch.dtype | None = None
     buffers_used: Mapping[str, Set[str]] = field(default_factory=dict)
@@ -197,6 +199,14 @@ class Program:
         """Items before ``cut`` of which Python reads numbers."""
         return [item for item in self.items[:cut] if item.tells]
 
+    def difference_from(self, other: Program) -> str:
+        """The first item that is another one in ``other``, as a sentence."""
+        mine, theirs = [item.name for item in self.items], [item.name for item in other.items]
+        same = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
+        position = min(len(mine), len(theirs)) if same is None else same
+        here, there = (names[position] if position < len(names) else "the end" for names in (mine, theirs))
+        return f"It comes to {here} where {there} is expected."
+
     def digest(self) -> list[str]:
         """A line for each item, the same on every rank that traced the same step."""
         return [
@@ -232,7 +242,8 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         returned=trace.returned,
         left=trace.left,
         reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
-        draws=trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
+        shares_draws=bool(trace.reads_draws),
+        draws=bool(trace.reads_draws) or trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
         once_a_batch=changes_of_state(trace, modules),
         cast_type=cast_type(trace),
         buffers_used=trace.buffers_used,
@@ -241,11 +252,7 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
 
 def _refuse(trace: Trace) -> None:
     if trace.backward_places:
-        raise SplitError(
-            f"The step runs a backward pass of its own at {trace.backward_places[0]} (`torch.autograd.grad` or "
-            "`backward`). A pipeline's backward passes through several processes, so it cannot be started inside the "
-            "step. Use strategy='smddp'."
-        )
+        refuse_backward(trace.backward_places[0])
     if trace.collective_places:
         raise SplitError(
             f"The step calls a collective of its own at {trace.collective_places[0]} (`self.all_gather`, "
@@ -262,6 +269,14 @@ def _refuse(trace: Trace) -> None:
             f"The step replaces buffer {trace.rebound_buffers[0]!r} by another tensor (`self.buffer = ...`), which one "
             "stage alone would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
         )
+
+
+def refuse_backward(place: str) -> None:
+    """Raise ``SplitError``."""
+    raise SplitError(
+        f"The step runs a backward pass of its own at {place} (`torch.autograd.grad` or `backward`). A pipeline's "
+        "backward passes through several processes, so it cannot be started inside the step. Use strategy='smddp'."
+    )
 
 
 def _refuse_scripted(modules: Modules) -> None:

@@ -1,4 +1,7 @@
-"""Random numbers that Python code draws: from ``random``, from numpy, and from generators that modules hold."""
+"""Random numbers that Python code draws: from ``random``, from numpy, and from generators that modules hold.
+
+Torch's own are among them where Python reads what torch draws: then all ranks have to draw the same.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 States: TypeAlias = dict[str, Any]
@@ -21,9 +25,14 @@ class PythonRandom:
     """The sources that Python code under ``root`` may draw from.
 
     Generators are looked for among the attributes of its modules, once; an attribute may hold another one later.
+
+    Args:
+        root: the module.
+        device: with torch's default generators, of the CPU and of this device; None without.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, device: torch.device | None = None) -> None:
+        self._device = device
         self._held = [
             (f"{path}.{name}", module, name)
             for path, module in root.named_modules()
@@ -37,6 +46,10 @@ class PythonRandom:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             states["numpy"] = numpy.random.get_state()
+        if self._device is not None:
+            states["torch"] = torch.get_rng_state().numpy()
+            if self._device.type == "cuda":
+                states["cuda"] = torch.cuda.get_rng_state(self._device).numpy()
         for path, module, name in self._held:
             states[f"held {path}"] = _state_of(getattr(module, name, None))
         return states
@@ -48,6 +61,10 @@ class PythonRandom:
             import numpy
 
             numpy.random.set_state(states["numpy"])
+        if self._device is not None:
+            torch.set_rng_state(torch.from_numpy(states["torch"]))
+            if "cuda" in states:
+                torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]), self._device)
         for path, module, name in self._held:
             generator, state = getattr(module, name, None), states.get(f"held {path}")
             if state is not None and _is_generator(generator):
@@ -69,12 +86,28 @@ class PythonRandom:
             self.seed(digest(states) + number)
             return self.get()
 
+    @contextmanager
+    def apart(self, seed: int) -> Iterator[None]:
+        """What torch draws inside follows from ``seed`` and counts for nothing outside; nothing where it is no source.
+
+        Python draws nothing inside.
+        """
+        if self._device is None:
+            yield
+            return
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            yield
+
     def seed(self, number: int) -> None:
         """Start all sources anew."""
         random.seed(number)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(number % 2**32)
+        if self._device is not None:
+            torch.manual_seed(number)
         for position, (_, module, name) in enumerate(self._held, start=1):
             generator = getattr(module, name, None)
             if isinstance(generator, random.Random) or hasattr(generator, "get_state"):
@@ -177,6 +210,8 @@ def _brief(value: Any) -> Any:
         return [_brief(part) for part in value]
     if isinstance(value, dict):
         return {key: _brief(part) for key, part in value.items()}
+    if getattr(value, "dtype", None) == "uint8":  # the bytes of one of torch's
+        return zlib.crc32(value.tobytes())
     if isinstance(value, tuple) or hasattr(value, "tolist"):
         return [int(number) for number in (*value[:4], *value[-4:])]
     return value

@@ -135,6 +135,7 @@ class Trace:
         buffers_used: first name of a buffer -> names of the innermost modules whose code uses it; empty for the step's.
         returned: the values that the step returned.
         left: the values that it left in attributes, see :func:`~lightning_smddp.pipeline.tracing.note_left`.
+        reads_draws: where Python code read what torch drew (``file:line``).
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
         backward_places: where the step starts a backward pass of its own.
         collective_places: where it calls a collective of its own.
@@ -152,6 +153,7 @@ class Trace:
     buffers_used: dict[str, set[str]] = field(default_factory=dict)
     returned: tuple[int, ...] = ()
     left: frozenset[int] = frozenset()
+    reads_draws: tuple[str, ...] = ()
     draws_in_python: bool = False
     backward_places: list[str] = field(default_factory=list)
     collective_places: list[str] = field(default_factory=list)

@@ -81,7 +81,9 @@ class Replay:
         self.checkpointing = checkpointing
         self.told = program.told(plan.begin)
         self.tells = [] if plan.end == len(program.items) else program.told(plan.end)
-        self.python_random = PythonRandom(root) if program.draws else None
+        self.python_random: PythonRandom | None = None
+        if program.draws:
+            self.python_random = PythonRandom(root, device if program.shares_draws else None)
         buffers = {name for item in program.items for name in item.buffers}
         self.sources = {id(p) for p in root.parameters()} | {id(b) for n, b in root.named_buffers() if n in buffers}
         self.is_last, self.is_rehearsal = plan.end == len(program.items), plan.stage < 0

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.broadcast import broadcast_structure
+from lightning_smddp.pipeline.departures import has_no_meaning, require_no_departure, without_meaning
 from lightning_smddp.pipeline.engine import PipelineEngine
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.placement import Groups
-from lightning_smddp.pipeline.program import Program
+from lightning_smddp.pipeline.program import Program, SplitError
 from lightning_smddp.pipeline.replay import Observer, Replay, ReplayError, Shapes, patched_units
 from lightning_smddp.pipeline.schedules import Schedule
 from lightning_smddp.pipeline.spans import Recorder
@@ -65,6 +66,7 @@ class _Running:
     train: bool
     results: list[Any]
     observe: Observer | None
+    failures: dict[int, str] = field(default_factory=dict)  # by micro-batch, where a stage here left its course
 
 
 class PipelineRuntime:
@@ -132,6 +134,10 @@ class PipelineRuntime:
 
         Returns:
             What the step returned for each micro-batch, on the rank where it ends; else an empty list.
+
+        Raises:
+            LeftCourseError: on every rank: on some stage the step did not do what it was traced to do. Gradients, and
+                buffers that the step changes, are of no use then.
         """
         edges = range(self.num_stages - 1)
         boundaries = [[staged.boundary(edge, shapes, train) for edge in edges] for staged, shapes in courses]
@@ -144,6 +150,7 @@ class PipelineRuntime:
                     self.engine.train(count, boundaries)
                 else:
                     self.engine.evaluate(count, boundaries)
+            require_no_departure(self._running.failures, self.groups.pipeline, self.device)
             return self._running.results if self.ends_here else []
         finally:
             self._running = None
@@ -152,6 +159,20 @@ class PipelineRuntime:
         """One stage's part of one micro-batch of the running step."""
         running = self._running
         assert running is not None
+        try:
+            return self._run_replay(running, stage, index, received)
+        except Exception as error:
+            if not (isinstance(error, (ReplayError, SplitError)) or has_no_meaning(received)):
+                raise
+            running.failures.setdefault(index, str(error))
+        if stage == self.num_stages - 1:
+            return ()
+        staged, shapes = running.courses[index]
+        return without_meaning(staged.boundary(stage, shapes, running.train), self.device)
+
+    def _run_replay(
+        self, running: _Running, stage: int, index: int, received: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
         microbatch, is_last = running.microbatches[index], stage == self.num_stages - 1
         staged, shapes = running.courses[index]
         with running.step.around(index, microbatch, keep=is_last):

@@ -52,7 +52,7 @@ class Run(TorchFunctionMode):
         answers: Answers | None = None,
     ) -> None:
         super().__init__()
-        self.answers, self.asked = answers, 0
+        self.answers, self.asked = None if replay.program.shares_draws else answers, 0  # draws are other ones each time
         self.told = {} if told is None else told
         self.replay, self.plan, self.items = replay, replay.plan, replay.program.items
         self.environment, self.shapes, self.observe, self.record = given, shapes, observe, record
@@ -60,15 +60,13 @@ class Run(TorchFunctionMode):
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
         self.cursor, self.inside, self.diverged, self.done = 0, False, False, False
-        self.random = replay.python_random
-        self.seed: int | None = None  # what units draw follows from the state at the first one, alike on all stages
+        self.random, self.shares_draws = replay.python_random, replay.program.shares_draws
+        self.seed: int | None = None  # what items draw follows from the state at the first one, alike on all stages
 
     # ---- what user code calls ----
 
     def unit(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of unit ``name``."""
-        if self.random is not None and self.seed is None:
-            self.seed = digest(self.random.get())
         item = self._next(name, None)
         if item is None:  # behind the last traced item
             return self._do(forward, args, kwargs)
@@ -109,7 +107,7 @@ class Run(TorchFunctionMode):
         if kind is Kind.LIKE and not self._touches(args[1:] if args else list(kwargs.values())[1:]):
             return self._like(function, args, kwargs)
         if not (self._touches(args) or (kwargs and self._touches(kwargs.values()))):
-            if function not in self.replay.program.random_functions:
+            if self.shares_draws or function not in self.replay.program.random_functions:
                 return self._free(function, args, kwargs)
         elif sets_flag(function) and isinstance(args[0], nn.Parameter):
             return function(*args, **kwargs)
@@ -119,6 +117,14 @@ class Run(TorchFunctionMode):
         args, kwargs = self.present(args, kwargs)
         if item is None:
             return function(*args, **kwargs)
+        if self.random is None or not self.shares_draws:
+            return self._operation(item, function, args, kwargs)
+        assert self.seed is not None
+        with self.random.apart(self.seed + 1 + item.index):
+            return self._operation(item, function, args, kwargs)
+
+    def _operation(self, item: Item, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do it."""
         if self.observe is not None:
             self.observe(item, False, None)
         if item.checkpointed and in_checkpoint():
@@ -138,9 +144,10 @@ class Run(TorchFunctionMode):
         if self.reads is not None:
             made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
             if not made:
-                self.reads.append(repr(result))
+                self.reads.append(f"{result!r}, which Python reads at {user_place()}")
             else:  # whose size may depend on the batch's values, or on what is drawn
-                self.reads.append(str([tuple(tensor.shape) for tensor in made]))
+                shapes = ", ".join(str(tuple(tensor.shape)) for tensor in made)
+                self.reads.append(f"a result of shape {shapes} from {name_of(function)} at {user_place()}")
         return result
 
     def _answer(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -160,6 +167,8 @@ class Run(TorchFunctionMode):
     def _next(self, module: str | None, function: Any) -> Item | None:
         """The item that this call is; None behind the last one."""
         cursor, replay = self.cursor, self.replay
+        if self.random is not None and self.seed is None:
+            self.seed = digest(self.random.get())
         if cursor == self.plan.end and not replay.is_last:
             self.done = True
             raise StageDone
@@ -261,7 +270,8 @@ class Run(TorchFunctionMode):
     def _note_sizes(self, item: Item, arguments: list[Any]) -> None:
         """What the size of an item's result depends on besides the sizes of tensors."""
         assert self.reads is not None
-        masks = [t for t in deciding_tensors(name_of(item.function), arguments) if type(t) is not Ghost]
+        known = [None if type(leaf) is Ghost else leaf for leaf in arguments]
+        masks = deciding_tensors(name_of(item.function), known)
         if self.random is not None or masks:
             counts = [int(mask.sum()) for mask in masks]
             self.reads.append(f"{item.name}{_sizes(arguments)}{counts}")

@@ -24,6 +24,7 @@ from lightning_smddp.pipeline.decisions import decides
 from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.patches import patched_forwards, user_place
+from lightning_smddp.pipeline.program import refuse_backward
 from lightning_smddp.pipeline.python_random import PythonRandom, same_states
 from lightning_smddp.pipeline.records import HIDDEN, Call, Deciding, Event, Rebind, Template, Trace, Value
 from lightning_smddp.pipeline.structure import items, leaves, map_leaves
@@ -57,8 +58,10 @@ def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetc
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), PythonRandom(module).put_back():
             result = _Tracer(module, device, known, fetch).run(step)
-        if result.random_functions <= known.random_functions and result.changed_buffers <= known.changed_buffers:
+        complete = result.random_functions <= known.random_functions and result.reads_draws == known.reads_draws
+        if complete and result.changed_buffers <= known.changed_buffers:
             return result
+        known.reads_draws = result.reads_draws  # then what torch draws is free: every stage draws it
         known.random_functions |= result.random_functions  # their calls that drew nothing have to be recorded too
         known.changed_buffers |= result.changed_buffers  # and what reads the buffers before they change
 
@@ -82,6 +85,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.busy = False  # with our own bookkeeping
         self.lent: dict[int, str] = {}  # by `fetch`, for one operation
         self.overhead = 0.0  # seconds
+        self.drawn: set[int] = set()  # values that depend on nothing but what torch drew, and on the batch
         self.python_random = PythonRandom(module)
         self.python_states = self.python_random.get()
 
@@ -187,6 +191,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         if kind is Kind.METADATA or kind is Kind.WATCHER or _sets_parameter(function, args):
             return self._look(function, args, kwargs)
         if kind is Kind.BACKWARD:
+            if self.fetch is not None:
+                refuse_backward(user_place())  # nothing is kept for it
             self.trace.backward_places.append(user_place())
         begin, self.busy = self._now(), True
         arguments = leaves((args, kwargs))
@@ -221,6 +227,8 @@ class _Tracer(TorchFunctionMode, Tracking):
             random=drew,
             seconds=seconds,
         )
+        if drew and self.known.reads_draws and (inputs or event.parameters):
+            self._put_back(states)  # as in a replay, where one stage alone draws it
         self._record(event, given, arguments, result, mutated)
         self.busy = False
         self.overhead += (start - begin) + (self._now() - end)
@@ -273,7 +281,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         known = event.function in self.known.random_functions
         if event.free and event.random and not known:
             self.trace.random_functions |= {event.function}
-        if event.free and not event.random and not event.buffers and not known:
+        is_drawn = event.random or known
+        if event.free and not event.buffers and (self.known.reads_draws or not is_drawn):
             self._note_free(event, made, mutated, {size for tensor in given for size in tensor.shape})
             return
         event.place, event.checkpointed = user_place(), in_checkpoint()
@@ -283,6 +292,15 @@ class _Tracer(TorchFunctionMode, Tracking):
             if not any(leaf is t for t in given):
                 self.track(leaf, event.index)
         event.returned = self.template(result, arguments)
+        self._note_drawn(event)
+
+    def _note_drawn(self, event: Event) -> None:
+        bound = event.parameters or event.buffers or event.buffers_read
+        if bound or not self.drawn.issuperset(event.inputs):
+            return
+        self.drawn.update(event.returned.values, (rebind.new for rebind in event.mutated))
+        if event.reads or (event.inputs and event.decided_by is not None):
+            self.trace.reads_draws = (*self.trace.reads_draws, event.place)
 
     def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
         memories = [self.memory_of(t) for t in mutated]
@@ -386,6 +404,11 @@ class _Tracer(TorchFunctionMode, Tracking):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+    def _put_back(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self.device)
 
     def _random_states(self, arguments: list[Any]) -> list[Tensor]:
         states = [torch.random.get_rng_state()]

@@ -23,6 +23,7 @@ class Tracking:
 
     def __init__(self, module: nn.Module, known: Trace) -> None:
         self.trace = Trace(random_functions=known.random_functions, changed_buffers=known.changed_buffers)
+        self.trace.reads_draws = known.reads_draws
         self.parameters = {id(p): name for name, p in module.named_parameters()}
         self.buffers = {id(b): name for name, b in module.named_buffers()}
         self.modules = dict(module.named_modules())

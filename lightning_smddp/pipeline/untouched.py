@@ -107,6 +107,8 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 def _members(value: Any) -> Any:
     if type(value) in (list, dict, set, OrderedDict):  # hooks of modules are in the last
         return value.copy()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
     if isinstance(value, Tensor) and not isinstance(value, (Ghost, GlobalTensor)) and _has_values(value):
         return value.clone()  # the state of a metric, say
     return None
@@ -124,7 +126,9 @@ def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
         own[name] = value
         if members is None:
             continue
-        if isinstance(value, Tensor):
+        if isinstance(value, torch.Generator):
+            value.set_state(members)
+        elif isinstance(value, Tensor):
             with torch.no_grad():
                 value.copy_(members)
         elif isinstance(value, list):

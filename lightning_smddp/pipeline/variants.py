@@ -8,16 +8,19 @@ course, without talking to each other: they run the step's code once with nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_smddp.pipeline.ghosts import ReplayError, Shapes
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.pipeline.fingerprint import same_everywhere
+from lightning_smddp.pipeline.ghosts import OTHER_COURSE, ReplayError, Shapes
 from lightning_smddp.pipeline.microbatches import MicroBatch, signature
-from lightning_smddp.pipeline.program import Program
+from lightning_smddp.pipeline.program import Program, SplitError
 from lightning_smddp.pipeline.replay import Replay, StagePlan, patched_units
 from lightning_smddp.pipeline.splitting import Splitting
 from lightning_smddp.pipeline.stage import Boundary, TensorSpec
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
 _KEPT_OF_A_KIND = 16  # and courses of each
+_OFTEN, _SELDOM = 4, 20  # a course that is left more often, and in more than one of so many batches, is none
 
 
 @dataclass
@@ -80,6 +84,10 @@ class Variants:
     _now: dict[str, Course] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
     unforeseen: bool = False  # a course was found since this was False that shapes do not explain
     _unrehearsed: bool = False  # code that cannot be run with ghosts alone
+    _found: int = 0  # batches whose courses were looked for,
+    _left: int = 0  # and how often one of them was not what the step did
+    _draws_anew: bool = False  # the last rehearsal, torch's random numbers where the program knows of none
+    _reason: str = ""  # why no known course was the one of a micro-batch
     _parameters: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,37 +98,127 @@ class Variants:
         """``staged`` was traced with a micro-batch like this."""
         return self._keep(self._key(microbatch), (staged, Shapes.of(staged.program)), step, microbatch, index)
 
-    def find(self, step: Step, microbatch: MicroBatch, index: int = 0) -> Course:
-        """The course that ``step`` takes on micro-batch ``index``. Collective over the pipeline if it is new.
+    def find(self, step: Step, microbatches: Sequence[MicroBatch]) -> list[Course]:
+        """The course that ``step`` takes on each micro-batch of a batch. Collective over the pipeline.
 
         Raises:
-            ReplayError: on every rank, if it takes another course each time.
+            RuntimeError: on every rank, if it takes another course on one alone.
+            SplitError: on every rank, if it takes another course each time.
         """
+        self._now.clear()
+        self._found += 1
+        courses: list[Course] = []
+        while len(courses) < len(microbatches):
+            found = self._find_known(step, microbatches, len(courses))
+            self._require_same_courses(found)
+            courses += found
+            if len(courses) < len(microbatches):
+                courses.append(self._discover(step, microbatches[len(courses)], len(courses)))
+        return courses
+
+    def _find_known(self, step: Step, microbatches: Sequence[MicroBatch], begin: int) -> list[Course]:
+        """Those of the micro-batches from ``begin`` on, up to the first whose course is not known."""
+        found: list[Course] = []
+        for index in range(begin, len(microbatches)):
+            course = self._look_up(step, microbatches[index], index)
+            if course is None:
+                break
+            found.append(course)
+        return found
+
+    def _look_up(self, step: Step, microbatch: MicroBatch, index: int) -> Course | None:
         key = self._key(microbatch)
-        if index == 0:
-            self._now.clear()
         if key in self._now:
             return self._now[key]
+        self._reason = "It has a batch of a new kind."
         for known, course in self._courses.get(key, []):
-            if self._unrehearsed or self._rehearse(course, step, microbatch, index) == known:
+            if self._unrehearsed:
                 return self._take(key, course)
-        self.unforeseen |= key in self._courses
+            history = self._rehearse(course, step, microbatch, index)
+            if history == known:
+                return self._take(key, course)
+            if history is not None:
+                self._reason = f"It comes to {_first_new(history, known or ())}."
+        return None
+
+    def _require_same_courses(self, found: Sequence[Course]) -> None:
+        """Raise ``RuntimeError`` on every rank if one goes another way: others would wait for it. Collective.
+
+        Not on accelerators: asking would make the host wait for the device once more at every step.
+        """
+        group, device = self.runtime.groups.pipeline, self.runtime.device
+        if device.type != "cpu" or group.size() == 1:
+            return
+        numbers = [next(i for i, staged in enumerate(self.steps) if staged is course[0]) for course in found]
+        if same_everywhere(numbers, group, device):
+            return
+        everyones = gather_json([numbers, self._reason], group, device)
+        first = everyones[0][0]
+        rank = next(rank for rank, (theirs, _) in enumerate(everyones) if theirs != first)
+        theirs, reason = everyones[rank]
+        if len(first) < len(theirs):
+            rank, reason = 0, everyones[0][1]
+        elif len(first) == len(theirs):
+            here, there = next(pair for pair in zip(theirs, first, strict=True) if pair[0] != pair[1])
+            reason = self.steps[here].program.difference_from(self.steps[there].program)
+        raise RuntimeError(
+            f"The step takes another course on rank {rank} of the pipeline than on others: {reason} What a step does "
+            "may depend on the batch, on random numbers, on the epoch and the step's number, but not on the rank, the "
+            "process or the time."
+        )
+
+    def _discover(self, step: Step, microbatch: MicroBatch, index: int) -> Course:
+        """A course that no rank knows for micro-batches like this one. Collective."""
+        self.unforeseen |= self._key(microbatch) in self._courses
         for staged in self.steps:
-            shapes = self.runtime.survey(staged, step, microbatch, self.train, index)
-            if shapes is not None:
-                return self._keep(key, (staged, shapes), step, microbatch, index)
+            if (course := self._survey(staged, step, microbatch, index)) is not None:
+                return course
         self.unforeseen = True
         staged = self.retrace(step, microbatch, index)
         self.steps.append(staged)
         return self.remember(staged, step, microbatch, index)
 
+    def _survey(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int) -> Course | None:
+        shapes = self.runtime.survey(staged, step, microbatch, self.train, index)
+        if shapes is None:
+            return None
+        self._rehearse((staged, shapes), step, microbatch, index)
+        if self._draws_anew:  # each stage would draw other numbers
+            return None
+        return self._keep(self._key(microbatch), (staged, shapes), step, microbatch, index)
+
+    def learn(
+        self, step: Step, microbatches: Sequence[MicroBatch], courses: Sequence[Course], failures: Mapping[int, str]
+    ) -> None:
+        """Find the course of a micro-batch that left the one that was found for it, behind its last module. Collective.
+
+        Args:
+            step: the user's.
+            microbatches: of the batch.
+            courses: that were found for them.
+            failures: by micro-batch, how it left its course.
+
+        Raises:
+            SplitError: on every rank: there is none that stages can follow, or it changes too often.
+        """
+        index = min(failures)
+        self._left += 1
+        if self._left > _OFTEN and self._left * _SELDOM > self._found:
+            raise SplitError(failures[index])
+        others = [staged for staged in reversed(self.steps) if staged is not courses[index][0]]
+        for staged in others:
+            if self._survey(staged, step, microbatches[index], index) is not None:
+                return
+        staged = self.retrace(step, microbatches[index], index)
+        if any(staged.program.digest() == known.program.digest() for known in self.steps):
+            raise SplitError(failures[index])
+        self.steps.append(staged)
+        self.remember(staged, step, microbatches[index], index)
+
     def _keep(self, key: str, course: Course, step: Step, microbatch: MicroBatch, index: int) -> Course:
         history = self._rehearse(course, step, microbatch, index)
-        if history is None and self._varies():
-            raise ReplayError(
-                "The step takes another course each time that it is run on the same batch, so that stages "
-                "cannot agree. What it does between modules may depend on the batch, not on torch's random numbers."
-            )
+        if self._varies():
+            self._require_rehearsed(history)
         self._unrehearsed = history is None
         while len(self._courses) >= _KEPT and key not in self._courses:
             del self._courses[next(iter(self._courses))]
@@ -128,6 +226,17 @@ class Variants:
         del known[_KEPT_OF_A_KIND - 1 :]
         known.insert(0, (history, course))
         return self._take(key, course)
+
+    def _require_rehearsed(self, history: tuple[str, ...] | None) -> None:
+        """Raise ``SplitError`` on every rank if the course that was just found cannot be found again. Collective."""
+        group, device = self.runtime.groups.pipeline, self.runtime.device
+        reasons = gather_json(self._reason if history is None else None, group, device)
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            raise SplitError(
+                "The step takes another course each time that it is run on the same batch, so that stages cannot "
+                f"agree: {reason} What it does between modules may depend on the batch, not on other random numbers."
+            )
 
     def _take(self, key: str, course: Course) -> Course:
         """Other micro-batches of this batch take the same, if nothing that differs between them decides."""
@@ -141,6 +250,7 @@ class Variants:
     def _rehearse(self, course: Course, step: Step, microbatch: MicroBatch, index: int) -> tuple[str, ...] | None:
         """What Python code reads of the batch on this course; None if the step leaves it."""
         staged, shapes = course
+        self._draws_anew = False
         reads: list[str] = []
         try:
             with (
@@ -149,11 +259,29 @@ class Variants:
                 patched_units(self.runtime.root, staged.program.units),
                 step.around(index, microbatch, keep=False),
             ):
+                before = self._torch_states()
                 staged.rehearsal.run(lambda: step(microbatch), (), shapes, reads=reads, answers=microbatch.answers)
-        except ReplayError:
+                self._draws_anew = not staged.program.shares_draws and any(
+                    not torch.equal(a, b) for a, b in zip(before, self._torch_states(), strict=True)
+                )
+        except ReplayError as error:
+            self._reason = str(error).partition(f" {OTHER_COURSE}")[0]
             return None
-        return tuple(reads) or ("",)
+        if self._draws_anew:
+            self._reason = "It draws random numbers where it drew none."
+            return None
+        return tuple(reads)
+
+    def _torch_states(self) -> list[Tensor]:
+        device = self.runtime.device
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     def _key(self, microbatch: MicroBatch) -> str:
         frozen = "".join("01"[p.requires_grad] for p in self._parameters)
         return f"{signature(microbatch)}|{frozen}"
+
+
+def _first_new(history: Sequence[str], known: Sequence[str]) -> str:
+    """The first read in ``history`` that is another one in ``known``."""
+    pairs = zip_longest(history, known, fillvalue="the end")
+    return next((here for here, there in pairs if here != there), "the end")

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import operator
 import random
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from lightning_smddp.pipeline.division import CHECK_SEED, first_decides
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.program import SplitError
-from lightning_smddp.pipeline.structure import copied, tensors
+from lightning_smddp.pipeline.structure import copied
 from lightning_smddp.pipeline.untouched import kept_parameters, untouched
+from lightning_smddp.strategies.kept_tensors import changed_attributes, tensor_attributes
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 
+_CARRIED = (
+    "In a pipeline micro-batches would see each other's. State that is carried from batch to batch needs whole "
+    "batches, one after the other."
+)
 _ROUNDING = 1e-5  # relative, of the loss of a step that is run a second time
 
 
@@ -32,21 +35,37 @@ def require_no_state(
         changes: of parameters and buffers, see ``Program.once_a_batch``.
         device: of this rank.
     """
-    parameters = [change for change in changes if change.startswith("parameter")]
-    if parameters or (changes and len(microbatches) > 1):
-        raise SplitError(
-            f"The step changes {(parameters or changes)[0]}: in a pipeline this would happen once for each of "
-            f"{len(microbatches)} micro-batches instead of once for a batch. Do it in a hook (`on_train_batch_end`)"
-            + (", or use num_microbatches=1." if not parameters else ".")
-        )
+    refuse_changes(changes, len(microbatches))
     world = dist.group.WORLD
     assert world is not None
     carried = first_decides(lambda: _find_carried(step, microbatches[0], device), world, device)
     if carried is not None:
         raise SplitError(
             f"The step keeps tensors in {carried} for the next step: run a second time on the same rows it gives "
-            "another loss. In a pipeline micro-batches would see each other's. State that is carried from batch to "
-            "batch needs whole batches, one after the other."
+            f"another loss. {_CARRIED}"
+        )
+    step.capture.keeping_attributes |= set(step.keeps)
+
+
+def require_no_new_state(step: LightningStep, changes: Sequence[str], num_microbatches: int) -> None:
+    """The same for a course that a training step takes for the first time in mid-training, behind its trace.
+
+    What it then keeps for the first time cannot be tried out: the module is no longer whole.
+    """
+    refuse_changes(changes, num_microbatches)
+    new = sorted(set(step.keeps) - step.capture.keeping_attributes)
+    if new and num_microbatches > 1:
+        raise SplitError(f"The step has begun to keep tensors in {new[0]}, maybe for the next step. {_CARRIED}")
+
+
+def refuse_changes(changes: Sequence[str], num_microbatches: int) -> None:
+    """Raise ``SplitError`` if there are any that would happen once for each micro-batch, but must not."""
+    parameters = [change for change in changes if change.startswith("parameter")]
+    if parameters or (changes and num_microbatches > 1):
+        raise SplitError(
+            f"The step changes {(parameters or changes)[0]}: in a pipeline this would happen once for each of "
+            f"{num_microbatches} micro-batches instead of once for a batch. Do it in a hook (`on_train_batch_end`)"
+            + (", or use num_microbatches=1." if not parameters else ".")
         )
 
 
@@ -56,12 +75,11 @@ def _find_carried(step: LightningStep, microbatch: MicroBatch, device: torch.dev
     if any(parameter.device.type != device.type for parameter in module.parameters()):
         return None  # it is not whole
     with untouched(module, device), kept_parameters(module):
-        before = _tensor_attributes(module)
+        before = tensor_attributes(module)
         try:
             with step.around(0, microbatch, keep=False):
                 first = _loss(step, microbatch)
-                now = _tensor_attributes(module)
-                changed = [name for name, found in now.items() if not _same(before.get(name), found)]
+                changed = changed_attributes(before, tensor_attributes(module))
                 if not changed or first is None:
                     return None
                 try:
@@ -81,24 +99,3 @@ def _loss(step: LightningStep, microbatch: MicroBatch) -> float | None:
     np.random.seed(CHECK_SEED)
     copy = MicroBatch(copied(microbatch.value), microbatch.size, microbatch.weight)
     return float(loss_of(step(copy), step.hook, detached=True).detach())
-
-
-def _tensor_attributes(module: nn.Module) -> dict[str, list[Tensor]]:
-    """Each attribute of a module in which there are tensors, but parameters and buffers, and which ones."""
-    found = {}
-    for path, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name.startswith("_") and name in _OWN:
-                continue
-            inside = tensors(value) if isinstance(value, (Tensor, list, tuple, dict)) else []
-            if inside:
-                found[".".join(["self", *filter(None, path.split(".")), name])] = inside
-    return found
-
-
-_OWN = frozenset(vars(nn.Module()))
-
-
-def _same(before: list[Tensor] | None, now: list[Tensor]) -> bool:
-    """Whether these are the same objects."""
-    return before is not None and len(before) == len(now) and all(map(operator.is_, before, now))

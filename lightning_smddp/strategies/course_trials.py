@@ -7,16 +7,51 @@ takes another course on batches of the same shapes, and its loss may be another 
 from __future__ import annotations
 
 import math
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.pipeline.constant_random import ConstantRandom
 from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.weight_trials import EXACT, MIXED
+from lightning_smddp.strategies.batch_cutting import BatchCutter
 from lightning_smddp.strategies.divided_module import DividedModule
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
+
+
+def find_courses(
+    divided: DividedModule, cutter: BatchCutter, step: LightningStep, batch: Any, check: bool, is_first: bool
+) -> tuple[list[MicroBatch], list[Course]]:
+    """The micro-batches of a batch to train on, and the course of each. Collective over the pipeline.
+
+    Args:
+        divided: the module; it, and ``cutter``, learn if the weights of micro-batches fit no more.
+        cutter: cuts batches.
+        step: a training step.
+        batch: the same on all ranks.
+        check: whether to look at weights.
+        is_first: whether they were found with this batch.
+    """
+    microbatches = divided.weighting.apply(cutter.cut(batch, step, can_try=False))
+    courses = divided.courses(step, microbatches)
+    if not divided.take_unforeseen(step) or is_first or not check or not divided.weighting.fits:
+        return microbatches, courses
+    pair = cutter.pair(batch, microbatches)
+    problem = None if pair is None else misfit(divided, step.unscaled(), pair)
+    divided.take_unforeseen(step)  # of the trial
+    if problem is None:
+        return microbatches, courses
+    divided.weighting = replace(divided.weighting, fits=False)
+    cutter.looks_across_rows = True
+    if dist.get_rank() == 0:
+        warnings.warn(f"{problem} {cutter.consequence()}", stacklevel=2)
+    microbatches = divided.weighting.apply(cutter.cut(batch, step, can_try=False))
+    return microbatches, divided.courses(step, microbatches)
 
 
 def misfit(divided: DividedModule, step: LightningStep, pair: MicroBatch) -> str | None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.broadcast import UnsendableError, broadcast_structure
+from lightning_smddp.pipeline.departures import LeftCourseError
 from lightning_smddp.pipeline.division import (
     CHECK_SEED,
     Division,
@@ -53,7 +54,7 @@ from lightning_smddp.pipeline.verification import (
 )
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.weighting import warning_without_trial
-from lightning_smddp.strategies.carried_state import require_no_state
+from lightning_smddp.strategies.carried_state import require_no_new_state, require_no_state
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.step_results import StepResults
@@ -133,9 +134,14 @@ class DividedModule:
         self.view = GlobalView(module, ownership, groups.pipeline, device)
         self.buffers = SharedBuffers(self.view, ownership, ranks)
         self._variants: dict[Any, Variants] = {}
+        self._count = len(microbatches)  # of the batch that is worked on
         staged = self._stage(self.division.program, self.division.splitting)
-        self._add(step, staged).remember(staged, step, microbatches[-1], len(microbatches) - 1)
         self.findings: list[Finding] = []
+        try:
+            self._add(step, staged).remember(staged, step, microbatches[-1], len(microbatches) - 1)
+        except SplitError as error:  # on every rank of a pipeline
+            self._undo()
+            raise VerificationError(str(error), self.findings) from None
         if step.trains and options.check and self.division.reference is not None:
             self._check_together(step, len(microbatches) - 1 if self.division.reference.of_trace else 0, microbatches)
 
@@ -148,8 +154,10 @@ class DividedModule:
         else:
             self.buffers.share()
         variants = self._variants.get(step.key)
+        self._count = len(microbatches)
         draws = variants is None or any(staged.program.draws for staged in variants.steps)
-        step.random = self._share_random(self.groups.pipeline) if draws else None
+        torch_too = variants is None or any(staged.program.shares_draws for staged in variants.steps)
+        step.random = self._share_random(self.groups.pipeline, torch_too) if draws else None
         return self.courses_of(step, microbatches)
 
     def courses_of(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
@@ -159,11 +167,21 @@ class DividedModule:
             staged = self._trace(step, microbatches[0])
             variants = self._add(step, staged)
             variants.remember(staged, step, microbatches[0])
-        return [variants.find(step, microbatch, index) for index, microbatch in enumerate(microbatches)]
+        return variants.find(step, microbatches)
 
-    def _share_random(self, group: dist.ProcessGroup) -> SharedRandom:
-        """The first rank's random numbers of Python, for all. Collective over ``group``."""
-        sources = PythonRandom(self.module)
+    def learn(
+        self,
+        step: LightningStep,
+        microbatches: Sequence[MicroBatch],
+        courses: Sequence[Course],
+        failures: Mapping[int, str],
+    ) -> None:
+        """Find another course for ``step``. Collective. Raises ``SplitError`` on every rank if there is none."""
+        self._variants[step.key].learn(step, microbatches, courses, failures)
+
+    def _share_random(self, group: dist.ProcessGroup, torch_too: bool = True) -> SharedRandom:
+        """The first rank's random numbers of Python, and of torch, for all. Collective over ``group``."""
+        sources = PythonRandom(self.module, self.device if torch_too else None)
         states = broadcast_json(to_json(sources.get()), group, self.device)
         return SharedRandom(sources, from_json(states))
 
@@ -181,12 +199,17 @@ class DividedModule:
 
     def try_out(self, step: LightningStep, microbatch: MicroBatch) -> StepResults:
         """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective."""
-        with untouched(self.module, self.device):
-            try:
-                outputs = self.runtime.run(self.courses(step, [microbatch]), step, [microbatch], False)
-                return step.capture.results(outputs) if self.runtime.ends_here else StepResults()
-            finally:
-                step.forget()
+        while True:
+            with untouched(self.module, self.device):
+                courses = self.courses(step, [microbatch])
+                try:
+                    outputs = self.runtime.run(courses, step, [microbatch], False)
+                    return step.capture.results(outputs) if self.runtime.ends_here else StepResults()
+                except LeftCourseError as error:
+                    failures = error.failures
+                finally:
+                    step.forget()
+            self.learn(step, [microbatch], courses, failures)
 
     def _add(self, step: LightningStep, staged: StagedStep) -> Variants:
         retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace
@@ -210,6 +233,8 @@ class DividedModule:
             raise own_error(error) from None
         program = build_program(traced, Modules(traced, self.module), is_within(self._units()))
         require_same(program, group, self.device)
+        if step.trains:
+            require_no_new_state(step, program.once_a_batch, self._count)
         return self._stage(program, follow(program, self.division.homes, self.runtime.num_stages))
 
     def _stage(self, program: Program, splitting: Splitting) -> StagedStep:
@@ -340,14 +365,20 @@ class DividedModule:
             self._check(step, index, microbatches)
         except VerificationError as error:
             failure = error
+        except LeftCourseError as error:
+            failure = VerificationError(str(error), self.findings)
         world = dist.group.WORLD
         assert world is not None
         texts = gather_json(None if failure is None else str(failure), world, self.device)
         text = next((text for text in texts if text is not None), None)
         if text is not None:
-            self.close()
-            gather_full(self.module, self.division.ownership, self.groups.pipeline, self.device)
+            self._undo()
             raise failure or VerificationError(text, self.findings)
+
+    def _undo(self) -> None:
+        """Every rank has the whole module again. Collective."""
+        self.close()
+        gather_full(self.module, self.division.ownership, self.groups.pipeline, self.device)
 
     def _check(self, step: LightningStep, index: int, microbatches: Sequence[MicroBatch]) -> None:
         """The pipeline's loss and gradients on one micro-batch against a plain step's. Raises on every rank.

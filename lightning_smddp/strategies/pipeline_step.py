@@ -13,8 +13,10 @@ from lightning_smddp.pipeline.casts import look_for_casts
 from lightning_smddp.pipeline.eager import Eager
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.objects import with_same_memory
+from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.python_random import SharedRandom
 from lightning_smddp.pipeline.structure import copied, map_leaves, tensors
+from lightning_smddp.strategies.kept_tensors import changed_attributes, tensor_attributes
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_results import StepResults
 
@@ -50,6 +52,7 @@ class LightningStep:
         self.precision, self.capture, self.scale = precision, capture, scale
         self.keeps_casts = False  # of weights, from one micro-batch to the next
         self.offset = 0  # of the micro-batches that run now among the batch's
+        self.keeps: tuple[str, ...] = ()  # attributes that the last run of `alone` left tensors in
         self.random: SharedRandom | None = None  # where it draws random numbers in Python
 
     @property
@@ -118,7 +121,9 @@ class LightningStep:
             before = [_version(tensor) for tensor in tensors(copy.value)]
             try:
                 with self.capture.left.learning(), self.around(index, copy, keep=True):
+                    kept = tensor_attributes(self.module)
                     result = self(copy)
+                    self.keeps = tuple(changed_attributes(kept, tensor_attributes(self.module)))
                 self.capture.examples[self.key] = map_leaves(lambda _: None, result)
                 return result
             finally:
@@ -155,22 +160,22 @@ def _version(tensor: Tensor) -> int:
 
 
 def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:
-    """The loss in what the step returned. Raises ``ValueError`` if there is none that a pipeline can differentiate."""
+    """The loss in what the step returned. Raises ``SplitError`` if there is none that a pipeline can differentiate."""
     loss = result.get("loss") if isinstance(result, dict) else result
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if not (loss.requires_grad or detached):
-            raise ValueError(
+            raise SplitError(
                 f"The loss that `{hook}` returned does not depend on any parameter that requires a gradient "
                 "(requires_grad=False): it was detached, or all of the last modules are frozen."
             )
         return loss.reshape(())
     if loss is None:
         what = "None" if result is None else f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
-        raise ValueError(
+        raise SplitError(
             f"`{hook}` returned {what}. In a pipeline every batch needs a loss: a batch cannot be skipped on one stage "
             "alone. Return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
         )
     shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise ValueError(
+    raise SplitError(
         f"The loss that `{hook}` returned is {shape}. It has to be a scalar tensor, such as `loss.mean()`."
     )

@@ -17,6 +17,7 @@ import torch
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.constant_random import ConstantRandom
+from lightning_smddp.pipeline.departures import LeftCourseError
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.verification import Finding, VerificationError, compare, gradient_norms, require_equal
@@ -61,7 +62,10 @@ class SecondCheck:
         plain = self._gathered(self._plain(step, alone, seed=1))
         if plain.failed is not None:
             return []  # what cannot run within the view has nothing to be compared with
-        findings = self._compare(plain, self._gathered(self._pipelined(step, alone)))
+        pipelined = self._gathered(self._pipelined(step, alone))
+        if pipelined.failed is not None:
+            return []
+        findings = self._compare(plain, pipelined)
         tolerance = self.divided.tolerance
         if any(finding.difference > tolerance for finding in findings):
             again = self._gathered(self._plain(step, alone, seed=2))
@@ -101,8 +105,12 @@ class SecondCheck:
         divided, trial, run = self.divided, step.unscaled(), _Run()
         with untouched(divided.module, divided.device):
             courses = divided.courses_of(trial, [microbatch])
-            with divided.runtime.engine.unrecorded(), ConstantRandom():
-                outputs = divided.runtime.run(courses, trial, [microbatch], True)
+            try:
+                with divided.runtime.engine.unrecorded(), ConstantRandom():
+                    outputs = divided.runtime.run(courses, trial, [microbatch], True)
+            except LeftCourseError as error:  # on every rank: with these numbers it takes another
+                trial.forget()
+                return _Run(failed=str(error))
             divided.window.tied.sum()
             run.norms = self._norms()
         trial.forget()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.agreement import BatchAgreement
 from lightning_smddp.pipeline.broadcast import HeaderCache
-from lightning_smddp.pipeline.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.departures import LeftCourseError
 from lightning_smddp.pipeline.division import own_error
 from lightning_smddp.pipeline.full_state import (
     full_state_dict,
@@ -35,12 +35,11 @@ from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.room import fits_on_devices
 from lightning_smddp.pipeline.spans import Recorder
-from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.strategies.batch_cutting import BatchCutter
-from lightning_smddp.strategies.course_trials import misfit
+from lightning_smddp.strategies.course_trials import find_courses
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
 from lightning_smddp.strategies.hand_over import factor_of
@@ -51,7 +50,9 @@ from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.replicated_module import ReplicatedModule
+from lightning_smddp.strategies.rounds import run_rounds
 from lightning_smddp.strategies.row_trials import rows_by_results
+from lightning_smddp.strategies.second_attempts import make_whole, require_whole_possible, run_batch
 from lightning_smddp.strategies.second_check import SecondCheck
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_metrics import patched
@@ -188,37 +189,28 @@ class StagedModule:
             return self.replicated.train(step.whole(batch), self._place(arguments), accumulates)
         divided = self.divided
         assert divided is not None
-        microbatches = self._microbatches(batch, step)
-        courses = divided.courses(step, microbatches)
-        if divided.take_unforeseen(step) and not is_first and self._misfits(divided, step, batch, microbatches):
-            microbatches = self._microbatches(batch, step)
-            courses = divided.courses(step, microbatches)
-        if self.second is not None and not continues:
-            self.second.run(step, microbatches[0], self.module.trainer.global_step)
-        divided.window.begin(len(microbatches), continues, may_drop, accumulates)
-        outputs = self._run(divided, courses, step, microbatches)
+        find = functools.partial(find_courses, divided, self.cutter, step, batch, self.options.check)
+        try:
+            found = find(is_first)
+            if self.second is not None and not continues:
+                self.second.run(step, found[0][0], self.module.trainer.global_step)
+            outputs = run_batch(
+                divided,
+                step,
+                found,
+                find=functools.partial(find, False),
+                run=functools.partial(run_rounds, divided, step, self.options, self.context),
+                begin=functools.partial(divided.window.begin, continues, may_drop, accumulates),
+                drop=None if continues or divided.replicas is not None else divided.window.drop,
+            )
+        except SplitError as error:
+            self._become_whole(divided, error)
+            return self.train(batch, arguments, scale, continues, may_drop, accumulates)
         divided.window.set_aside()
         divided.buffers.trained = True
         output = self._share(step, outputs)
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
-
-    def _misfits(
-        self, divided: DividedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
-    ) -> bool:
-        """Whether batches have to be cut in another way, as the weights of micro-batches fit no more. Collective."""
-        pair = self.cutter.pair(batch, microbatches)
-        if pair is None or not self.options.check or not divided.weighting.fits:
-            return False
-        problem = misfit(divided, step.unscaled(), pair)
-        divided.take_unforeseen(step)  # of the trial
-        if problem is None:
-            return False
-        divided.weighting = replace(divided.weighting, fits=False)
-        self.cutter.looks_across_rows = True
-        if dist.get_rank() == 0:
-            warnings.warn(f"{problem} {self.cutter.consequence()}", stacklevel=2)
-        return True
 
     def _choose(self, step: LightningStep, batch: Any) -> None:
         """Divide the module by its training step, or leave it whole if that is not possible. Collective."""
@@ -253,6 +245,13 @@ class StagedModule:
                 rows = [("training_step", f"replicated: the whole of it on every rank. {reason}")]
                 print_table(_TITLE, rows, self.module.trainer)
             warnings.warn(self.replicated.warning(), stacklevel=2)
+
+    def _become_whole(self, divided: DividedModule, error: SplitError) -> None:
+        """Go on with the whole module on every rank, or raise on every rank. Collective."""
+        require_whole_possible(error, divided, self.groups, self.device, self.options)
+        make_whole(divided, self._partitions, self.metrics, self.device)
+        self.divided, self._partitions = None, []
+        self.replicate(str(error))
 
     def _place(self, arguments: Sequence[Any]) -> str:
         return f"training_step of batch {arguments[0]}" if arguments else "training_step"
@@ -305,10 +304,20 @@ class StagedModule:
                 raise
             self.lockstep.take(step, error)
             return self._in_lockstep(step, batch)
-        if is_new:
-            self._tried.add(step.key)
-            self._try(divided, step, self.cutter.pair(batch, microbatches))
-        outputs = self._run(divided, courses, step, microbatches)
+        try:
+            if is_new:
+                self._tried.add(step.key)
+                self._try(divided, step, self.cutter.pair(batch, microbatches))
+            outputs = run_batch(
+                divided,
+                step,
+                (microbatches, courses),
+                find=lambda: (microbatches, divided.courses(step, microbatches)),
+                run=functools.partial(run_rounds, divided, step, self.options, self.context),
+            )
+        except (SplitError, LeftCourseError) as error:  # on every rank
+            self.lockstep.take(step, error)
+            return self._in_lockstep(step, batch)
         return self._share(step, outputs)
 
     def _by_itself(self, step: LightningStep, batch: Any) -> Any:
@@ -365,39 +374,6 @@ class StagedModule:
         except SplitError:  # on every rank
             found = False
         self.cutter.learn(step, found)
-
-    def _run(
-        self,
-        divided: DividedModule,
-        courses: Sequence[Course],
-        step: LightningStep,
-        microbatches: Sequence[MicroBatch],
-    ) -> list[Any]:
-        """All micro-batches, in as many rounds as ``active_microbatches`` asks for."""
-        size = self.options.active_microbatches or len(microbatches)
-        outputs: list[Any] = []
-        with self._casting_once(divided, courses, step):
-            for begin in range(0, len(microbatches), size):
-                step.offset, now = begin, slice(begin, begin + size)
-                outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains)
-        divided.go_on(step)
-        return outputs
-
-    def _casting_once(
-        self, divided: DividedModule, courses: Sequence[Course], step: LightningStep
-    ) -> AbstractContextManager[None]:
-        """Mixed precision casts each weight once for all micro-batches, where that makes no difference."""
-        kinds = {staged.program.cast_type for staged, _ in courses}
-        if not step.trains or self.options.activation_checkpointing or None in kinds:
-            return nullcontext()
-        step.keeps_casts = self._is_cast_to(kinds)
-        if not step.keeps_casts:
-            return nullcontext()
-        return kept_casts(divided.window.parameters.values(), lambda: self.context(step.hook))
-
-    def _is_cast_to(self, kinds: Collection[torch.dtype | None]) -> bool:
-        with self.context("training_step"):
-            return may_keep_casts(kinds, self.device)
 
     def _casts_weights(self) -> bool:
         with self.context("training_step"):

@@ -130,6 +130,7 @@ class StepCapture:
         self.examples: dict[Any, Any] = {}  # containers of what a step returns, by step
         self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
         self.changing_steps: set[Any] = set()  # by their keys: those that change their batch in place
+        self.keeping_attributes: set[str] = set()  # that steps leave tensors in, which no later step sees
         self.runs_step = False  # whether the user's code of a step runs now, on a micro-batch
         self._kept: dict[int, _Record] = {}
         self._metrics: dict[str, AnyMetric] | None = None  # None between steps

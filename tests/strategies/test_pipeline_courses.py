@@ -107,7 +107,50 @@ def kept(bench: Bench) -> Any:
     return bench.fit(Kept(layers=5), {"split": ["net.4"]})
 
 
-CASES = [numbered, mixed, selected, kept]
+class Annealed(Net):
+    """Behind its last module it uses activations of earlier ones, but only later, and by turns."""
+
+    count_down = 5
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.count_down -= 1
+        first = self.net[:2](batch[0])
+        second = self.net[2:4](first)
+        loss = F.cross_entropy(self.net[4:](second), batch[1])
+        beta = max(0.0, -0.1 * self.count_down)
+        if beta > 0:
+            loss = loss + beta * second.pow(2).mean()
+        if self.current_epoch == 2:
+            loss = loss + first.abs().mean()
+        self.losses.append(loss.item())
+        return loss
+
+
+def annealed(bench: Bench) -> Any:
+    return bench.fit(Annealed(layers=6), max_epochs=4)
+
+
+class Keeping(Net):
+    """Keeps activations of earlier stages on itself, for hooks."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        self.features = x
+        self.kept.append(x.detach())
+        return F.cross_entropy(self.net[4:](x), batch[1])
+
+    def on_train_epoch_start(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses += [self.features.sum().item(), self.kept[-1].sum().item(), len(self.kept)]
+
+
+def keeping(bench: Bench) -> Any:
+    return bench.fit(Keeping(layers=6))
+
+
+CASES = [numbered, mixed, selected, kept, annealed, keeping]
 TWO = Matrix(CASES, pipeline={"num_microbatches": 4})
 
 

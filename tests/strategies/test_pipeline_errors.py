@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -229,6 +230,42 @@ class Branching(Net):
 
 def test_a_course_that_depends_on_values() -> None:
     assert_refused("SplitError: The step reads the value of a tensor that a module made, at ", Branching)
+
+
+class ByRank(Net):
+    """From the third batch on its course depends on the process."""
+
+    own = 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        x = self.net[:2](batch[0])
+        if batch_idx == 2 and int(os.environ["RANK"]) == self.own:
+            x = x * 2
+        return F.cross_entropy(self.net[2:](x), batch[1])
+
+
+class ByLastRank(ByRank):
+    own = 1
+
+
+class ReadsByRank(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        if batch_idx == 2 and int(os.environ["RANK"]) == 1 and batch[0].sum() > 100:
+            raise AssertionError
+        return self.loss(batch)
+
+
+def each_refused(makes: list[Any]) -> list[str]:
+    return [refused(make, {}, {}) for make in makes]
+
+
+def test_a_course_that_depends_on_the_rank() -> None:
+    """No rank waits for messages of another course: all say which line it is."""
+    for first, last, read in run_trainer_ranks(each_refused, 2, [ByRank, ByLastRank, ReadsByRank], timeout=60):
+        where = "of the pipeline than on others: The step came to mul at "
+        assert first.startswith(f"RuntimeError: The step takes another course on rank 0 {where}")
+        assert last.startswith(f"RuntimeError: The step takes another course on rank 1 {where}")
+        assert "on rank 1 of the pipeline than on others: It comes to a result of shape () from sum at " in read
 
 
 @pytest.mark.slow

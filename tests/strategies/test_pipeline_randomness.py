@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -78,6 +79,76 @@ def course(bench: Bench) -> Any:
     return bench.fit(seeded(Course(layers=5)), ONE, max_epochs=3)
 
 
+class LayerDrop(Net):
+    """What torch draws decides on modules and sizes; other numbers that it draws are used."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=6)
+        self.dropout = nn.Dropout(0.0)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:2](batch[0] + torch.randn_like(batch[0]) / 10)
+        for index in range(2, 8, 2):
+            if torch.rand([]) < 0.4:
+                continue
+            x = self.dropout(self.net[index : index + 2](x))
+        keep = torch.rand(len(x)) < 0.7
+        keep[0] = True
+        shift = int(torch.randint(1, 4, (1,)))
+        x = torch.cat([x[:, shift:], x[:, :shift]], 1)[keep]
+        loss = F.cross_entropy(self.net[8:](F.dropout(x, self.dropout.p)), batch[1][keep])
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(torch.rand([]).item())
+
+
+def layer_drop(bench: Bench) -> Any:
+    torch.manual_seed(3)
+    return bench.fit(LayerDrop(), ONE, max_epochs=2)
+
+
+class Shuffled(Net):
+    """From the second epoch on the step draws: each rank would draw other numbers."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.current_epoch == 1:
+            order = torch.randperm(len(x))
+            x, y = x[order], y[order]
+        loss = F.cross_entropy(self.net(x) + torch.arange(len(x))[:, None] / 10, y)
+        self.losses.append(loss.item())
+        return loss
+
+
+def shuffled(bench: Bench) -> Any:
+    torch.manual_seed(3 + int(os.environ.get("RANK", "0")))
+    return bench.fit(Shuffled(), ONE, max_epochs=2)
+
+
+class Masked(Net):
+    """The batch says how many rows go on, and Python reads nothing of it."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        keep = batch[1] > 0
+        loss = F.cross_entropy(self.net[4:](self.net[:4](batch[0])[keep]), batch[1][keep])
+        self.losses.append(loss.item())
+        return loss
+
+
+def masked(bench: Bench) -> Any:
+    return bench.fit(Masked(layers=5), {**ONE, "fallback": "error"})
+
+
+def layer_drop_with_dropout(bench: Bench) -> Any:
+    """Modules draw, too."""
+    torch.manual_seed(3 + int(os.environ.get("RANK", "0")))
+    model = LayerDrop()
+    model.dropout.p = 0.1
+    return bench.fit(model, {"num_microbatches": 4, "fallback": "error"}, max_epochs=2)
+
+
 class Dropped(nn.Module):
     """Drops itself, in Python."""
 
@@ -103,8 +174,8 @@ def many(bench: Bench) -> Any:
     return bench.fit(model, {"num_microbatches": 4}, max_epochs=2), model.drawn  # type: ignore[attr-defined]
 
 
-CASES = [mixup, mixup_with_a_generator, course]
-TWO = Matrix([*CASES, many])
+CASES = [mixup, mixup_with_a_generator, course, layer_drop, shuffled, masked]
+TWO = Matrix([*CASES, many, layer_drop_with_dropout])
 
 
 @pytest.mark.slow
@@ -119,3 +190,5 @@ def test_ranks_draw_the_same() -> None:
     assert_same(first, second, 0.0)
     assert drawn == others
     assert len(set(first["losses"])) == len(first["losses"])
+    first, second = TWO.results(layer_drop_with_dropout)
+    assert_same(first, second, 0.0)

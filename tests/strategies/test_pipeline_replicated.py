@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -354,6 +355,105 @@ ONE = Matrix(CASES)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_as_in_one_process(case: Case) -> None:
     ONE.compare(case, tolerance=0.0)
+
+
+# ---- from the middle of a run on ----
+
+
+class Late(Net):
+    """Can be pipelined until the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        if self.trainer.fit_loop.total_batch_idx >= 6:
+            x = self.late(x)
+        loss = F.cross_entropy(self.net[4:](x), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}]
+
+    def late(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+def late_buffer(bench: Bench) -> Any:
+    """In the middle of accumulation, with averages of weights beside the module."""
+    return fit(bench, Late(), max_epochs=3, accumulate_grad_batches=3, gradient_clip_val=0.5, callbacks=[Averages()])
+
+
+class Averages(Callback):
+    """Made in a hook, of all ranks' parameters."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if not hasattr(self, "averages"):
+            self.averages = [p.detach().clone() for p in pl_module.parameters()]
+        for average, parameter in zip(self.averages, pl_module.parameters(), strict=True):
+            average.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+        pl_module.losses.append(sum(average.square().sum().item() for average in self.averages))
+
+
+class LatePenalty(Late):
+    def late(self, x: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(x.sum(), self.net[0].weight, create_graph=True)
+        return x + gradient.mean()
+
+
+def late_penalty(bench: Bench) -> Any:
+    return fit(bench, LatePenalty())
+
+
+class LateState(Late):
+    def late(self, x: Tensor) -> Tensor:
+        before = getattr(self, "hidden", x.detach())
+        self.hidden = x.detach()
+        return x + 0.1 * before
+
+
+def late_state(bench: Bench) -> Any:
+    return fit(bench, LateState(), max_epochs=3)
+
+
+class Helped(Net):
+    """Decides by a number that another function has read: nothing shows that before."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[:4](batch[0])
+        self.note(x)
+        x = self.net[4:6](x)
+        if self.noted > 0.06:
+            x = self.net[6:8](x)
+        size = self.width(x)
+        loss = F.cross_entropy(self.net[8:](torch.cat([x[:, size:], x[:, :size]], 1)), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def note(self, x: Tensor) -> None:
+        self.noted = x.mean().item()
+
+    def width(self, x: Tensor) -> int:
+        return int((x > 0).sum()) % 5
+
+
+def helped(bench: Bench) -> Any:
+    return fit(bench, Helped(7))
+
+
+LATE = [late_buffer, late_penalty, late_state, helped]
+FROM_THE_MIDDLE = Matrix(LATE)
+
+
+@pytest.mark.filterwarnings("ignore:The loss of:UserWarning")
+@pytest.mark.parametrize("case", LATE, ids=name_of)
+def test_from_the_middle_of_a_run_on(case: Case) -> None:
+    FROM_THE_MIDDLE.compare(case)
 
 
 # ---- what is said ----
