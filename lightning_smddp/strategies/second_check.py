@@ -19,10 +19,13 @@ from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.constant_random import ConstantRandom
 from lightning_smddp.pipeline.departures import LeftCourseError
 from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.python_random import PythonRandom
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.verification import Finding, VerificationError, compare, gradient_norms, require_equal
 from lightning_smddp.strategies.divided_module import DividedModule
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
+
+_FIRST_SEED = 1
 
 
 @dataclass
@@ -59,7 +62,7 @@ class SecondCheck:
             return []
         self.is_over = True
         alone = replace(microbatch, weight=1.0)
-        plain = self._gathered(self._plain(step, alone, seed=1))
+        plain = self._gathered(self._plain(step, alone, _FIRST_SEED))
         if plain.failed is not None:
             return []  # what cannot run within the view has nothing to be compared with
         pipelined = self._gathered(self._pipelined(step, alone))
@@ -68,7 +71,7 @@ class SecondCheck:
         findings = self._compare(plain, pipelined)
         tolerance = self.divided.tolerance
         if any(finding.difference > tolerance for finding in findings):
-            again = self._gathered(self._plain(step, alone, seed=2))
+            again = self._gathered(self._plain(step, alone, _FIRST_SEED + 1))
             by_chance = self._compare(plain, again)
             if not any(finding.difference > tolerance for finding in by_chance):
                 self._refuse(findings)
@@ -84,12 +87,14 @@ class SecondCheck:
 
     def _plain(self, step: LightningStep, microbatch: MicroBatch, seed: int) -> _Run:
         """The step within the view. A rank on which it fails goes to its end, where it serves the others."""
-        trial, run = step.unscaled(), _Run()
+        trial, run, sources = step.unscaled(), _Run(), PythonRandom(self.divided.module)
         with untouched(self.divided.module, self.divided.device):
             torch.manual_seed(seed)
-            with self.inside_view(), ConstantRandom():
+            with self.inside_view(), ConstantRandom(), sources.put_back():
                 try:
                     with trial.around(0, microbatch, keep=False):
+                        if seed != _FIRST_SEED:  # modules draw in Python, too, on the rank that has them alone
+                            sources.seed(seed)
                         loss = loss_of(trial(microbatch), step.hook)
                     loss.backward()
                     run.loss = float(loss.detach())
