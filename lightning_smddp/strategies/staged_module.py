@@ -249,6 +249,7 @@ class StagedModule:
     def _become_whole(self, divided: DividedModule, error: SplitError) -> None:
         """Go on with the whole module on every rank, or raise on every rank. Collective."""
         require_whole_possible(error, divided, self.groups, self.device, self.options)
+        self.capture.left.settle()
         make_whole(divided, self._partitions, self.metrics, self.device)
         self.divided, self._partitions = None, []
         self.replicate(str(error))
