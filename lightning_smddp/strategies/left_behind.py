@@ -149,7 +149,7 @@ class LeftBehind:
         run = active_run()
         with without_torch_functions():
             for name, watch in now.watches.items():
-                found = [change for change in watch.found() if name or len(change.place) > 1]
+                found = [change for change in watch.found() if name or change.is_member]
                 if found and self._learning:
                     self.changing[name] = None
                     note_left(tensors([change.after for change in found]))

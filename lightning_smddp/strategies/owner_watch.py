@@ -28,6 +28,11 @@ class Found:
     after: Any
     grows: bool = False
 
+    @property
+    def is_member(self) -> bool:
+        """Whether a dict has a new member that is no list."""
+        return len(self.place) > 1 and not self.grows and not isinstance(self.after, list)
+
 
 class OwnerWatch:
     """Remembers an object's attributes, the members of dicts among them, and the lengths of lists."""
@@ -67,7 +72,7 @@ class OwnerWatch:
         With ``of_members_alone`` only members of dicts.
         """
         for change in self.found():
-            if of_members_alone and (change.grows or len(change.place) == 1):
+            if of_members_alone and not change.is_member:
                 continue
             if change.grows:
                 known, length = self.lengths[change.place]
