@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from lightning_smddp.pipeline.broadcast import HeaderCache, UnsendableError, broadcast_structure
 from lightning_smddp.pipeline.fingerprint import same_everywhere
+from lightning_smddp.pipeline.iterators import repeatable
 
 
 class BatchAgreement:
@@ -26,7 +27,7 @@ class BatchAgreement:
         self._sends = True
 
     def agree(self, batch: Any, kind: Any) -> Any:
-        """The first rank's batch. Collective.
+        """The first rank's batch, with generators that can be run through again. Collective.
 
         Args:
             batch: of this rank.
@@ -35,6 +36,7 @@ class BatchAgreement:
         Raises:
             ValueError: on every rank: batches differ, and cannot be sent.
         """
+        batch = repeatable(batch)
         if self._group.size() == 1:
             return batch
         if self._compares or not self._sends:

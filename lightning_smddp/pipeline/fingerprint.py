@@ -76,7 +76,7 @@ class _Description:
 
     def _tensor(self, tensor: Tensor) -> bytes:
         plain = tensor.detach()
-        if type(plain) is not Tensor:
+        if type(plain) is not Tensor and not plain.is_nested:
             plain = plain.as_subclass(Tensor)
         stored: list[Tensor] = []
         if plain.is_nested:

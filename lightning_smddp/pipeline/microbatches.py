@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,6 +43,10 @@ class Cuts(Protocol):
     def again(self, microbatch: MicroBatch, count: int) -> list[MicroBatch]:
         """Cut a micro-batch further."""
         ...
+
+
+class UncombinableError(ValueError):
+    """There is no rule that makes one value of those of micro-batches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +143,7 @@ def signature(microbatch: Any) -> str:
     value = microbatch.value if isinstance(microbatch, MicroBatch) else microbatch
     if isinstance(value, Tensor):
         grad = ", grad" if value.requires_grad else ""
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{grad}"
+        return f"{describe(value)}{grad}"
     if isinstance(value, np.ndarray):
         return f"numpy {value.dtype}{list(value.shape)}"
     children = members_of(value)
@@ -172,13 +176,20 @@ def _outer_sizes(value: Any, ways: Ways, outermost: bool = False) -> Iterator[tu
     """First dimensions of what is in no list or tuple, except an outermost one that holds fields."""
     if isinstance(value, _ARRAYS):
         if value.ndim:
-            yield tuple(int(size) for size in value.shape[:2])
+            yield _first_sizes(value)
     elif (way := ways.of(value)) is not None:
         if way.is_sure:
             yield (way.rows,)
     elif not _is_sequence(value) or outermost:
         for _, child in members_of(value) or []:
             yield from _outer_sizes(child, ways)
+
+
+def _first_sizes(value: Any) -> tuple[int, ...]:
+    """The first two dimensions; the first of a nested tensor, whose second one is another in each row."""
+    if isinstance(value, Tensor) and value.is_nested:
+        return (_length(value),)
+    return tuple(int(size) for size in value.shape[:2])
 
 
 def _outer_sequences(value: Any, outermost: bool = True) -> Iterator[Sequence[Any]]:
@@ -192,7 +203,7 @@ def _outer_sequences(value: Any, outermost: bool = True) -> Iterator[Sequence[An
 
 def _possible_rows(sequence: Sequence[Any]) -> set[int]:
     """The number of rows if ``sequence`` has one entry per row, and if it holds fields."""
-    sizes = {array.shape[0] for array in _arrays(sequence)}
+    sizes = {_length(array) for array in _arrays(sequence)}
     if len(sizes) != 1:
         return {len(sequence)}
     return {len(sequence)} | sizes if _alike(sequence) else sizes
@@ -202,13 +213,13 @@ def _is_list_of_samples(value: Sequence[Any]) -> bool:
     """Whether a whole batch is a list of samples as the dataset returned them: alike, and not fields of one size."""
     if len(value) < 2 or not all(members_of(entry) is not None for entry in value) or not _alike(value):
         return False
-    sizes = {array.shape[0] for array in _arrays(value)}
+    sizes = {_length(array) for array in _arrays(value)}
     return len(sizes) != 1 or len(_arrays(value)) != len(leaves(value))
 
 
 def _has_rows(batch: Any, count: int, ways: Ways) -> bool:
     if isinstance(batch, _ARRAYS):
-        return batch.ndim > 0 and batch.shape[0] == count
+        return batch.ndim > 0 and _length(batch) == count
     if (way := ways.of(batch)) is not None and way.rows == count:
         return True
     children = members_of(batch) or []
@@ -235,7 +246,7 @@ class _Cutter:
     def paths(self, value: Any, path: Path = ()) -> Iterator[Path]:
         """Where the rows are."""
         if isinstance(value, _ARRAYS):
-            if value.ndim and value.shape[0] == self.count:
+            if value.ndim and _length(value) == self.count:
                 yield path
             return
         if _is_sequence(value) and self._reading(value, outermost=not path) == "rows":
@@ -269,7 +280,7 @@ class _Cutter:
         if len(sequence) != self.count:
             return "fields"
         arrays = _arrays(sequence)
-        fitting = sum(array.shape[0] == self.count for array in arrays)
+        fitting = sum(_length(array) == self.count for array in arrays)
         if not fitting or (self.rows_known and _alike(sequence)):
             return "rows"
         if not _alike(sequence):
@@ -303,8 +314,10 @@ def _is_opaque(value: Any) -> bool:
 # ---- combining -------------------------------------------------------------------------------------------------------
 
 
-def combine(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, int] | None = None) -> Any:
     """What one process would have returned for the whole batch, from what a step returned for each micro-batch.
+
+    ``joins`` says for some places along which dimension their tensors are concatenated. For all others:
 
     ========================================= =========================================================
     tensors of ``k * size`` rows, one k       concatenated
@@ -317,62 +330,77 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     ========================================= =========================================================
 
     Raises:
-        ValueError: naming the place, when there is no rule.
+        UncombinableError: naming the place, when there is no rule.
     """
     if len(outputs) != len(sizes) or not outputs:
         raise ValueError(f"{len(outputs)} outputs for {len(sizes)} micro-batches; give one for each, and at least one")
-    return outputs[0] if len(outputs) == 1 else _combine(list(outputs), list(sizes), ())
+    return outputs[0] if len(outputs) == 1 else _combine(list(outputs), list(sizes), (), joins or {})
 
 
-def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...]) -> Any:
+def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: Mapping[Path, int]) -> Any:
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
-        return _combine_tensors(values, sizes, path)
+        return _combine_tensors(values, sizes, path, joins.get(path))
     if all(isinstance(value, np.ndarray) for value in values):
-        return _combine_tensors([torch.from_numpy(value) for value in values], sizes, path).numpy()
+        return _combine_tensors([torch.from_numpy(value) for value in values], sizes, path, joins.get(path)).numpy()
     if all(isinstance(value, (float, np.floating)) for value in values):
         return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
     if any(type(value) is not type(first) for value in values):
-        raise ValueError(f"{_where(path)} has types {[type(value).__name__ for value in values]} in the micro-batches")
+        raise UncombinableError(
+            f"{_where(path)} has types {[type(value).__name__ for value in values]} in the micro-batches"
+        )
     if _is_sequence(first) and _one_entry_per_row(values, sizes):
         return type(first)(entry for value in values for entry in value)
     if (children := members_of(first)) is not None:
-        return _combine_members(values, sizes, children, path)
+        return _combine_members(values, sizes, children, path, joins)
     if type(first) is int and values == sizes and max(sizes) > 1:
         return sum(values)
     if all(_equal(value, first) for value in values):
         return first
     if type(first) is int:
         return sum(values)
-    raise ValueError(f"{_where(path)} is {values} in the micro-batches: no rule makes one {type(first).__name__} of it")
+    raise UncombinableError(
+        f"{_where(path)} is {values} in the micro-batches: no rule makes one {type(first).__name__} of it"
+    )
 
 
-def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ...]) -> Tensor:
+def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ...], join: int | None) -> Tensor:
     if any(value.dim() != values[0].dim() or value.dtype != values[0].dtype for value in values):
-        raise ValueError(f"{_where(path)} is {[signature(value) for value in values]} in the micro-batches")
+        raise UncombinableError(f"{_where(path)} is {[signature(value) for value in values]} in the micro-batches")
     if values[0].dim() == 0:
         stacked = torch.stack(values)
         if not (stacked.is_floating_point() or stacked.is_complex()):
             return stacked.sum()
         shares = from_numbers(sizes, torch.float64, stacked.device) / sum(sizes)
         return (stacked * shares.to(stacked.dtype)).sum()
+    if join is not None and join < values[0].dim() and len({_without(value.shape, join) for value in values}) == 1:
+        return torch.cat(values, join)
     ratios = {divmod(value.shape[0], size) for value, size in zip(values, sizes, strict=True)}
     if len(ratios) == 1 and next(iter(ratios))[1] == 0 and len({value.shape[1:] for value in values}) == 1:
         return torch.cat(values)
     if all(value.shape == values[0].shape and torch.equal(value, values[0]) for value in values):
         return values[0]
-    raise ValueError(
+    raise UncombinableError(
         f"{_where(path)} has shapes {[list(value.shape) for value in values]} for micro-batches of {sizes} rows: "
         f"its first dimension is no multiple of the rows, or other dimensions differ"
     )
 
 
-def _combine_members(values: list[Any], sizes: list[int], children: Members, path: tuple[Any, ...]) -> Any:
+def _without(shape: Sequence[int], dimension: int) -> tuple[int, ...]:
+    return tuple(size for place, size in enumerate(shape) if place != dimension)
+
+
+def _combine_members(
+    values: list[Any], sizes: list[int], children: Members, path: tuple[Any, ...], joins: Mapping[Path, int]
+) -> Any:
     members = [dict(members_of(value) or []) for value in values]
     if any(member.keys() != members[0].keys() for member in members):
-        raise ValueError(f"{_where(path)} has members {[list(member) for member in members]} in the micro-batches")
+        raise UncombinableError(
+            f"{_where(path)} has members {[list(member) for member in members]} in the micro-batches"
+        )
     return with_members(
-        values[0], [(key, _combine([member[key] for member in members], sizes, (*path, key))) for key, _ in children]
+        values[0],
+        [(key, _combine([member[key] for member in members], sizes, (*path, key), joins)) for key, _ in children],
     )
 
 
@@ -381,7 +409,7 @@ def _one_entry_per_row(values: list[Sequence[Any]], sizes: list[int]) -> bool:
     if lengths != sizes:
         return False
     fields = all(
-        bool(arrays := _arrays(value)) and all(array.shape[0] % size == 0 for array in arrays)
+        bool(arrays := _arrays(value)) and all(_length(array) % size == 0 for array in arrays)
         for value, size in zip(values, sizes, strict=True)
     )
     return len(set(lengths)) > 1 or (isinstance(values[0], list) and not (fields and not _alike(values[0])))
@@ -403,6 +431,11 @@ def _is_sequence(value: Any) -> bool:
 def _arrays(value: Any) -> list[Any]:
     """All tensors and arrays in ``value`` that have dimensions."""
     return [leaf for leaf in leaves(value) if isinstance(leaf, _ARRAYS) and leaf.ndim]
+
+
+def _length(array: Any) -> int:
+    """Of the first dimension, which nested tensors tell by ``size`` alone."""
+    return int(array.size(0)) if isinstance(array, Tensor) else len(array)
 
 
 def _alike(sequence: Sequence[Any]) -> bool:
@@ -427,7 +460,8 @@ def _where(path: tuple[Any, ...]) -> str:
 def _sizes_text(value: Any, path: tuple[Any, ...] = ()) -> str:
     """Where the batch's tensors and lists are, and how many rows each could have."""
     if isinstance(value, _ARRAYS):
-        return f"{_where(path)} has shape {list(value.shape)}"
+        shape = f"of {_length(value)} nested tensors" if getattr(value, "is_nested", False) else list(value.shape)
+        return f"{_where(path)} has shape {shape}"
     texts = [f"{_where(path)} has {len(value)} entries"] if _is_sequence(value) else []
     texts += [_sizes_text(child, (*path, key)) for key, child in (members_of(value) or [])[:8]]
     return ", ".join(text for text in texts if text)

@@ -40,6 +40,11 @@ class PythonRandom:
             if _is_generator(value)
         ]
 
+    @property
+    def with_torch(self) -> bool:
+        """Whether torch's generators are among them."""
+        return self._device is not None
+
     def get(self) -> States:
         """What all sources go on from."""
         states: States = {"random": random.getstate()}

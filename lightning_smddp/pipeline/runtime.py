@@ -192,15 +192,24 @@ class PipelineRuntime:
 
         Returns:
             None on every rank if the step takes another course.
+
+        Raises:
+            Exception: on every rank, where a stage raises one: its own there, a ``RuntimeError`` elsewhere.
         """
         shapes, numbered = Shapes(values={}), (microbatch, index)
         received: list[Tensor] = []
         with untouched(self.root, self.device), patched_units(self.root, staged.program.units):
             for stage, rank in enumerate(self.rank_of_stage):
                 report: Any = None
+                failure: Exception | None = None
                 if rank == self.groups.place:
-                    report = self._survey_stage(staged.replays[stage], step, numbered, train, received, shapes)
+                    try:
+                        report = self._survey_stage(staged.replays[stage], step, numbered, train, received, shapes)
+                    except Exception as error:  # of the user's code: the others wait for a word
+                        failure, report = error, {"failed": f"{type(error).__name__}: {error}"}
                 report = broadcast_structure(report, self.groups.pipeline, rank, self.device)
+                if "failed" in report:
+                    raise failure or RuntimeError(f"Stage {stage} failed with {report['failed']}")
                 if report["other_course"]:
                     return None
                 shapes.merge(Shapes.from_json(report["shapes"]))

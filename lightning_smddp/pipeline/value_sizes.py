@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.records import Deciding, Trace
 
 _OF_ALL = {"argwhere", "nonzero", "unique", "unique_consecutive"}
-_OF_THE_REST = {"masked_select", "repeat_interleave"}  # what comes behind the first argument decides
+_OF_THE_REST = {
+    "masked_select",
+    "repeat_interleave",
+    "_pack_padded_sequence",
+    "_pad_packed_sequence",
+}  # what comes behind the first argument decides
 
 
 def deciding_tensors(name: str, arguments: Sequence[Any]) -> list[Tensor]:

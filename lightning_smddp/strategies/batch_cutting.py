@@ -49,6 +49,9 @@ class BatchCutter:
         self.splitter = Splitter(options.batch_size_fn, hook if callable(hook) else None)
         self.looks_across_rows = False  # the loss: no weights make it of those of micro-batches
         self._rows_first: dict[Any, bool] = {}  # by step: what was found for it
+        self.parts_fail = False  # the training step, run on a part of a batch: so others are likely to
+        self._whole: set[Any] = set()  # steps whose batches are one micro-batch each
+        self.may_try = True  # to cut batches of the training step, to see what that does
         self._said: set[str] = set()
 
     def cut(self, batch: Any, step: LightningStep, can_try: bool) -> list[MicroBatch]:
@@ -88,6 +91,10 @@ class BatchCutter:
 
     def is_whole(self, step: LightningStep) -> bool:
         """Whether it is known that each batch is one micro-batch."""
+        if self.parts_fail or step.key in self._whole:
+            return True
+        if step.trains and not self.may_try and self.options.num_microbatches is None and self._normalises(step):
+            return True
         if self.looks_across_rows and self.options.num_microbatches is None:
             return step.hook != "predict_step"  # which has no loss
         return self.options.num_microbatches == 1
@@ -98,6 +105,24 @@ class BatchCutter:
             return "From here on each batch runs as one micro-batch: right, but without overlap of stages."
         return "The num_microbatches that you gave is used: num_microbatches=1 has the numbers of one process."
 
+    def _normalises(self, step: LightningStep) -> bool:
+        """Whether layers normalise over rows, perhaps since they are no longer frozen. Then it is the same for ever."""
+        norms = looks_at_other_rows(self.module)
+        if norms:
+            self.keep_whole(step)
+            if dist.get_rank() == 0:
+                warnings.warn(
+                    f"In training {norms[0]} (BatchNorm) sees all rows that it is given, so from here on each batch is "
+                    "one micro-batch, without overlap of stages. A num_microbatches that you give is used, with other "
+                    "numbers than those of one process.",
+                    stacklevel=2,
+                )
+        return bool(norms)
+
+    def keep_whole(self, step: LightningStep) -> None:
+        """From now on each batch of ``step`` is one micro-batch."""
+        self._whole.add(step.key)
+
     def learn(self, step: LightningStep, rows_first: bool) -> None:
         """Rows of batches of ``step`` come first, or not."""
         self._rows_first[step.key] = rows_first
@@ -106,10 +131,14 @@ class BatchCutter:
         """As many rows as two micro-batches have; None if the batch is not cut."""
         if len(microbatches) < 2:
             return None
+        rows = self.together(batch, microbatches)
+        return rows if len(microbatches) < 4 else self.splitter.cut(batch, len(microbatches) // 2, rows.size)[0]
+
+    @staticmethod
+    def together(batch: Any, microbatches: Sequence[MicroBatch]) -> MicroBatch:
+        """All rows of a batch that was cut into these, to be cut in the same way."""
         rows = sum(microbatch.size for microbatch in microbatches)
-        if len(microbatches) < 4:
-            return MicroBatch(batch, rows, 1.0, microbatches[0].paths, microbatches[0].cuts)
-        return self.splitter.cut(batch, len(microbatches) // 2, rows)[0]
+        return MicroBatch(batch, rows, 1.0, microbatches[0].paths, microbatches[0].cuts)
 
     def _cut(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
         rows = self.splitter.rows(batch)

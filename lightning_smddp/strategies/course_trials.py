@@ -66,7 +66,9 @@ def misfit(divided: DividedModule, step: LightningStep, pair: MicroBatch) -> str
     if len(parts) < 2:
         return None
     parts = divided.weighting.apply(parts)
-    whole, again, *losses = [_loss(divided, step, rows) for rows in (pair, pair, *parts)]
+    whole, again, *losses = [_loss(divided, step, rows, seed) for seed, rows in enumerate((pair, pair, *parts))]
+    if step.random is not None and step.random.sources.with_torch:
+        return None  # the pair draws the same each time, but its parts do not
     found: Any = None
     if divided.runtime.ends_here:
         predicted = sum(part.weight * loss for part, loss in zip(parts, losses, strict=True) if part.weight)
@@ -84,9 +86,9 @@ def misfit(divided: DividedModule, step: LightningStep, pair: MicroBatch) -> str
     )
 
 
-def _loss(divided: DividedModule, step: LightningStep, rows: MicroBatch) -> float:
+def _loss(divided: DividedModule, step: LightningStep, rows: MicroBatch, seed: int) -> float:
     """Without chance, as far as possible; nan where the step does not end here."""
     with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
-        torch.manual_seed(0)
-        results = divided.try_out(step, rows)
-    return float(loss_of(results.output, step.hook, detached=True)) if divided.runtime.ends_here else math.nan
+        torch.manual_seed(seed)  # so that what stays random shows
+        seen = divided.try_out(step, [rows])
+    return math.nan if seen is None else float(loss_of(seen.results.output, step.hook, detached=True))

@@ -57,11 +57,15 @@ from lightning_smddp.pipeline.weighting import warning_without_trial
 from lightning_smddp.strategies.carried_state import require_no_new_state, require_no_state
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
-from lightning_smddp.strategies.step_results import StepResults
+from lightning_smddp.strategies.step_results import Observed
 from lightning_smddp.strategies.weighing import Weighed, Weighing
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+
+
+class PartFailedError(SplitError):
+    """A step that was tried on some rows fails on them, on every rank of the pipeline."""
 
 
 class DividedModule:
@@ -113,8 +117,8 @@ class DividedModule:
         if step.trains:
             require_no_state(step, microbatches, self.division.program.once_a_batch, device)
         weighed = self._weigh(step, pair)
-        self.weighting, self.warnings = weighed.weighting, weighed.warnings
-        step.capture.rules |= weighed.rules
+        self.weighting, self.warnings, self.trains_whole = weighed.weighting, weighed.warnings, weighed.whole
+        weighed.findings.teach(step.capture, step.key)
         self._place()
         ownership, rank = self.division.ownership, groups.place
         held = held_parameters(module, ownership, rank)
@@ -197,19 +201,32 @@ class DividedModule:
         unforeseen, variants.unforeseen = variants.unforeseen, False
         return unforeseen
 
-    def try_out(self, step: LightningStep, microbatch: MicroBatch) -> StepResults:
-        """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective."""
+    def try_out(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> Observed | None:
+        """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective.
+
+        Raises:
+            PartFailedError: on every rank: it cannot be run on these.
+        """
         while True:
             with untouched(self.module, self.device):
-                courses = self.courses(step, [microbatch])
                 try:
-                    outputs = self.runtime.run(courses, step, [microbatch], False)
-                    return step.capture.results(outputs) if self.runtime.ends_here else StepResults()
+                    courses = self._tried_courses(step, microbatches)
+                    outputs = self.runtime.run(courses, step, microbatches, False)
+                    return step.capture.observed(outputs, step.key) if self.runtime.ends_here else None
                 except LeftCourseError as error:
                     failures = error.failures
                 finally:
                     step.forget()
-            self.learn(step, [microbatch], courses, failures)
+            try:
+                self.learn(step, microbatches, courses, failures)
+            except SplitError as error:  # on every rank
+                raise PartFailedError(f"{type(error).__name__}: {error}") from error
+
+    def _tried_courses(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
+        try:
+            return self.courses(step, microbatches)
+        except Exception as error:  # on every rank; one of a stage that runs is not, and ends all
+            raise PartFailedError(f"{type(error).__name__}: {error}") from error
 
     def _add(self, step: LightningStep, staged: StagedStep) -> Variants:
         retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace

@@ -1,55 +1,47 @@
 """How logged values of micro-batches make up the batch's, learned from a few rows of the first batch.
 
 ``reduce_fx`` says how Lightning reduces values of *batches*. A mean over rows that is logged with ``reduce_fx="max"``
-is still a mean over the micro-batches' rows; a count that is logged with the default is their sum. What is right
-shows when the step is run on some rows at once, and on their halves.
+is still a mean over the micro-batches' rows; a count that is logged with the default is their sum; a perplexity is the
+exponential of a mean. What is right shows when the step is run on some rows at once, and on their halves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.strategies.step_results import Log, StepResults
-from lightning_smddp.strategies.step_values import Rule, is_loss, reduce_losses, reduce_values, reduction_name
+from lightning_smddp.strategies.step_values import (
+    Rule,
+    is_loss,
+    reduce_exponentials,
+    reduce_losses,
+    reduce_values,
+    reduction_name,
+)
 
-_RULES: tuple[Rule, ...] = ("mean", "loss", "sum", "max", "min")
+_RULES: tuple[Rule, ...] = ("mean", "loss", "sum", "max", "min", "exp", "rms", "norm")
 _TOLERANCE = 1e-5
-_CLEAR = 1e-3  # relative: what differs by less may be rounding
+_SAME = 2e-6  # relative: rules that differ by less need not be told from each other
+Doubts: TypeAlias = dict[str, list[Rule]]
+Values: TypeAlias = "tuple[list[Any], list[int], list[float]]"  # of micro-batches: logged values, rows, weights
 
 
 @dataclass
 class Learned:
-    """Rules for names where what ``reduce_fx`` says is wrong and another rule is right.
-
-    ``unfit`` are names for which none is: the value of some rows, and what their halves' values make.
-    """
+    """Rules by name; ``doubts`` are names whose values were so alike that several rules are right."""
 
     rules: dict[str, Rule] = field(default_factory=dict)
-    unfit: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def warning(self, known: Mapping[str, Any] | None = None) -> str | None:
-        """What to say about those that fit no rule, but for ``known`` ones."""
-        new = {name: values for name, values in self.unfit.items() if name not in (known or {})}
-        if not new:
-            return None
-        texts = [f"{name!r} is {whole:.6g} for some rows, but {made:.6g}" for name, (whole, made) in new.items()]
-        more = f" ... ({len(texts) - 4} more)" if len(texts) > 4 else ""
-        return (
-            f"Logged values that a batch cannot get from its micro-batches: {'; '.join(texts[:4])}{more} if it is "
-            "combined from their halves. It is no mean, sum, largest or smallest value of theirs, and what is logged "
-            "differs from one process. Compute it by a torchmetrics object, which sees whole batches, or use "
-            "num_microbatches=1."
-        )
+    doubts: Doubts = field(default_factory=dict)
 
 
 def learn_rules(
-    whole: StepResults, parts: Sequence[StepResults], microbatches: Sequence[MicroBatch], again: StepResults
+    whole: StepResults, parts: Sequence[StepResults], microbatches: Sequence[MicroBatch], by_rows: bool = False
 ) -> Learned:
     """How each logged number of a batch comes out of those of its micro-batches.
 
@@ -57,12 +49,13 @@ def learn_rules(
         whole: of some rows.
         parts: of consecutive parts of these rows.
         microbatches: the parts, weighted as losses are.
-        again: of the same rows as ``whole``: numbers that chance has a part in are told by it.
+        by_rows: losses are weighted by rows, so that they are usual means.
     """
     learned = Learned()
     if len(parts) < 2:
         return learned  # all rules are the same for one
-    values, repeated = [_numbers(part.logs) for part in parts], _numbers(again.logs)
+    values, sizes = [_numbers(part.logs) for part in parts], [microbatch.size for microbatch in microbatches]
+    weights = [microbatch.weight for microbatch in microbatches]
     for log in whole.logs:
         expected = _number(log)
         if expected is None or any(log.name not in part for part in values):
@@ -73,20 +66,29 @@ def learn_rules(
             declared = "loss"
         # Where several are right, as for what is zero at first: a sum is likely a count, anything else a mean.
         first: Rule = declared if declared in ("sum", "loss") else "mean"
-        made = {rule: _reduced(rule, given, microbatches) for rule in _RULES}
-        right = [rule for rule in (first, declared, *_RULES) if _close(expected, made[rule], _TOLERANCE)]
-        if right and right[0] != declared:
+        made = {rule: _reduced(rule, given, sizes, weights) for rule in _RULES}
+        right = [rule for rule in (first, declared, *_RULES) if _close(expected, made[rule])]
+        if right:
             learned.rules[log.name] = right[0]
-        is_steady = _close(expected, repeated.get(log.name, math.nan), _TOLERANCE)
-        if not right and is_steady and not _close(expected, made[declared], _CLEAR):
-            learned.unfit[log.name] = (expected, made[declared])
+        others = [rule for rule in dict.fromkeys(right) if not (by_rows and rule == "loss")]
+        if len(others) > 1:
+            learned.doubts[log.name] = others
     return learned
 
 
-def _reduced(rule: Rule, values: Sequence[float], microbatches: Sequence[MicroBatch]) -> float:
-    if rule == "loss":
-        return float(reduce_losses(values, [microbatch.weight for microbatch in microbatches]))
-    return float(reduce_values(rule, values, [microbatch.size for microbatch in microbatches]))
+def disagree(rules: Sequence[Rule], values: Values) -> bool:
+    """Whether it makes a difference which of the rules is right."""
+    numbers = [number for value in values[0] if (number := _plain(value)) is not None]
+    if len(numbers) < 2 or len(numbers) != len(values[0]):
+        return False
+    made = [_reduced(rule, numbers, values[1], values[2]) for rule in rules]
+    return max(made) - min(made) > _SAME * max(map(abs, made)) or any(map(math.isnan, made))
+
+
+def _reduced(rule: Rule, values: Sequence[float], sizes: Sequence[int], weights: Sequence[float]) -> float:
+    if rule == "exp":
+        return math.nan if min(values) <= 0 else float(reduce_exponentials(values, weights))
+    return float(reduce_losses(values, weights) if rule == "loss" else reduce_values(rule, values, sizes))
 
 
 def _numbers(logs: Sequence[Log]) -> dict[str, float]:
@@ -94,15 +96,18 @@ def _numbers(logs: Sequence[Log]) -> dict[str, float]:
 
 
 def _number(log: Log) -> float | None:
-    value: Any = log.value
-    if log.metric is not None or log.is_whole or isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+    return None if log.metric is not None or log.is_whole else _plain(log.value)
+
+
+def _plain(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
         return None
     if isinstance(value, Tensor) and value.numel() != 1:
         return None
     return float(value)
 
 
-def _close(one: float, other: float, tolerance: float) -> bool:
+def _close(one: float, other: float) -> bool:
     if math.isnan(one) or math.isnan(other):
         return math.isnan(one) and math.isnan(other)
-    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-8)
+    return math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=1e-8)

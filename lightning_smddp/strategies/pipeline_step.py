@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.casts import look_for_casts
@@ -18,7 +19,7 @@ from lightning_smddp.pipeline.python_random import SharedRandom
 from lightning_smddp.pipeline.structure import copied, map_leaves, tensors
 from lightning_smddp.strategies.kept_tensors import changed_attributes, tensor_attributes
 from lightning_smddp.strategies.step_capture import StepCapture
-from lightning_smddp.strategies.step_results import StepResults
+from lightning_smddp.strategies.step_results import Observed
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -82,7 +83,7 @@ class LightningStep:
         flags (``requires_grad_``) is not seen by the next run in any case.
         """
         changes = self.key in self.capture.changing_steps
-        value = copied(microbatch.value) if changes else map_leaves(with_same_memory, microbatch.value)
+        value = map_leaves(with_same_memory, copied(microbatch.value) if changes else microbatch.value)
         with self.precision():
             if self.keeps_casts:
                 look_for_casts()
@@ -133,13 +134,19 @@ class LightningStep:
 
         return run
 
-    def observed(self, microbatch: MicroBatch) -> StepResults:
-        """What a run for nothing would have shown to Lightning."""
-        copy = replace(microbatch, value=copied(microbatch.value))
+    def observed(self, microbatches: Sequence[MicroBatch], seed: int = 0) -> Observed:
+        """What a run for nothing of these as a batch would have shown to Lightning.
+
+        What torch draws follows from ``seed``, also where ranks share it.
+        """
+        outputs = []
         try:
-            with Eager(), self.around(0, copy, keep=True):
-                result = self(copy)
-            return self.capture.results([map_leaves(_detached, result)])
+            for index, microbatch in enumerate(microbatches):
+                copy = replace(microbatch, value=copied(microbatch.value))
+                with Eager(), self.around(index, copy, keep=True):
+                    torch.manual_seed(seed + index)
+                    outputs.append(map_leaves(_detached, self(copy)))
+            return self.capture.observed(outputs, self.key)
         finally:
             self.capture.clear()
 

@@ -23,7 +23,7 @@ from lightning_smddp.pipeline.structure import leaves, map_leaves, tensors
 from lightning_smddp.pipeline.untouched import kept_parameters, untouched
 from lightning_smddp.pipeline.weight_trials import EXACT, find_weighting
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
-from lightning_smddp.strategies.step_results import StepResults
+from lightning_smddp.strategies.step_results import Observed, StepResults
 
 _TOLERANCE = 1e-5  # relative; rounding in another order is less
 
@@ -48,7 +48,7 @@ def rows_by_loss(
     """
 
     def loss(microbatch: MicroBatch) -> float:
-        return float(loss_of(step.observed(microbatch).output, step.hook, detached=True))
+        return float(loss_of(step.observed([microbatch]).results.output, step.hook, detached=True))
 
     def decide() -> bool:
         for trains in (False, True):  # some models do something else in evaluation mode
@@ -101,7 +101,11 @@ def _with_columns_in_order(value: Any, order: list[int]) -> Any:
 
 
 def rows_by_results(
-    run: Callable[[MicroBatch], StepResults], batch: MicroBatch, groups: Groups, last_rank: int, device: torch.device
+    run: Callable[[MicroBatch], Observed | None],
+    batch: MicroBatch,
+    groups: Groups,
+    last_rank: int,
+    device: torch.device,
 ) -> bool:
     """The same for an evaluation step, by its results on the rank where it ends. Collective over the pipeline.
 
@@ -113,10 +117,10 @@ def rows_by_results(
         device: of this rank.
     """
     parts = batch.split(2)
-    whole, halves = run(batch), [run(part) for part in parts]
-    permuted = run(batch.with_rows_in(order_of(batch.size)))
+    observed = [run(rows) for rows in (batch, batch.with_rows_in(order_of(batch.size)), *parts)]
     found = False
     if groups.place == last_rank:
+        whole, permuted, *halves = [some.results for some in observed if some is not None]
         outputs = _same_outputs(whole.output, [half.output for half in halves], [part.size for part in parts])
         found = outputs if outputs is not None else bool(whole.logs)
         found = found and _same_logs(whole, permuted)

@@ -21,20 +21,21 @@ from lightning_smddp.pipeline.agreement import BatchAgreement
 from lightning_smddp.pipeline.broadcast import HeaderCache
 from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.departures import LeftCourseError
-from lightning_smddp.pipeline.division import own_error
+from lightning_smddp.pipeline.division import StepFailedError, own_error
 from lightning_smddp.pipeline.full_state import (
     full_state_dict,
     load_full_state_dict,
     partial_state_dict,
 )
 from lightning_smddp.pipeline.links import find_links
-from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.microbatches import MicroBatch, UncombinableError
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition, require_divisible
 from lightning_smddp.pipeline.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.room import fits_on_devices
 from lightning_smddp.pipeline.spans import Recorder
+from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
@@ -42,21 +43,20 @@ from lightning_smddp.strategies.batch_cutting import BatchCutter
 from lightning_smddp.strategies.course_trials import find_courses
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
+from lightning_smddp.strategies.evaluation_trials import EvaluationTrials
 from lightning_smddp.strategies.hand_over import factor_of
 from lightning_smddp.strategies.lockstep import Lockstep
-from lightning_smddp.strategies.log_rules import learn_rules
 from lightning_smddp.strategies.parts import BY_EXCEPTION, leave_in_parts, made_whole
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.replicated_module import ReplicatedModule
 from lightning_smddp.strategies.rounds import run_rounds
-from lightning_smddp.strategies.row_trials import rows_by_results
 from lightning_smddp.strategies.second_attempts import make_whole, require_whole_possible, run_batch
 from lightning_smddp.strategies.second_check import SecondCheck
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_metrics import patched
-from lightning_smddp.strategies.step_results import broadcast_results
+from lightning_smddp.strategies.step_results import StepResults, broadcast_results
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ class StagedModule:
         self.replicated: ReplicatedModule | None = None  # one of the two, from the first training step on
         self.known_division: Mapping[str, Any] | None = None  # of the run that is resumed
         self._caches: dict[Any, HeaderCache] = {}
-        self._tried: set[Any] = set()
+        self._traced: set[Any] = set()  # evaluation steps that ran as pipelines
+        self.trials = EvaluationTrials(self.capture, self.cutter, groups, self.last_rank, device)
         self._optimizers: list[Optimizer] = []
         self._partitions: list[OptimizerPartition] = []
         self._states: Sequence[Mapping[str, Any]] | None = None
@@ -186,7 +187,7 @@ class StagedModule:
         if is_first := self.divided is None and self.replicated is None:
             self._choose(step, batch)
         if self.replicated is not None:
-            return self.replicated.train(step.whole(batch), self._place(arguments), accumulates)
+            return self.replicated.train(step.whole(batch), f"{step.hook} of {step.place()}", accumulates)
         divided = self.divided
         assert divided is not None
         find = functools.partial(find_courses, divided, self.cutter, step, batch, self.options.check)
@@ -218,7 +219,14 @@ class StagedModule:
             for optimizer in self._optimizers:
                 require_divisible(optimizer)
             microbatches = self._microbatches(batch, step)
-            self._divide(step, microbatches, self.cutter.pair(batch, microbatches))
+            try:
+                self._divide(step, microbatches, self.cutter.pair(batch, microbatches))
+            except StepFailedError as error:
+                if len(microbatches) == 1:
+                    raise
+                self.cutter.parts_fail = True
+                self._divide(step, self._microbatches(batch, step), None)
+                self.trials.keep_whole(step, f"it fails on a part ({own_error(error)!r})")
         except (SplitError, VerificationError) as error:
             self.divided = None
             if self.options.fallback == "error" or not is_whole(self.module, self.device):
@@ -254,9 +262,6 @@ class StagedModule:
         self.divided, self._partitions = None, []
         self.replicate(str(error))
 
-    def _place(self, arguments: Sequence[Any]) -> str:
-        return f"training_step of batch {arguments[0]}" if arguments else "training_step"
-
     def deliver(self, arrived: Tensor, expected: float, accumulates: bool) -> None:
         """Set ``.grad`` to what the last :meth:`train` made. Collective."""
         assert self.divided is not None
@@ -282,6 +287,10 @@ class StagedModule:
             return self.replicated.evaluate(step.whole(batch))
         if self.divided is None and may_wait and is_whole(self.module, self.device):
             return self._by_itself(step, batch)
+        return self._evaluate(step, batch)
+
+    def _evaluate(self, step: LightningStep, batch: Any) -> Any:
+        """An evaluation step of the divided module: in the way that its first batch has shown to be right."""
         if self.lockstep.has(step):
             return self._in_lockstep(step, batch)
         microbatches = self._microbatches(batch, step)
@@ -294,32 +303,50 @@ class StagedModule:
             return self._in_lockstep(step, batch)
         # A first trace fails on all ranks alike, also by an error of the user's own, which then comes again.
         # Later an error of one stage alone has to end the run: the others wait for it.
-        is_new = step.key not in self._tried
+        is_new = step.key not in self._traced
+        if (whole := self.cutter.doubtful(batch, step)) is not None:
+            self.trials.find_rows(divided, step, whole)
+            microbatches = self._microbatches(batch, step)
         try:
-            if (whole := self.cutter.doubtful(batch, step)) is not None:
-                self._find_rows(divided, step, whole)
-                microbatches = self._microbatches(batch, step)
             courses = divided.courses(step, microbatches)
         except Exception as error:
             if not is_new and not isinstance(error, SplitError):
                 raise
+            if len(microbatches) > 1 and not isinstance(error, SplitError):
+                self.trials.keep_whole(step, f"it fails on a part ({error!r})")
+                return self._evaluate(step, batch)
             self.lockstep.take(step, error)
             return self._in_lockstep(step, batch)
+        self._traced.add(step.key)
+        if self.options.check and not self.trials.has(step) and (rows := self.cutter.pair(batch, microbatches)):
+            self.trials.run(divided, step, rows)
+            return self._evaluate(step, batch)
         try:
-            if is_new:
-                self._tried.add(step.key)
-                self._try(divided, step, self.cutter.pair(batch, microbatches))
-            outputs = run_batch(
-                divided,
-                step,
-                (microbatches, courses),
-                find=lambda: (microbatches, divided.courses(step, microbatches)),
-                run=functools.partial(run_rounds, divided, step, self.options, self.context),
-            )
+            outputs = self._attempt(divided, step, microbatches, courses)
+            if self.trials.is_told_more(step):
+                step.forget()
+                self.trials.run(divided, step, self.cutter.together(batch, microbatches))
+                microbatches = [self.cutter.splitter.whole(batch)]  # which is right in any case
+                outputs = self._attempt(divided, step, microbatches, divided.courses(step, microbatches))
         except (SplitError, LeftCourseError) as error:  # on every rank
             self.lockstep.take(step, error)
             return self._in_lockstep(step, batch)
-        return self._share(step, outputs)
+        results = self._results(step, outputs)
+        if isinstance(results, str):
+            self.trials.keep_whole(step, results)
+            return self._evaluate(step, batch)
+        return self._applied(results)
+
+    def _attempt(
+        self, divided: DividedModule, step: LightningStep, microbatches: list[MicroBatch], courses: list[Course]
+    ) -> list[Any]:
+        return run_batch(
+            divided,
+            step,
+            (microbatches, courses),
+            find=lambda: (microbatches, divided.courses(step, microbatches)),
+            run=functools.partial(run_rounds, divided, step, self.options, self.context),
+        )
 
     def _by_itself(self, step: LightningStep, batch: Any) -> Any:
         """The step on the whole batch, by each rank with the whole module."""
@@ -335,19 +362,6 @@ class StagedModule:
         with self.inside_view():
             results = self.lockstep.run(step, whole.value, whole.size, view)
         return results.apply(self.module, self.metrics)
-
-    def _try(self, divided: DividedModule, step: LightningStep, pair: MicroBatch | None) -> None:
-        """Learn how what ``step`` logs for micro-batches makes up what it logs for a batch. Collective."""
-        parts = [] if pair is None else pair.split(2)
-        if pair is None or len(parts) < 2 or not self.options.check or step.hook == "predict_step":
-            return
-        parts = divided.weighting.apply(parts)
-        whole, again, *halves = [divided.try_out(step, rows) for rows in (pair, pair, *parts)]
-        if divided.runtime.ends_here:
-            learned = learn_rules(whole, halves, parts, again)
-            self.capture.rules |= learned.rules
-            if self.groups.replica == 0 and (warning := learned.warning()) is not None:
-                warnings.warn(warning, stacklevel=2)
 
     def scale(self) -> float:
         """What a gradient scaler multiplies losses by."""
@@ -366,27 +380,37 @@ class StagedModule:
         microbatches = self.cutter.cut(batch, step, can_try)
         return microbatches if self.divided is None else self.divided.weighting.apply(microbatches)
 
-    def _find_rows(self, divided: DividedModule, step: LightningStep, whole: MicroBatch) -> None:
-        """Try out whether the rows of an evaluation step's batches come first. Collective."""
-        try:
-            found = rows_by_results(
-                lambda part: divided.try_out(step, part), whole, self.groups, self.last_rank, self.device
-            )
-        except SplitError:  # on every rank
-            found = False
-        self.cutter.learn(step, found)
-
     def _casts_weights(self) -> bool:
         with self.context("training_step"):
             return torch.is_autocast_enabled(self.device.type)
 
     def _share(self, step: LightningStep, outputs: list[Any]) -> Any:
         """Combine what the micro-batches gave where the step ends, and apply it on every rank."""
-        with self.context(step.hook):  # metrics that see the whole batch compute as they would in the step
-            results = self.capture.results(outputs) if self.groups.place == self.last_rank else None
+        results = self._results(step, outputs)
+        if isinstance(results, str):
+            raise ValueError(
+                f"What `{step.hook}` gives for micro-batches cannot be put together: {results}. Use num_microbatches=1."
+            )
+        return self._applied(results)
+
+    def _results(self, step: LightningStep, outputs: list[Any]) -> StepResults | str:
+        """What the step shows for the batch, on every rank; or why the micro-batches' results do not make it up."""
+        results: StepResults | str | None = None
+        if self.groups.place == self.last_rank:
+            try:
+                with self.context(step.hook):  # metrics that see the whole batch compute as they would in the step
+                    results = self.capture.results(outputs, key=step.key)
+            except UncombinableError as error:
+                results = str(error)
         cache = self._caches.setdefault(step.key, HeaderCache())
         like = self.capture.examples.get(step.key)
-        results = broadcast_results(results, self.groups.pipeline, self.last_rank, self.device, cache, like)
+        shared = broadcast_results(results, self.groups.pipeline, self.last_rank, self.device, cache, like)
+        if isinstance(shared, str):
+            self.capture.clear()
+        return shared
+
+    def _applied(self, results: StepResults) -> Any:
+        """Let ranks and hooks have what the step shows, and return what it returns. Collective."""
         output = results.apply(self.module, self.metrics)
         assert self.view is not None
         self.capture.left.share(self.view, self.num_stages - 1)
@@ -431,6 +455,9 @@ class StagedModule:
             raise
         self._weights = {}
         self.cutter.looks_across_rows = not self.divided.weighting.fits
+        if self.divided.trains_whole:
+            self.cutter.keep_whole(step)
+        self.cutter.may_try = False
         if self.divided.replicas is not None:
             self.divided.replicas.watching, self.divided.replicas.marking = self.watching, self.marking
         self._partition_optimizers(self.divided)
@@ -441,7 +468,8 @@ class StagedModule:
         if self.options.communication.verbose and dist.get_rank() == 0 and is_new:
             weights = self.divided.weighting.describe()
             if step.trains and self.cutter.is_whole(step):
-                weights = "each batch is one micro-batch"
+                weights = "each batch is one micro-batch, so stages do not overlap; the warning has why, and a cure"
+                microbatches = [MicroBatch(None, sum(microbatch.size for microbatch in microbatches), 1.0)]
             rows = describe(self.divided.division, self.options, resources, self.module, microbatches, weights)
             print_table(_TITLE, [(step.hook, f"pipelined in {self.num_stages} stages"), *rows], self.module.trainer)
         for warning in self.divided.warnings if dist.get_rank() == 0 else ():

@@ -131,6 +131,12 @@ def combine_changes(
         pairs = [(c.values[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.values]
         before, after = pairs[0][0][0], [value for (_, value), _ in pairs]
         its_sizes = [size for _, size in pairs]
+        are_rows, as_set = all(type(value) is int for value in after) and after == its_sizes, (*place, "set")
+        if before is _MISSING and max(its_sizes) > 1:
+            per_row[as_set] = are_rows
+        if are_rows and per_row.get(as_set, False):
+            values[place] = sum(after)
+            continue
         if all(type(value) is int for value in [before, *after]):
             steps = [value - before for value in after]
             if max(its_sizes) > 1:

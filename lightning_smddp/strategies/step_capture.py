@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from lightning_smddp._compat import forward_cache, without_torch_functions
 from lightning_smddp.pipeline.microbatches import combine
-from lightning_smddp.pipeline.structure import leaves, map_leaves
+from lightning_smddp.pipeline.structure import Path, copied, leaves, map_leaves
 from lightning_smddp.strategies.left_behind import LeftBehind, without_ghosts
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics, members, owners
 from lightning_smddp.strategies.step_attributes import AttributeWatch, Changes, Place, combine_changes, detached
@@ -25,14 +25,15 @@ from lightning_smddp.strategies.step_metrics import (
     AnyMetric,
     MetricCall,
     MetricRecorder,
-    call_once,
+    merged_arguments,
     named_metrics,
     patched,
 )
-from lightning_smddp.strategies.step_results import Log, StepResults
+from lightning_smddp.strategies.step_results import Log, Observed, StepResults
 from lightning_smddp.strategies.step_values import (
     Rule,
     is_loss,
+    reduce_exponentials,
     reduce_losses,
     reduce_values,
     reduction_name,
@@ -115,7 +116,7 @@ class StepCapture:
     Args:
         module: the LightningModule.
         rules: by logged name or metric attribute, how values of micro-batches become the batch's, instead of what
-            ``reduce_fx`` says: "mean" (weighted by size), "sum", "max", "min" or "last".
+            ``reduce_fx`` says.
         metrics: those of this rank's pipeline; None where there is one process.
     """
 
@@ -128,6 +129,7 @@ class StepCapture:
         self.left = LeftBehind(module, self._ignored)
         self._signature = inspect.signature(base.log)
         self.examples: dict[Any, Any] = {}  # containers of what a step returns, by step
+        self.joins: dict[Any, Mapping[Path, int]] = {}  # by step: see `combine`
         self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
         self.changing_steps: set[Any] = set()  # by their keys: those that change their batch in place
         self.keeping_attributes: set[str] = set()  # that steps leave tensors in, which no later step sees
@@ -138,7 +140,7 @@ class StepCapture:
         self._steps = 0
         self._known: dict[tuple[str, str], Any] = {}
         self._batch_sizes: dict[str, int] = {}
-        self._per_row: dict[Place, bool] = {}
+        self.per_row: dict[Place, bool] = {}  # see `combine_changes`
         self._running: tuple[_Record, AttributeWatch] | None = None
 
     @contextmanager
@@ -181,15 +183,37 @@ class StepCapture:
         self._kept, self._metrics = {}, None
         self.left.clear()
 
-    def results(self, outputs: Sequence[Any], plain: Callable[[Any], Any] | None = None) -> StepResults:
+    def values_logged(self, name: str) -> tuple[list[Any], list[int], list[float]]:
+        """What was logged as ``name`` in the kept micro-batches, but for metrics; their rows and weights."""
+        logs = [
+            (event.value, record.size, record.weight)
+            for record in self._kept.values()
+            for event in record.events.values()
+            if isinstance(event, _Logged) and event.name == name and event.metric is None and event.source is None
+        ]
+        return [value for value, _, _ in logs], [size for _, size, _ in logs], [weight for _, _, weight in logs]
+
+    def observed(self, outputs: Sequence[Any], key: Any) -> Observed:
+        """:meth:`results` of the step ``key``, with copies of the states of metrics."""
+        results = self.results(outputs, key=key)
+        metrics = self._find_metrics()
+        states = {name: getattr(metrics[name], "metric_state", None) for name in results.metrics if name in metrics}
+        self.clear()
+        return Observed(results, copied(states))
+
+    def results(
+        self, outputs: Sequence[Any], plain: Callable[[Any], Any] | None = None, key: Any = None
+    ) -> StepResults:
         """Combine the kept micro-batches, and update metrics. On the rank where the step ends; others :meth:`clear`.
 
         Args:
             outputs: what the step returned for each micro-batch, in the order of their indices.
             plain: applied to all that was kept, and to ``outputs``, first.
+            key: of the step, for what is known of it.
 
         Raises:
-            ValueError: there is no rule for what the step returned, or for the arguments of a metric.
+            UncombinableError: there is no rule for what the step returned, or for the arguments of a metric. No metric
+                has been updated then.
         """
         records = [self._kept[index] for index in sorted(self._kept)]
         if plain is not None:
@@ -199,14 +223,16 @@ class StepCapture:
         sizes = [record.size for record in records]
         assert len(outputs) == len(records), f"{len(outputs)} outputs of {len(records)} micro-batches"
         with self._without_pipeline(), torch.no_grad():
+            if len(records) > 1:  # raises before anything is changed
+                combine([detached(output) for output in outputs], sizes, self.joins.get(key))
             logs, metrics, returned = self._combine_events(records)
             marks = _Marks(returned)
             changes = [marks.put_on_changes(record) for record in records]
             weights = [record.weight for record in records]
-            appended, values = marks.take_off(combine_changes(changes, sizes, weights, self._per_row))
+            appended, values = marks.take_off(combine_changes(changes, sizes, weights, self.per_row))
             attributes = {place[0]: value for place, value in values.items()}
             marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
-            output = marks.take_off(_with_losses(combine(marked, sizes), marked, weights))
+            output = marks.take_off(_with_losses(combine(marked, sizes, self.joins.get(key)), marked, weights))
         self._kept, self._metrics = {}, None
         return StepResults(logs, metrics, appended, attributes, output)
 
@@ -261,19 +287,34 @@ class StepCapture:
 
     def _combine_events(self, records: list[_Record]) -> tuple[list[Log], dict[str, tuple[int, Any]], _Returned]:
         logs, returned, called = [], {}, set()
+        merged = self._merge_calls(records)
         for key in _merged_order([list(record.events) for record in records]):
             found = [(record.events[key], record.size) for record in records if key in record.events]
-            sizes = [size for _, size in found]
-            calls = [event for event, _ in found if isinstance(event, MetricCall)]
-            if calls:
-                name = calls[0].metric
-                result = call_once(self._find_metrics()[name], calls, sizes, self.rules.get(name))
-                returned[key] = leaves(detached(result))
-                called.add(name)
+            first = found[0][0]
+            if isinstance(first, MetricCall):
+                args, kwargs = merged[key]
+                metric = self._find_metrics()[first.metric]
+                function = metric if first.method == "forward" else getattr(metric, first.method)
+                returned[key] = leaves(detached(function(*args, **kwargs)))
+                called.add(first.metric)
             else:
                 logged = [event for event, _ in found if isinstance(event, _Logged)]
-                logs.append(self._combine_logs(logged, sizes, returned))
+                logs.append(self._combine_logs(logged, [size for _, size in found], returned))
         return logs, self._progress(called), returned
+
+    def _merge_calls(self, records: list[_Record]) -> dict[_Key, tuple[Any, Any]]:
+        """Arguments of all calls of metrics for the batch."""
+        found: dict[_Key, tuple[list[MetricCall], list[int]]] = {}
+        for record in records:
+            for key, event in record.events.items():
+                if isinstance(event, MetricCall):
+                    calls, sizes = found.setdefault(key, ([], []))
+                    calls.append(event)
+                    sizes.append(record.size)
+        return {
+            key: merged_arguments(calls, sizes, self.rules.get(calls[0].metric))
+            for key, (calls, sizes) in found.items()
+        }
 
     def _combine_logs(self, logs: list[_Logged], sizes: list[int], returned: _Returned) -> Log:
         first = logs[0]
@@ -298,6 +339,8 @@ class StepCapture:
         values = [log.value for log in logs]
         if rule == "loss" or (rule is None and is_loss(first.name) and options["reduce_fx"] == "mean"):
             value = reduce_losses(values, [log.weight for log in logs])
+        elif rule == "exp":
+            value = reduce_exponentials(values, [log.weight for log in logs])
         else:
             value = reduce_values(rule or options["reduce_fx"], values, weights)
         return Log(first.name, value, None, None, options)

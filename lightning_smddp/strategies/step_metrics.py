@@ -1,7 +1,7 @@
 """torchmetrics objects under pipeline parallelism.
 
 A step that is repeated for each micro-batch must update a metric once, with the whole batch. So calls of metrics in a
-micro-batch are recorded (:class:`MetricRecorder`), and made once when all micro-batches are known (:func:`call_once`),
+micro-batch are recorded (:class:`MetricRecorder`), and made once when all are known, with :func:`merged_arguments`,
 on the rank that sees the end of the step. There, and only there, is a metric's state: see ``pipeline_metrics.py``.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_smddp._compat import keep_compute_groups, without_torch_functions
-from lightning_smddp.pipeline.microbatches import combine
+from lightning_smddp.pipeline.microbatches import UncombinableError, combine
 from lightning_smddp.pipeline.structure import map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
@@ -186,25 +186,23 @@ def _zero(leaf: Any) -> Any:
 # ---- for the whole batch ---------------------------------------------------------------------------------------------
 
 
-def call_once(metric: AnyMetric, calls: Sequence[MetricCall], sizes: Sequence[int], rule: str | None) -> Any:
-    """Make the call that one process would have made, from those of micro-batches of ``sizes`` rows.
+def merged_arguments(calls: Sequence[MetricCall], sizes: Sequence[int], rule: str | None) -> tuple[Any, Any]:
+    """Arguments of the call that one process would have made, from those of micro-batches of ``sizes`` rows.
 
     Tensors with dimensions and lists are concatenated, whatever their lengths; numbers become their mean weighted by
     size, or the sum if they are integers that differ or are the sizes, or what ``rule`` says ("sum", "mean").
 
     Raises:
-        ValueError: the arguments cannot be put together.
+        UncombinableError: they cannot be put together.
     """
-    first = calls[0]
     try:
         args, kwargs = _merge([(call.args, call.kwargs) for call in calls], list(sizes), rule)
     except (ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"The arguments that `self.{first.metric}` was called with for the micro-batches cannot be put together: "
-            f"{error}. Use num_microbatches=1."
+        raise UncombinableError(
+            f"The arguments that `self.{calls[0].metric}` was called with for the micro-batches cannot be put "
+            f"together: {error}. Use num_microbatches=1."
         ) from error
-    function = metric if first.method == "forward" else getattr(metric, first.method)
-    return function(*args, **kwargs)
+    return args, kwargs
 
 
 def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:

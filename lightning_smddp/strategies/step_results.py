@@ -79,18 +79,26 @@ class StepResults:
         return self.output
 
 
+@dataclass
+class Observed:
+    """What a run for nothing would have shown, and the states of metrics that it called."""
+
+    results: StepResults
+    states: dict[str, Any]
+
+
 def broadcast_results(
-    results: StepResults | None,
+    results: StepResults | str | None,
     group: dist.ProcessGroup,
     src: int,
     device: torch.device,
     cache: HeaderCache | None = None,
     like: Any = None,
-) -> StepResults:
+) -> StepResults | str:
     """The results of ``group``'s rank ``src`` on all its ranks. Collective.
 
     Args:
-        results: on ``src`` what to send, elsewhere None.
+        results: on ``src`` what to send, or why there are none; elsewhere None.
         group: the ranks of the pipeline.
         src: rank in ``group`` of the one where the step ends.
         device: where collectives take their tensors from.
@@ -101,7 +109,7 @@ def broadcast_results(
         ValueError: on every rank: the step returned, appended or set something that cannot be sent.
     """
     received = broadcast_structure(results, group, src, device, cache=cache)
-    if isinstance(received, StepResults):
+    if isinstance(received, (StepResults, str)):
         return received
     received["logs"] = [Log(**log) for log in received["logs"]]
     received["output"] = in_containers_of(like, received["output"])

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
 
-Rule: TypeAlias = Literal["mean", "sum", "max", "min", "last", "loss"]  # "loss": weighted as losses are
+# "loss": weighted as losses are; "exp": the exponential of what is weighted so (perplexity); "rms" and "norm": roots of
+# the mean and of the sum of squares.
+Rule: TypeAlias = Literal["mean", "sum", "max", "min", "last", "loss", "exp", "rms", "norm"]
 _REDUCTIONS: list[tuple[Callable[..., Any], Rule]] = [
     (torch.mean, "mean"),
     (torch.sum, "sum"),
@@ -39,6 +41,9 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -
     """
     if rule == "last":
         return values[-1]
+    if rule in ("rms", "norm"):
+        squares = [_precise(value) ** 2 for value in values]
+        return _as_first(values, reduce_values("mean" if rule == "rms" else "sum", squares, weights) ** 0.5)
     if rule == "mean" and any(weights) and not all(weights):  # a loss of nothing is nan
         values, weights = zip(*[(v, w) for v, w in zip(values, weights, strict=True) if w], strict=True)
     if not any(isinstance(value, Tensor) for value in values):
@@ -66,6 +71,26 @@ def reduce_losses(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """The batch's loss out of those of micro-batches: their mean by weight, or their sum where each weighs 1."""
     adds_up = len(values) > 1 and all(weight == 1.0 for weight in weights)
     return reduce_values("sum" if adds_up else "mean", values, weights)
+
+
+def reduce_exponentials(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """The batch's value where the logarithms of the values are losses."""
+    return _as_first(values, reduce_losses([_precise(value).log() for value in values], weights).exp())
+
+
+def _precise(value: Any) -> Tensor:
+    """In double precision, where there is one."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64)
+    return value.squeeze().to(torch.float32 if value.device.type == "mps" else torch.float64)
+
+
+def _as_first(values: Sequence[Any], result: Tensor) -> Any:
+    """A number, or a tensor as usual values are."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return result.item()
+    dtypes = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return result.to(dtypes[0] if dtypes else torch.float32)
 
 
 def is_loss(name: object) -> bool:

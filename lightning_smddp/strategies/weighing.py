@@ -15,9 +15,9 @@ from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.weight_trials import EXACT, MIXED, amplified, find_weighting
 from lightning_smddp.pipeline.weighting import Weighting, warning_without_trial
-from lightning_smddp.strategies.log_rules import Learned, learn_rules
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
-from lightning_smddp.strategies.step_results import StepResults
+from lightning_smddp.strategies.result_trials import RETURNED, Findings, tolerance_of, try_results
+from lightning_smddp.strategies.step_results import Observed
 from lightning_smddp.strategies.step_values import is_loss
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Weighed:
 
     weighting: Weighting = field(default_factory=Weighting)
     warnings: list[str] = field(default_factory=list)
-    rules: dict[str, Any] = field(default_factory=dict)
+    findings: Findings = field(default_factory=Findings)
+    whole: bool = False  # batches run as one micro-batch, as no cut gives one process's numbers
 
     def to_json(self) -> Any:
         """Plain data."""
@@ -39,7 +40,8 @@ class Weighed:
     @classmethod
     def from_json(cls, data: Any) -> Weighed:
         """The inverse."""
-        return cls(Weighting.from_json(data["weighting"]), data["warnings"], data["rules"])
+        findings = Findings.from_json(data["findings"])
+        return cls(Weighting.from_json(data["weighting"]), data["warnings"], findings, data["whole"])
 
 
 @dataclass(frozen=True)
@@ -66,32 +68,72 @@ class Weighing:
 
     def run(self) -> Weighed:
         """All trials: without dropout; random numbers that are not the same for all rows are not compared."""
-        buffers = self._moving_buffers()
         failure: Exception | None = None
         for mode in (_evaluating, _training):
             try:
-                found = self._weighed(mode)
+                return self._weighed(mode)
             except Exception as error:  # of user code in a mode that it is not made for
                 failure = error
-                continue
-            if self.may_be_whole and not found.weighting.fits:
-                return found  # nothing else is done for each micro-batch either
-            return Weighed(found.weighting, found.warnings + buffers, found.rules)
         why = f"the step fails in evaluation mode ({failure!r}), in which micro-batches are compared, so"
-        warning = warning_without_trial(self.pair, why)
-        return Weighed(warnings=buffers + ([] if warning is None else [warning]))
+        buffers, warning = self._moving_buffers(), warning_without_trial(self.pair, why)
+        return self._judged(Weighed(warnings=[] if warning is None else [warning]), buffers, Findings())
 
     def _weighed(self, mode: Callable[[nn.Module], None]) -> Weighed:
         runs = _Runs(self, mode)
         tolerance = EXACT if self.exact else MIXED
         louder = functools.partial(amplified, self.module)
         weighting, warning = find_weighting(runs.loss, self.pair, self._cut, tolerance, louder, self.may_be_whole)
+        found = Weighed(weighting, [] if warning is None else [warning])
         if self.may_be_whole and not weighting.fits:
-            return Weighed(weighting, [] if warning is None else [warning])
+            found.whole = True
+            return found  # nothing else is done for each micro-batch either
         parts = weighting.apply(self._cut(self.pair.value))
-        whole, again = runs.observed(self.pair), runs.observed(self.pair)
-        learned = learn_rules(whole, [runs.observed(part) for part in parts], parts, again)
-        return Weighed(weighting, _warnings(warning, learned), dict(learned.rules))
+
+        def tried() -> Findings:
+            error, by_rows = tolerance_of(self.exact, self.device), weighting.kind == "rows"
+            return try_results(runs.observed, self.pair, parts, self.step.capture, self.step.key, error, by_rows)
+
+        findings = tried()
+        if findings.doubts and not findings.differences:
+            with louder():
+                findings = tried().after(findings)
+        if warning is not None:  # which is about the loss already
+            findings.differences = {
+                place: texts
+                for place, texts in findings.differences.items()
+                if not is_loss(place) and place != RETURNED  # the loss alone
+            }
+        found.findings = findings
+        return self._judged(found, self._moving_buffers(), findings)
+
+    def _judged(self, found: Weighed, buffers: Sequence[str], findings: Findings) -> Weighed:
+        """With what is to be said about buffers and results that micro-batches make another, or as one micro-batch."""
+        more = f" and {len(buffers) - 4} more" if len(buffers) > 4 else ""
+        reasons = []
+        if buffers:
+            reasons.append(
+                f"it changes the buffers {', '.join(buffers[:4])}{more}, once for each micro-batch and by its rows: "
+                "with running statistics, as of a BatchNorm, weights are others too. A GroupNorm or LayerNorm looks "
+                "at no other rows"
+            )
+        if findings.differences:
+            reasons.append(
+                f"what it shows is no mean, sum, largest or smallest value of micro-batches': {findings.text()}. A "
+                "torchmetrics object sees whole batches"
+            )
+        if not reasons:
+            return found
+        found.whole = self.may_be_whole
+        if self.may_be_whole:
+            end = (
+                "So each batch runs as one micro-batch: right, but without overlap of stages, and with the memory of "
+                "the whole batch. A num_microbatches that you give is used, with these differences."
+            )
+        else:
+            end = "With num_microbatches=1, or 'auto', the numbers are one process's."
+        text = f"The training step cannot be run in micro-batches with one process's numbers: {'; '.join(reasons)}. "
+        found.warnings.append(text + end)
+        return found
 
     def _cut(self, value: Any) -> list[MicroBatch]:
         return replace(self.pair, value=value).split(2)
@@ -105,24 +147,16 @@ class Weighing:
             after_whole, after_parts = self._buffers_after([self.pair]), self._buffers_after(parts)
         except Exception:  # of user code that was run with fewer rows: then nothing is known but the trace
             after_whole, after_parts = {}, {}
-        moved = [
+        return [
             name
             for name in self.changed_buffers
             if name not in after_whole or not torch.allclose(after_whole[name], after_parts[name], 1e-5, 1e-6)
-        ]
-        if not moved:
-            return []
-        more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
-        return [
-            f"The training step changes the buffers {', '.join(moved[:4])}{more}, once for each micro-batch and by its "
-            "rows (running statistics of a BatchNorm, say): they will differ from one process's. Use "
-            "num_microbatches=1 if it matters; instead of BatchNorm a GroupNorm or LayerNorm looks at no other rows."
         ]
 
     def _buffers_after(self, microbatches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         with untouched(self.module, self.device), ConstantRandom(), torch.no_grad():
             for microbatch in microbatches:
-                self.step.observed(microbatch)
+                self.step.observed([microbatch])
             named = dict(self.module.named_buffers())
             return {name: named[name].detach().clone() for name in self.changed_buffers}
 
@@ -136,16 +170,16 @@ class _Runs:
 
     def loss(self, microbatch: MicroBatch) -> float:
         """The step's loss."""
-        return float(loss_of(self.observed(microbatch).output, self.weighing.step.hook, detached=True))
+        output = self.observed([microbatch]).results.output
+        return float(loss_of(output, self.weighing.step.hook, detached=True))
 
-    def observed(self, microbatch: MicroBatch) -> StepResults:
+    def observed(self, microbatches: Sequence[MicroBatch]) -> Observed:
         """What Lightning would see."""
         weighing = self.weighing
         self.count += 1
         with untouched(weighing.module, weighing.device), ConstantRandom(), torch.no_grad():
-            torch.manual_seed(self.count)  # so that what stays random shows
             self.mode(weighing.module)
-            return weighing.step.observed(microbatch)
+            return weighing.step.observed(microbatches, self.count)  # so that what stays random shows
 
 
 def _evaluating(module: nn.Module) -> None:
@@ -158,9 +192,3 @@ def _training(module: nn.Module) -> None:
     for child in module.modules():
         if "running_mean" in dict(child.named_buffers(recurse=False)):
             child.eval()
-
-
-def _warnings(warning: str | None, learned: Learned) -> list[str]:
-    if warning is not None:  # which is about the loss already
-        learned.unfit = {name: values for name, values in learned.unfit.items() if not is_loss(name)}
-    return [text for text in (warning, learned.warning()) if text is not None]

@@ -1,0 +1,49 @@
+"""Modules of the kinds that users have give one process's numbers in fit, validation, test and prediction."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+
+from tests.strategies.learning_tasks import TASKS, Task, all_steps
+from tests.strategies.pipeline_learners import Bench, Case, Matrix, assert_same, name_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what is said is looked at below
+# Of some kinds: how what is said of whole batches begins, each time that it is said, and what it names.
+SAID = {
+    "Normalised": (["The training step cannot be run in micro-batches"], "it changes the buffers net.1."),
+    "Unfreezing": (["In training net.1 (BatchNorm) sees all rows"], "from here on each batch is one micro-batch"),
+    "Deviating": (["`test_step` runs each batch as one", "`predict_step` runs each"], "the logged 'deviation' is"),
+    "DeviatingInTraining": (["The training step cannot be run in micro-batches"], "the logged 'train_deviation' is"),
+    "TimeFirst": ([], ""),
+    "Generators": (["smddp_pipeline runs batches as one micro-batch"] * 3, "batch is a "),  # in fit, test and predict
+}
+
+
+def task(bench: Bench, kind: str) -> Any:
+    kinds: dict[str, type[Task]] = {cls.__name__: cls for cls in TASKS}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        result = all_steps(bench, kinds[kind]())
+    return result, [str(warning.message) for warning in seen if "micro-batch" in str(warning.message)]
+
+
+CASES: list[Case] = [functools.partial(task, kind=cls.__name__) for cls in TASKS]
+TWO = Matrix(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_equals_one_process(case: Any) -> None:
+    (first, said), (second, others_said) = TWO.results(case)
+    expected, _ = case(Bench(None))
+    assert_same(first, expected)
+    assert_same(second, expected)
+    beginnings, content = SAID.get(case.keywords["kind"], (None, ""))
+    if beginnings is not None:
+        assert others_said == []
+        for beginning in beginnings:
+            assert sum(text.startswith(beginning) for text in said) == beginnings.count(beginning), said
+        assert content in " ".join(said)
