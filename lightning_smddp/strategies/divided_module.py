@@ -114,6 +114,7 @@ class DividedModule:
         self._weights, self._seed = weights, seed
         self.hooks = hooks
         self.division = self._divide(step, microbatches, resources, known)
+        step.capture.left.agree(groups.pipeline, device)
         if step.trains:
             require_no_state(step, microbatches, self.division.program.once_a_batch, device)
         weighed = self._weigh(step, pair)
@@ -250,6 +251,7 @@ class DividedModule:
             raise own_error(error) from None
         program = build_program(traced, Modules(traced, self.module), is_within(self._units()))
         require_same(program, group, self.device)
+        step.capture.left.agree(group, self.device)
         if step.trains:
             require_no_new_state(step, program.once_a_batch, self._count)
         return self._stage(program, follow(program, self.division.homes, self.runtime.num_stages))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat import without_torch_functions
@@ -100,7 +101,7 @@ class LeftBehind:
     """Keeps what steps of ``module`` leave with other objects.
 
     Attributes:
-        changing: names of owners that a trace found to change, alike on all ranks. Only these are watched.
+        changing: names of owners that a trace found to change, see :meth:`agree`. Only these are watched.
     """
 
     def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
@@ -124,6 +125,11 @@ class LeftBehind:
             yield
         finally:
             self._learning = before
+
+    def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """All ranks watch what any of them found to change: callbacks may be on some ranks only. Collective."""
+        found = gather_json(list(self.changing), group, device)
+        self.changing = dict.fromkeys(name for part in found for name in part)
 
     @contextmanager
     def watched(self, index: int, size: int, weight: float) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,9 +95,12 @@ def owners_in(root: nn.Module, with_helpers: bool) -> dict[str, Any]:
         elif id(module) not in inside:
             owners[name] = module
     trainer = getattr(root, "_trainer", None)
-    for index, callback in enumerate(getattr(trainer, "callbacks", ())):
+    counts: Counter[str] = Counter()  # of each class: ranks may have other callbacks besides
+    for callback in getattr(trainer, "callbacks", ()):
         if not _is_of_a_library(callback):
-            owners[f"callback {index}"] = callback
+            kind = type(callback).__qualname__
+            owners[f"callback {kind} {counts[kind]}"] = callback
+            counts[kind] += 1
     return owners | _helpers(owners) if with_helpers else owners
 
 

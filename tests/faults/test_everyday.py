@@ -12,7 +12,7 @@ from tests.faults.checks import assert_ended, assert_named, assert_saved
 from tests.faults.injection import MESSAGE, Fault
 from tests.faults.jobs import run
 
-IN_STEP = {"smddp": ["backward"], "smddp_pipeline": ["forward"]}
+IN_STEP = ["backward"]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_a_killed_rank(strategy: str, rank: int, asleep: dict[int, float], tmp_p
     phase = "data" if asleep else "comm"
     result = run(Case([Fault(rank, 5, "kill", phase)], strategy, asleep=asleep), tmp_path)
     assert_ended(result)
-    step, phases = (4, ["data"]) if asleep else (5, IN_STEP[strategy])
+    step, phases = (4, ["data"]) if asleep else (5, IN_STEP)
     assert_named(result, rank, "killed by SIGKILL", phases, step=step)
 
 
@@ -39,7 +39,7 @@ def test_a_killed_rank(strategy: str, rank: int, asleep: dict[int, float], tmp_p
 def test_an_exception_is_quoted(strategy: str, rank: int, tmp_path: Path) -> None:
     result = run(Case([Fault(rank, 5, "raise", "backward")], strategy), tmp_path)
     assert_ended(result, code=1)
-    assert_named(result, rank, f"ZeroDivisionError: {MESSAGE}", IN_STEP[strategy])
+    assert_named(result, rank, f"ZeroDivisionError: {MESSAGE}", IN_STEP)
     assert result.errors[rank] == f"ZeroDivisionError: {MESSAGE}"
 
 
