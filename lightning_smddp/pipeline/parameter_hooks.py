@@ -65,6 +65,11 @@ class ParameterHooks:
                     install_hooks(named[name], before, post)
         self._kept = {}
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a user's hook has been registered on a parameter of this rank."""
+        return any(kept.left() for dicts in self._kept.values() for kept in dicts)
+
     def on_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Call those of ``register_hook``: ``.grad`` is the batch's."""
         for name, function in self._calls(parameters, post=False):

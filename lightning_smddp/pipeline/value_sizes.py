@@ -16,12 +16,8 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.records import Deciding, Trace
 
 _OF_ALL = {"argwhere", "nonzero", "unique", "unique_consecutive"}
-_OF_THE_REST = {
-    "masked_select",
-    "repeat_interleave",
-    "_pack_padded_sequence",
-    "_pad_packed_sequence",
-}  # what comes behind the first argument decides
+# What comes behind the first argument decides. (Of rows that were packed the lengths have decided already.)
+_OF_THE_REST = {"masked_select", "repeat_interleave", "_pack_padded_sequence"}
 
 
 def deciding_tensors(name: str, arguments: Sequence[Any]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.pipeline.broadcast import UnsendableError, broadcast_structure
 from lightning_smddp.pipeline.departures import LeftCourseError
 from lightning_smddp.pipeline.division import (
@@ -457,6 +458,20 @@ class DividedModule:
         assert world is not None
         size, value = broadcast_structure((first.size, first.value), world, 0, self.device, like=(0, first.value))
         return MicroBatch(value, size, 1.0)
+
+    def nonfinite(self) -> dict[str, str] | None:
+        """What is not finite in this rank's gradients, by parameter; None if no replica has anything.
+
+        Before averaging; where hooks on parameters change gradients, also behind it. Collective over the replicas.
+        """
+        gradients = self.window.parameters.items()
+        if self.replicas is None:
+            return bad_gradients(gradients)
+        found = self.replicas.take_nonfinite()
+        if found is not None or not self.hooks.has_any:
+            return found
+        bad = bad_gradients(gradients)
+        return (bad or {}) if agreed(bad is not None, self.groups.replicas, self.device) else None
 
     def close(self) -> None:
         """Free what averaging over replicas holds."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.messages import broadcast_json
-from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.agreement import BatchAgreement
 from lightning_smddp.pipeline.broadcast import HeaderCache
@@ -514,10 +513,7 @@ class StagedModule:
         """What is not finite in this rank's gradients, by parameter, before averaging; None if there is none."""
         if self.replicated is not None:
             return self.replicated.nonfinite()
-        if self.divided is None:
-            return None
-        replicas = self.divided.replicas
-        return bad_gradients(self.divided.window.parameters.items()) if replicas is None else replicas.take_nonfinite()
+        return None if self.divided is None else self.divided.nonfinite()
 
     # ---- state ----
 

@@ -136,9 +136,8 @@ def overflows(name: str, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "options"), [("smddp", {}), ("pipeline", {"pipeline_parallel_size": 1})])
-def test_a_sum_that_is_too_large_is_nobodys_fault(name: str, options: dict[str, Any]) -> None:
-    first, second = run_trainer_ranks(overflows, 2, name, options)
+def test_a_sum_that_is_too_large_is_nobodys_fault() -> None:
+    first, second = run_trainer_ranks(overflows, 2, "smddp", {})
     assert first == second
     assert f"step {BAD_STEP} " in first
     assert "in the average over the ranks, though each rank's own are finite: their sum is too large" in first
