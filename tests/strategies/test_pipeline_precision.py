@@ -50,7 +50,7 @@ def train_counted(cases: list[dict[str, Any]], precision: str = "bf16-mixed") ->
         def counted(*args: Any, trainer: Any = trainer, most: Any = most, plain: Any = plain) -> Any:
             with CountedCasts() as mode:
                 result = plain(*args)
-            if trainer.global_step:
+            if trainer.global_step > 1:  # behind the checks
                 most |= mode.casts
             return result
 
