@@ -27,6 +27,8 @@ from tests.strategies.test_pipeline_replicated import Manual, Penalty, Queue, fi
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The training step is run as a whole on every rank:UserWarning"),
     pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Gradients are not finite in step:UserWarning"),
 ]
 
 
