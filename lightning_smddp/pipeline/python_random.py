@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lightning_smddp._compat import without_torch_functions
+
 States: TypeAlias = dict[str, Any]
 """By source, what it goes on from."""
 
@@ -52,9 +54,7 @@ class PythonRandom:
         if numpy is not None:
             states["numpy"] = numpy.random.get_state()
         if self._device is not None:
-            states["torch"] = torch.get_rng_state().numpy()
-            if self._device.type == "cuda":
-                states["cuda"] = torch.cuda.get_rng_state(self._device).numpy()
+            states |= _states_of_torch(self._device)
         for path, module, name in self._held:
             states[f"held {path}"] = _state_of(getattr(module, name, None))
         return states
@@ -67,9 +67,7 @@ class PythonRandom:
 
             numpy.random.set_state(states["numpy"])
         if self._device is not None:
-            torch.set_rng_state(torch.from_numpy(states["torch"]))
-            if "cuda" in states:
-                torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]), self._device)
+            _set_states_of_torch(states, self._device)
         for path, module, name in self._held:
             generator, state = getattr(module, name, None), states.get(f"held {path}")
             if state is not None and _is_generator(generator):
@@ -190,6 +188,22 @@ def _is_generator(value: Any) -> bool:
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _states_of_torch(device: torch.device) -> States:
+    """Of the CPU's and the device's generator. The step's code reads nothing here, whatever watches it."""
+    with without_torch_functions():
+        states: States = {"torch": torch.get_rng_state().numpy()}
+        if device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(device).numpy()
+    return states
+
+
+def _set_states_of_torch(states: Mapping[str, Any], device: torch.device) -> None:
+    with without_torch_functions():
+        torch.set_rng_state(torch.from_numpy(states["torch"]))
+        if "cuda" in states:
+            torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]), device)
 
 
 def _state_of(generator: Any) -> Any:

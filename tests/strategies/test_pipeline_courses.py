@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, name_of
 
 
@@ -164,3 +165,22 @@ def test_equals_one_process(case: Case) -> None:
 def test_weights_that_fit_no_more() -> None:
     """The rest of training has one micro-batch for each batch."""
     Matrix([rehearsed]).compare(rehearsed)
+
+
+class Plain(Net):
+    """Its course depends on nothing, and no module draws random numbers."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        program = self.trainer.strategy._staged.divided.division.program
+        self.reads = (program.reads_of_batch, program.draws)
+
+
+def plain(bench: Bench) -> Any:
+    model = Plain()
+    bench.fit(model, {"num_microbatches": 4})
+    return model.reads
+
+
+def test_nothing_is_taken_for_a_read_of_the_batch() -> None:
+    """Else each micro-batch would be rehearsed for itself, in each step."""
+    assert run_trainer_ranks(plain, 2, Bench({})) == [((), False)] * 2
