@@ -35,6 +35,7 @@ from lightning_smddp.pipeline.row_ways import Rows, UnclearBatchError, Ways, is_
 from lightning_smddp.pipeline.structure import Members, Path, leaves, members_of, with_members
 
 _ARRAYS = (Tensor, np.ndarray)
+_NO_JOIN = -1
 
 
 class Cuts(Protocol):
@@ -314,10 +315,11 @@ def _is_opaque(value: Any) -> bool:
 # ---- combining -------------------------------------------------------------------------------------------------------
 
 
-def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, int] | None = None) -> Any:
+def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, int | None] | None = None) -> Any:
     """What one process would have returned for the whole batch, from what a step returned for each micro-batch.
 
-    ``joins`` says for some places along which dimension their tensors are concatenated. For all others:
+    ``joins`` says for some places along which dimension their tensors are concatenated, or with None that a value which
+    is equal in all micro-batches is the batch's, too: a length of rows, not a count of them. For all others:
 
     ========================================= =========================================================
     tensors of ``k * size`` rows, one k       concatenated
@@ -337,8 +339,10 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, i
     return outputs[0] if len(outputs) == 1 else _combine(list(outputs), list(sizes), (), joins or {})
 
 
-def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: Mapping[Path, int]) -> Any:
+def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: Mapping[Path, int | None]) -> Any:
     first = values[0]
+    if joins.get(path, _NO_JOIN) is None and all(_equal(value, first) for value in values):
+        return first
     if all(isinstance(value, Tensor) for value in values):
         return _combine_tensors(values, sizes, path, joins.get(path))
     if all(isinstance(value, np.ndarray) for value in values):
@@ -391,7 +395,7 @@ def _without(shape: Sequence[int], dimension: int) -> tuple[int, ...]:
 
 
 def _combine_members(
-    values: list[Any], sizes: list[int], children: Members, path: tuple[Any, ...], joins: Mapping[Path, int]
+    values: list[Any], sizes: list[int], children: Members, path: tuple[Any, ...], joins: Mapping[Path, int | None]
 ) -> Any:
     members = [dict(members_of(value) or []) for value in values]
     if any(member.keys() != members[0].keys() for member in members):
@@ -416,6 +420,8 @@ def _one_entry_per_row(values: list[Sequence[Any]], sizes: list[int]) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     same = one == other
     return same if isinstance(same, bool) else False
 

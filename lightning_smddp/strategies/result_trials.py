@@ -37,14 +37,15 @@ class Findings:
     Attributes:
         rules: of logged values, by name.
         doubts: names whose values did not tell, see ``log_rules``.
-        joins: places in what the step returns, and the dimension along which tensors there are put together.
+        joins: places in what the step returns, and the dimension along which tensors there are put together; None
+            where the value of some rows is that of all rows.
         per_row: attributes of the module, and whether they gain an item or one more for each row.
         differences: what is another for the parts than for the rows at once, whatever the rules.
     """
 
     rules: dict[str, Any] = field(default_factory=dict)
     doubts: dict[str, Any] = field(default_factory=dict)
-    joins: list[tuple[list[Any], int]] = field(default_factory=list)
+    joins: list[tuple[list[Any], int | None]] = field(default_factory=list)
     per_row: list[tuple[list[Any], bool]] = field(default_factory=list)
     differences: Differences = field(default_factory=dict)
 
@@ -124,16 +125,42 @@ def try_results(
     return findings
 
 
-def _find_joins(whole: Any, parts: Sequence[Any]) -> list[tuple[list[Any], int]]:
-    """Dimensions, but the first, in which the tensors of parts add up to the whole's."""
+def _find_joins(whole: Any, parts: Sequence[Any]) -> list[tuple[list[Any], int | None]]:
+    """Dimensions in which the tensors of parts add up to the whole's; None for what is the same for all rows."""
     pieces: list[Mapping[Path, Any]] = [dict(items(part)) for part in parts]
-    joins = []
+    joins: list[tuple[list[Any], int | None]] = []
     for path, leaf in items(whole):
-        shapes = [tuple(getattr(piece.get(path), "shape", ())) for piece in pieces]
-        dimension = _dimension(tuple(getattr(leaf, "shape", ())), shapes)
-        if dimension is not None and _is_plain(path):
+        if not _is_plain(path):
+            continue
+        values = [piece.get(path) for piece in pieces]
+        dimension = _dimension(_shape(leaf), [_shape(value) for value in values])
+        if dimension is not None:
             joins.append((list(path), dimension))
+        elif all(_is_constant(leaf, value) for value in values):
+            joins.append((list(path), None))
     return joins
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _is_constant(whole: Any, part: Any) -> bool:
+    """Whether the value of some rows is that of all: a count would be smaller, but for a count of nothing.
+
+    Floating-point numbers are means where they are alike.
+    """
+    if isinstance(whole, int) and isinstance(part, int):
+        return whole == part != 0
+    if not isinstance(whole, Tensor) or not isinstance(part, Tensor):
+        return False
+    if whole.is_nested or part.is_nested or whole.layout is not torch.strided or part.layout is not torch.strided:
+        return False
+    if whole.dtype != part.dtype or whole.shape != part.shape:
+        return False
+    if whole.dim() == 0:
+        return not (whole.is_floating_point() or whole.is_complex()) and bool(whole) and torch.equal(whole, part)
+    return torch.equal(whole, part)
 
 
 def _is_plain(path: Path) -> bool:

@@ -129,7 +129,7 @@ class StepCapture:
         self.left = LeftBehind(module, self._ignored)
         self._signature = inspect.signature(base.log)
         self.examples: dict[Any, Any] = {}  # containers of what a step returns, by step
-        self.joins: dict[Any, Mapping[Path, int]] = {}  # by step: see `combine`
+        self.joins: dict[Any, Mapping[Path, int | None]] = {}  # by step: see `combine`
         self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
         self.changing_steps: set[Any] = set()  # by their keys: those that change their batch in place
         self.keeping_attributes: set[str] = set()  # that steps leave tensors in, which no later step sees

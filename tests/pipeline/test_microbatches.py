@@ -229,6 +229,13 @@ def test_what_has_no_rule_is_refused_with_its_place(outputs: list[Any], text: st
         combine(outputs, [5, 4])
 
 
+def test_a_value_that_is_the_same_for_all_rows_is_no_count_of_them() -> None:
+    outputs = [{"length": 4, "count": 4, "size": torch.tensor(4)}] * 2
+    joins = {("length",): None, ("size",): None}
+    assert combine(outputs, [4, 4], joins) == {"length": 4, "count": 8, "size": 4}
+    assert combine([{"length": 4}, {"length": 3}], [4, 4], joins) == {"length": 7}
+
+
 def test_an_output_for_each_microbatch_is_asked_for() -> None:
     with pytest.raises(ValueError, match="2 outputs for 3 micro-batches"):
         combine([1, 2], [1, 1, 1])
