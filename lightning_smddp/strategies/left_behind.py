@@ -193,14 +193,15 @@ class LeftBehind:
         owners = self._owners = owners_in(self.module, with_helpers=any("->" in name for name in self.changing))
         self._shown = []
         for name, place in dict.fromkeys([*offers, *wanted]):
-            if name not in owners:
-                continue
+            # Tensors are numbered in the order in which they are made: all ranks make all of them.
             want = wanted.get((name, place))
             if want is not None:
                 made, plain, grows = self._of_held(want, held, place, view), want.plain, want.grows
             else:
                 chosen = max(offers[name, place], key=operator.attrgetter("stage"))
                 made, plain, grows = self._of_offer(name, place, chosen, view), chosen.plain, chosen.grows
+            if name not in owners:
+                continue  # a callback of other ranks
             if made is None:
                 self._shown.append((name, place, _unknown()))
             else:
@@ -271,7 +272,12 @@ class LeftBehind:
         return {"offers": self._keyed(offers), "wanted": self._keyed(wanted), "held": held}
 
     def _keyed(self, found: dict[tuple[str, Place], list[Any]]) -> list[list[Any]]:
-        return [[name, place_to_json(place, self.module), *rest] for (name, place), rest in found.items()]
+        keyed = []
+        for (name, place), rest in found.items():
+            keys = place_to_json(place, self.module)
+            if keys is not None:
+                keyed.append([name, keys, *rest])
+        return keyed
 
     def _combined(self, name: str, notes: Sequence[_Note]) -> dict[Place, tuple[bool, Any]]:
         """What notes of all micro-batches come to, by place, and whether a list gains it."""

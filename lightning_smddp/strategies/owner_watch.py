@@ -150,10 +150,15 @@ def _is_key(key: Any) -> bool:
     return isinstance(key, (str, int, nn.Module))
 
 
-def place_to_json(place: Place, root: nn.Module) -> list[Any]:
-    """An attribute, and a key of the dict that it is; modules by their names."""
+def place_to_json(place: Place, root: nn.Module) -> list[Any] | None:
+    """An attribute, and a key of the dict that it is; modules by their names.
+
+    None if a key is a module that is not in ``root``, a metric of a callback's, say: it has no name.
+    """
     names = {id(module): name for name, module in root.named_modules()}
-    return [["module", names.get(id(key))] if isinstance(key, nn.Module) else ["key", key] for key in place]
+    if any(isinstance(key, nn.Module) and id(key) not in names for key in place):
+        return None
+    return [["module", names[id(key)]] if isinstance(key, nn.Module) else ["key", key] for key in place]
 
 
 def place_from_json(keys: list[Any], root: nn.Module) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from typing import Any
 
@@ -37,11 +38,13 @@ class Keeps(nn.Module):
 class Attention(Evaluated):
     """Hooks read what layers have kept."""
 
+    layer: type[Keeps] = Keeps
+
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            self.net = nn.Sequential(nn.Linear(INPUTS, 16), *(Keeps(16) for _ in range(4)), nn.Linear(16, CLASSES))
+            self.net = nn.Sequential(nn.Linear(INPUTS, 16), *(self.layer(16) for _ in range(4)), nn.Linear(16, CLASSES))
 
     def look(self) -> None:
         for layer in self.net[1:-1]:
@@ -56,8 +59,30 @@ class Attention(Evaluated):
         self.look()
 
 
+class KeepsFirst(Keeps):
+    """Keeps what the first batches made; from then on it is what the pipeline has left."""
+
+    keeps_first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if self.keeps_first:
+            self.first = self.made
+        return result
+
+
 class WholeLater(Attention):
     """From the fourth batch on no pipeline can run the step, so that all ranks go on with the whole module."""
+
+    layer = KeepsFirst
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        for layer in self.net[1:-1]:
+            layer.keeps_first = self.global_step < 3
+
+    def look(self) -> None:
+        super().look()
+        self.losses += [float(layer.first.norm()) for layer in self.net[1:-1]]
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         if self.training and self.global_step >= 3:
@@ -127,13 +152,14 @@ class Watcher(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.activations: dict[str, Tensor] = {}
+        self.probe, self.probed = nn.Identity(), dict[nn.Module, Tensor]()  # a key without a name in the module
         self.handles = [
             layer.register_forward_hook(functools.partial(self.keep, name))
             for name, layer in pl_module.net.named_children()
         ]
 
     def keep(self, name: str, layer: nn.Module, args: Any, result: Tensor) -> None:
-        self.activations[name] = result.detach()
+        self.activations[name] = self.probed[self.probe] = result.detach()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         for name, value in self.activations.items():
@@ -143,6 +169,15 @@ class Watcher(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         for handle in self.handles:
             handle.remove()
+
+
+class OnOneRank(Watcher):
+    """Its hooks look at nothing: other ranks do not have it."""
+
+    def keep(self, name: str, layer: nn.Module, args: Any, result: Tensor) -> None:
+        self.activations[name] = result
+
+    on_train_batch_end = Callback.on_train_batch_end
 
 
 class WeightNorm(Evaluated):
@@ -160,9 +195,13 @@ class WeightNorm(Evaluated):
 
 def fit(bench: Bench, module: str) -> Any:
     model = globals()[module]()
+    callbacks: list[Callback] = [Watcher()] if module == "Evaluated" else []
+    if module == "Attention" and os.environ.get("RANK") == "1":
+        callbacks.append(OnOneRank())
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The training step is run as a whole on every rank")
-        result = bench.fit(model, max_epochs=2, callbacks=[Watcher()] if module == "Evaluated" else [])
+        if module == "WholeLater":
+            warnings.filterwarnings("ignore", "The training step is run as a whole on every rank")
+        result = bench.fit(model, max_epochs=2, callbacks=callbacks)
     if isinstance(model, Attention):
         kept = [(layer.calls, layer.made.clone(), layer.gate.detach().clone()) for layer in model.net[1:-1]]
         result["kept"], result["history"] = kept, [list(layer.history) for layer in model.net[1:-1]]
