@@ -318,7 +318,10 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Replace it."""
+    """Let ``module(...)`` run ``call`` instead of the code that ``module.compile()`` made.
+
+    Private: torch has no public way to see or replace it. Remove when it has one.
+    """
     module.__dict__["_compiled_call_impl"] = call
 
 

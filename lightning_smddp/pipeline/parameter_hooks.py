@@ -108,7 +108,7 @@ class _Kept:
         return [function for key, function in self.functions.items() if key in self.hooks]
 
     def give_back(self) -> None:
-        """Undo :meth:`take`."""
+        """Let autograd call the functions again, under the keys that their handles remove."""
         self.hooks.update({key: function for key, function in self.functions.items() if key in self.hooks})
 
 

@@ -272,7 +272,7 @@ def _refuse(trace: Trace) -> None:
 
 
 def refuse_backward(place: str) -> None:
-    """Raise ``SplitError``."""
+    """Raise ``SplitError``: a backward pass inside a step, at ``place`` (``file:line``), cannot be divided."""
     raise SplitError(
         f"The step runs a backward pass of its own at {place} (`torch.autograd.grad` or `backward`). A pipeline's "
         "backward passes through several processes, so it cannot be started inside the step. Use strategy='smddp'."

@@ -82,7 +82,7 @@ class Run(TorchFunctionMode):
             return self._unit(item, forward, args, kwargs)
 
     def _unit(self, item: Item, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do it."""
+        """Call a module of this stage, checkpointed where that is asked for."""
         if self.observe is not None:
             self.observe(item, False, None)
         wanted = self.replay.checkpointing or (item.checkpointed and in_checkpoint())
@@ -124,7 +124,7 @@ class Run(TorchFunctionMode):
             return self._operation(item, function, args, kwargs)
 
     def _operation(self, item: Item, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do it."""
+        """Call a torch function between this stage's modules."""
         if self.observe is not None:
             self.observe(item, False, None)
         if item.checkpointed and in_checkpoint():

@@ -123,21 +123,26 @@ def test_a_pipeline_names_rank_step_and_parameter(size: int) -> None:
 class Huge(Spoiler):
     """Each rank's gradients are finite; added up they are not."""
 
-    def spoil(self, gradient: Tensor) -> Tensor:
-        if self.trainer.global_step == BAD_STEP and self.value:
-            gradient, self.value = gradient.clone(), 0.0  # in one micro-batch only
-            gradient[1] = 3e38
-        return gradient
+    def on_fit_start(self) -> None:
+        """No hook on the parameter: in a pipeline it sees the gradient once it is averaged."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == BAD_STEP:
+            loss = loss + 3e38 * self.net[2].bias[1]
+        return loss
 
 
 def overflows(name: str, options: dict[str, Any]) -> str:
     with pytest.raises(NonFiniteGradientError) as caught:
-        make_trainer(strategy_of(name, algorithm="shared_memory", **options)).fit(Huge(0, 1.0))
+        make_trainer(strategy_of(name, algorithm="shared_memory", **options)).fit(Huge(0, 0.0))
     return str(caught.value)
 
 
-def test_a_sum_that_is_too_large_is_nobodys_fault() -> None:
-    first, second = run_trainer_ranks(overflows, 2, "smddp", {})
+@pytest.mark.parametrize("name", ["smddp", "pipeline"])
+def test_a_sum_that_is_too_large_is_nobodys_fault(name: str) -> None:
+    options = {} if name == "smddp" else {"pipeline_parallel_size": 1, "num_microbatches": 1}
+    first, second = run_trainer_ranks(overflows, 2, name, options)
     assert first == second
     assert f"step {BAD_STEP} " in first
     assert "in the average over the ranks, though each rank's own are finite: their sum is too large" in first
