@@ -22,8 +22,8 @@ import numpy as np
 from demo_turns import OUTPUT, Arm, print_table, quiet, run_in_turns, take_turn
 
 TASKS = {"digits": "CNN on scikit-learn's digits", "gpt": "byte-level GPT on Python's standard library"}
-ARMS = {"single": "single device", "ddp": "ddp", "smddp": "smddp"}
-HEADER = ["", "ranks", "train loss", "accuracy", "step, ms", "sync adds, ms", "loss vs single", "weights vs ddp"]
+ARMS = {"single": "one device", "ddp": "ddp", "smddp": "smddp"}
+HEADER = ["", "ranks", "train loss", "acc.", "step, ms", "sync", "loss", "weights"]
 TURN_STEPS = 3  # arms alternate after so many steps
 TIMED_PAIRS = 25  # of steps with and without synchronisation
 
@@ -147,9 +147,9 @@ def row(arm: str, results: dict[str, dict]) -> list[str]:
     """An arm's line of the table."""
     result, single, ddp = results[arm], results["single"], results["ddp"]
     ours, theirs = np.array(result["losses"]), np.array(single["losses"])
-    cells = [ARMS[arm], str(result["ranks"]), f"{ours[0]:.2f} -> {ours[-1]:.4f}"]
+    cells = [ARMS[arm], str(result["ranks"]), f"{ours[0]:.2f} > {ours[-1]:.3f}"]
     cells.append("" if result["accuracy"] is None else f"{result['accuracy']:.3f}")
-    cells.append(f"{result['step_ms']:.1f} ({result['best_ms']:.1f})")
+    cells.append(f"{result['step_ms']:.3g} ({result['best_ms']:.3g})")
     cells.append("" if result["sync_ms"] is None else f"{result['sync_ms']:.1f}")
     if arm == "single":
         return [*cells, "", ""]
@@ -163,11 +163,9 @@ def print_results(everything: dict[str, dict[str, dict]]) -> None:
     """The one table."""
     sections = {task: [row(arm, results) for arm in results] for task, results in everything.items()}
     print_table("same seed, same global batches", HEADER, sections)
-    print("1 thread each. step: median (best) time of forward, backward and optimizer on rank 0.")
-    print(
-        f"sync adds: forward and backward with synchronisation less without (no_sync), median of {TIMED_PAIRS} pairs."
-    )
-    print("loss vs single: largest relative difference of the training loss over all steps.")
+    print("1 thread each. step: median (best) time of forward, backward, optimizer on rank 0.")
+    print(f"sync: ms that it adds; forward and backward with it less without (no_sync), {TIMED_PAIRS} pairs.")
+    print("loss: largest relative difference of the training loss from one device. weights: from ddp.")
 
 
 def draw(everything: dict[str, dict[str, dict]], path: Path) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from demo_turns import OUTPUT, Arm, print_table, quiet, run_in_turns, take_turn
 
-ARMS = {"single": "single device", "pipeline": "smddp_pipeline"}
-HEADER = ["", "ranks", "parameters by rank", "train loss", "step, ms", "loss vs single"]
+ARMS = {"single": "one device", "pipeline": "smddp_pipeline"}
+HEADER = ["", "ranks", "parameters by rank", "train loss", "step, ms", "loss"]
 TURN_STEPS = 3
 MICROBATCHES = 8
 DRAWN_STEP = 7
@@ -81,7 +81,7 @@ def row(arm: str, results: dict[str, dict]) -> list[str]:
     result, single = results[arm], results["single"]
     ours, theirs = np.array(result["losses"]), np.array(single["losses"])
     cells = [ARMS[arm], str(result["ranks"]), ", ".join(f"{count / 1e6:.2f} M" for count in result["parameters"])]
-    cells += [f"{ours[0]:.2f} -> {ours[-1]:.4f}", f"{result['step_ms']:.1f} ({result['best_ms']:.1f})"]
+    cells += [f"{ours[0]:.2f} > {ours[-1]:.3f}", f"{result['step_ms']:.3g} ({result['best_ms']:.3g})"]
     return [*cells, "" if arm == "single" else f"{np.max(np.abs(ours - theirs) / np.abs(theirs)):.1e}"]
 
 
@@ -93,8 +93,9 @@ def run(quick: bool) -> None:
     print(f'\nWhat strategy="smddp_pipeline" says at the start of fit:\n\n{results["pipeline"]["table"]}\n')
     print_table("same seed, same batches", HEADER, {"": [row(arm, results) for arm in results]})
     print(
-        "1 thread each. step: median (best) time on rank 0, without the first. At best the pipeline takes "
+        "1 thread each. step: median (best) time on rank 0, without the first. At best the\npipeline takes "
         f"{(MICROBATCHES + 1) / (2 * MICROBATCHES):.2f} of the single device's time ({MICROBATCHES} micro-batches)."
+        "\nloss: largest relative difference from one device's."
     )
     print(f"what each rank did when: {OUTPUT / 'pipeline_timeline.svg'}, and .json for https://ui.perfetto.dev")
 

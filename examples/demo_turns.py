@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 OUTPUT = Path("demo_output")
-TURN_TIMEOUT_S = 60
+TURN_TIMEOUT_S = 300  # the first turn starts processes, which a busy machine delays
 
 
 def take_turn(trainer, turns: list[int]) -> None:
@@ -111,6 +111,7 @@ def run_in_turns(arms: dict[str, Arm]) -> dict[str, dict]:
 def print_table(title: str, header: list[str], sections: dict[str, list[list[str]]]) -> None:
     """With rich if that is installed. ``sections``: heading -> rows."""
     try:
+        from rich import box
         from rich.console import Console
         from rich.table import Table
     except ImportError:
@@ -118,11 +119,11 @@ def print_table(title: str, header: list[str], sections: dict[str, list[list[str
             for cells in ([heading, *header[1:]], *rows):
                 print("  ".join(f"{cell:<16}" for cell in cells))
         return
-    table = Table(*header, title=title, title_justify="left")
+    table = Table(*header, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for heading, rows in sections.items():
         table.add_section()
         if heading:
             table.add_row(f"[bold]{heading}", end_section=False)
         for cells in rows:
             table.add_row(*cells)
-    Console(width=max(120, Console().width)).print(table)
+    Console(width=max(80, Console().width)).print(table)

@@ -63,7 +63,7 @@ class PipelineOptions:
             _check_count("num_microbatches", num_microbatches, "'auto'")
         if stages_per_rank != "auto":
             _check_count("stages_per_rank", stages_per_rank, "'auto'")
-        if isinstance(split, str):
+        if split is not None and not _is_list_of_names(split):
             raise ValueError(f"split={split!r} has to be a list of names: the first unit of each stage but the first.")
         if communication.process_group_backend == aws.NAME:
             raise ValueError(
@@ -109,6 +109,10 @@ class PipelineOptions:
                 "the first of each stage but the first."
             )
         return grid
+
+
+def _is_list_of_names(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
 
 
 def _check_fallback(fallback: Any) -> None:

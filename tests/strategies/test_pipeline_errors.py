@@ -135,6 +135,8 @@ def test_layouts(expected: str, options: dict[str, Any], ranks: int) -> None:
         ("num_microbatches=0", {"num_microbatches": 0}),
         ("stages_per_rank='two'", {"stages_per_rank": "two"}),
         ("split='net.2'", {"split": "net.2"}),
+        ("split=3", {"split": 3}),
+        (r"split=\[1\]", {"split": [1]}),
         ("placement", {"placement": "random"}),
         ("fallback='ddp'", {"fallback": "ddp"}),
         ("pipeline_parallel_size=-1", {"pipeline_parallel_size": -1}),
