@@ -71,19 +71,38 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
-def new_group_among(ranks: list[int], name: str, timeout: timedelta) -> dist.ProcessGroup:
+def new_group_among(
+    ranks: list[int], name: str, timeout: timedelta, device: torch.device | None = None
+) -> dist.ProcessGroup:
     """A group of the global ``ranks`` that they alone have to create; ``name`` is new and the same on all of them.
+
+    With ``device`` (NCCL's) its communicator is made now, else by its first use.
 
     The public ``new_group`` has to be called by every rank of the world, or, with ``use_local_synchronization``, makes
     a name out of the ranks that comes again when such a group was destroyed: the new group then finds the old one's
-    addresses in the store and hangs. Remove when ``new_group`` takes a name.
+    addresses in the store and hangs. And where the world is bound to a device, both have the new communicator split
+    off the world's (``ncclCommSplit``), at its first use even, for which every rank of the world has to come. So the
+    world's device is hidden meanwhile: then the members meet by the store. Remove when ``new_group`` takes a name, and
+    leaves who is no member alone.
     """
     from torch.distributed import distributed_c10d as c10d
 
     rank, backend = dist.get_rank(), dist.get_backend()
-    created, _ = c10d._new_process_group_helper(
-        len(ranks), ranks.index(rank), ranks, dist.Backend(backend), default_store(), cast(Any, name), timeout=timeout
-    )
+    world = c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        created, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(rank),
+            ranks,
+            dist.Backend(backend),
+            default_store(),
+            cast(Any, name),
+            timeout=timeout,
+            device_id=device,
+        )
+    finally:
+        world.bound_device_id = bound
     c10d._world.pg_group_ranks[created] = {member: index for index, member in enumerate(ranks)}
     return cast(dist.ProcessGroup, created)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp._compat import new_group_among
 from lightning_smddp.communication.algorithms import NAMES, Algorithm, Native, SharedMemoryAllReduce, TwoLevel
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.collective import Collective
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.exchange import BalancedExchange, Exchange, RingExchange
-from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.communication.groups import create_group, new_name
+from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.shared_memory import HOW_TO_RAISE, SharedMemory, free_bytes
@@ -51,11 +50,11 @@ class Communicator:
         apart: bool = False,
     ) -> None:
         self.group, self.device, self.timeout, self.on_wait = group, device, timeout, on_wait
-        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._name = new_name(group, device)
         if apart:
-            own = self._new_group_among("apart", dist.get_process_group_ranks(group))
-            assert own is not None
-            self.group = self._groups["apart", ()] = own
+            ranks = dist.get_process_group_ranks(group)
+            self.group = self._groups["apart", ()] = create_group(ranks, f"{self._name}-apart", timeout, device)
         self.topology = discover(self.group, device)
         self.world_size, self.rank = self.topology.world_size, self.topology.rank
         self.notes: list[str] = []
@@ -126,7 +125,7 @@ class Communicator:
         return [*names, "hierarchical", "balanced"]
 
     def algorithm(self, name: str, compression: Compression | None = None) -> Algorithm:
-        """The algorithm of that name on this job's groups. Collective: it may create groups.
+        """The algorithm of that name on this job's groups. Collective: it may create groups, ready for use.
 
         Raises:
             ValueError: unknown name, or ``shared_memory`` across nodes or where it does not work.
@@ -199,7 +198,7 @@ class Communicator:
         return None, None
 
     def _exchange(self, name: str, ranks: tuple[int, ...], compression: Compression | None) -> Exchange | None:
-        """The exchange among ``ranks``; None on other ranks. Collective over all ranks."""
+        """The exchange among ``ranks``; None on other ranks. Collective over ``ranks``."""
         first, second = self._new_group("start", ranks), self._new_group("finish", ranks)
         if first is None or second is None:
             return None
@@ -212,23 +211,15 @@ class Communicator:
         return RingExchange(first, codec, feedback)
 
     def _new_group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A group of its own for each purpose, kept for the next time. Collective over all ranks."""
+        """A group of its own for each purpose, kept for the next time; None on others. Collective over ``ranks``."""
         key = (purpose, ranks)
+        if self.rank not in ranks:
+            return None
         if key not in self._groups:
             global_ranks = [dist.get_global_rank(self.group, rank) for rank in ranks]
-            if self.world_size == dist.get_world_size():
-                created = dist.new_group(global_ranks, timeout=self.timeout)
-            else:  # other ranks of the world know nothing of this group
-                created = self._new_group_among(f"{purpose}-{ranks}", global_ranks)
-            self._groups[key] = created if self.rank in ranks else None
+            name = f"{self._name}-{purpose}-{ranks}"
+            self._groups[key] = create_group(global_ranks, name, self.timeout, self.device)
         return self._groups[key]
-
-    def _new_group_among(self, purpose: str, global_ranks: list[int]) -> dist.ProcessGroup | None:
-        """As ``dist.new_group``, but collective over this communicator's ranks only."""
-        token = broadcast_json(secrets.token_hex(8), self.group, self.device)
-        if dist.get_rank() not in global_ranks:
-            return None
-        return new_group_among(global_ranks, f"lightning_smddp-{purpose}-{token}", self.timeout)
 
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of each value over all ranks. Collective."""
@@ -245,9 +236,8 @@ class Communicator:
         self._thread.shutdown()
         self._close_meshes()
         for group in self._groups.values():
-            if group is not None:
-                with suppress(ValueError):  # destroyed with the default group already
-                    dist.destroy_process_group(group)
+            with suppress(ValueError):  # destroyed with the default group already
+                dist.destroy_process_group(group)
         self._groups.clear()
 
 

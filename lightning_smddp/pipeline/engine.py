@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat import pipeline_schedule_class, run_pipeline_schedule
+from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.stage import BackwardListener, Boundary, Stage, StageBody
@@ -29,7 +30,7 @@ class PipelineEngine:
     messages that will not come: end this process or its group, and start the group anew.
 
     Args:
-        group: The ranks of the pipeline, in the order of their stages.
+        group: The ranks of the pipeline, in the order of their stages. On devices creation is collective over it.
         device: The device of this rank's stages and of the messages.
         schedule: How stages are placed and in which order they work.
         num_stages: Stages on all ranks together.
@@ -67,6 +68,8 @@ class PipelineEngine:
         self._placement = placement
         self._schedules: dict[tuple[int, bool], Any] = {}
         self._connected = False
+        if device.type != "cpu":
+            self._connect()
 
     @property
     def stages(self) -> list[int]:
@@ -152,17 +155,11 @@ class PipelineEngine:
         return schedule
 
     def _connect(self) -> None:
-        """Open the connections that the schedules use, in an order that every rank shares: NCCL opens them lazily."""
+        """Open the connections that the schedules use, which backends do lazily."""
         if self._connected or self._group.size() == 1:
             return
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-        pairs = {tuple(sorted(pair)) for pair in zip(self._placement, self._placement[1:], strict=False)}
-        token = torch.zeros(1, device=self._device)
-        for low, high in sorted(pair for pair in pairs if pair[0] != pair[1]):
-            if self._group.rank() == low:
-                dist.send(token, group=self._group, group_dst=high)
-            elif self._group.rank() == high:
-                dist.recv(token, group=self._group, group_src=low)
+        connect_pairs(self._group, zip(self._placement, self._placement[1:], strict=False), self._device)
         self._connected = True
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from lightning_smddp.communication.groups import create_group, new_name
+
+_CPU = torch.device("cpu")
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
 # SageMaker's model parallel library calls the orders by these names; a letter further right varies faster with the rank
 _NAMES = {"cluster": "DP", "spread": "PD"}
 
@@ -71,19 +76,36 @@ class Grid:
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place in the grid, and its process groups."""
+    """This rank's place in the grid, and its process groups.
+
+    Attributes:
+        grid: all ranks.
+        replica: number of this rank's pipeline.
+        place: this rank's in it.
+        pipeline: the ranks of the pipeline.
+        neighbours: the same ranks, for messages between stages: on devices, where each pair has a communicator, so
+            that a send does not wait behind a receive from another rank.
+        replicas: the ranks with this place in all pipelines.
+    """
 
     grid: Grid
     replica: int
     place: int
     pipeline: dist.ProcessGroup
+    neighbours: dist.ProcessGroup
     replicas: dist.ProcessGroup
 
     @classmethod
-    def create(cls, grid: Grid, timeout: timedelta | None = None) -> Groups:
-        """Create the groups of all pipelines and places. Collective over all ranks."""
-        rank = dist.get_rank()
-        replica, place = grid.find(rank)
-        pipelines = [dist.new_group(list(ranks), timeout=timeout) for ranks in grid.pipelines]
-        replicas = [dist.new_group(list(ranks), timeout=timeout) for ranks in grid.places]
-        return cls(grid, replica, place, pipelines[replica], replicas[place])
+    def create(cls, grid: Grid, timeout: timedelta | None = None, device: torch.device = _CPU) -> Groups:
+        """Create the groups of this rank's pipeline and place. Collective over all ranks."""
+        assert dist.group.WORLD is not None
+        replica, place = grid.find(dist.get_rank())
+        name, limit = new_name(dist.group.WORLD, device), timeout or _DEFAULT_TIMEOUT
+        mine, equals = list(grid.pipelines[replica]), list(grid.places[place])
+        # every rank in this order, so that nobody waits for one that waits for another
+        pipeline = create_group(mine, f"{name}-pipeline-{replica}", limit, device)
+        neighbours = pipeline
+        if device.type != "cpu":
+            neighbours = create_group(mine, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
+        replicas = create_group(equals, f"{name}-replicas-{place}", limit, device)
+        return cls(grid, replica, place, pipeline, neighbours, replicas)

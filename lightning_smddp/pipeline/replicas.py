@@ -188,7 +188,9 @@ class ReplicaGradients:
     def _build(self) -> None:
         trained = self._trained()
         self._built_for = [id(parameter) for parameter in trained.values()]
-        if not trained:
+        if not trained:  # perhaps later: groups are made now, as the ranks of a step do not wait for each other
+            for name in dict.fromkeys(name for _, name in self.plan.table):
+                self.communicator.algorithm(name, self._compression).close()
             return
         self._synchronizer = GradientSynchronizer(
             self.communicator, _Held(trained), self.plan.table, self._compression, self.recorder

@@ -100,7 +100,7 @@ class PipelineRuntime:
         self.last_rank = self.rank_of_stage[-1]
         self.checkpointing = checkpointing
         bodies = {stage: _Body(stage, stage_parameters[stage], self) for stage in self.here}
-        self.engine = PipelineEngine(groups.pipeline, device, schedule, num_stages, bodies, recorder=recorder)
+        self.engine = PipelineEngine(groups.neighbours, device, schedule, num_stages, bodies, recorder=recorder)
         self._running: _Running | None = None
 
     @property

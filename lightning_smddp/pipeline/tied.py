@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp.communication.groups import create_group, new_name
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.ownership import Ownership
 
@@ -16,25 +17,30 @@ TiedGroups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def create_tied_groups(
-    ownership: Ownership, pipelines: Sequence[Sequence[int]], timeout: timedelta
+    ownership: Ownership, pipelines: Sequence[Sequence[int]], timeout: timedelta, device: torch.device
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A group for each set of ranks that share parameters, in each pipeline. Collective over the world.
+    """A group for each set of ranks that share parameters, in this rank's pipeline. Collective over the world.
 
     Args:
         ownership: the same in every pipeline.
         pipelines: for each replica the global ranks of its pipeline.
         timeout: of the groups' collectives.
+        device: where the gradients are.
 
     Returns:
         For each such set that this rank is in (pipeline ranks, ascending) its group.
     """
+    shared = list(ownership.shared())
+    if not shared:
+        return {}
+    assert dist.group.WORLD is not None
+    name, rank = new_name(dist.group.WORLD, device), dist.get_rank()
+    replica = next(number for number, pipeline in enumerate(pipelines) if rank in pipeline)
     mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for pipeline in pipelines:
-        for ranks in ownership.shared():
-            members = [pipeline[rank] for rank in ranks]
-            group = dist.new_group(members, timeout=timeout)
-            if dist.get_rank() in members:
-                mine[ranks] = group
+    for ranks in shared:
+        members = [pipelines[replica][place] for place in ranks]
+        if rank in members:
+            mine[ranks] = create_group(members, f"{name}-tied-{replica}-{ranks}", timeout, device)
     return mine
 
 

@@ -127,7 +127,7 @@ class DividedModule:
         ranks = resources.rank_of_stage
         here = [stage for stage, owner in enumerate(ranks) if owner == rank]
         stages = {name: [stage for stage in self.division.homes[name] if stage in here] for name in held}
-        tied_groups = create_tied_groups(ownership, groups.grid.pipelines, timeout)
+        tied_groups = create_tied_groups(ownership, groups.grid.pipelines, timeout, device)
         self.replicas = self._replicas(held, timeout) if groups.grid.num_replicas > 1 and optimizers else None
         tied = TiedGradients(module, ownership, rank, tied_groups)
         self.window = GradientWindow(held, stages, tied, self.replicas, hooks)

@@ -183,7 +183,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
         if self._groups is None:
-            self._groups = Groups.create(grid, self.options.communication.collective_timeout or self._timeout)
+            limit = self.options.communication.collective_timeout or self._timeout
+            self._groups = Groups.create(grid, limit, self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
         """Take the module as it is; it is divided at the first batch."""

@@ -420,7 +420,7 @@ class StagedModule:
     ) -> DividedModule:
         """Find stages, and let go of other ranks' parameters. Collective over all ranks."""
         assert dist.group.WORLD is not None
-        links = find_links(self.groups.pipeline, self.rank_of_stage, self.device, dist.group.WORLD)
+        links = find_links(self.groups.neighbours, self.rank_of_stage, self.device, dist.group.WORLD)
         resources = resources_for(
             self.module,
             self.options,

@@ -59,7 +59,7 @@ THREE = Ownership({"a": (0, 2), "b": (1, 2), "c": (2, 0), "d": (1,)}, {}, 3)
 def tied_in_two_replicas() -> dict[str, float]:
     pipelines = [[0, 2, 4], [1, 3, 5]]
     rank, replica = divmod(dist.get_rank(), 2)
-    groups = create_tied_groups(THREE, pipelines, timedelta(seconds=20))
+    groups = create_tied_groups(THREE, pipelines, timedelta(seconds=20), torch.device("cpu"))
     assert set(groups) == {ranks for ranks in [(0, 2), (1, 2)] if rank in ranks}
     model = nn.ParameterDict({name: torch.zeros(1) for name in "abcd"})
     for name in THREE.held_by(rank):

@@ -47,7 +47,7 @@ def parts(device: torch.device) -> dict[str, Callable[[], Any]]:
     labels = [MicroBatch(torch.tensor([[1, 2, -100], [0, -100, 2]], device=device), 2, 0.25) for _ in range(4)]
     module = nn.Linear(3, 2, device=device)
     ownership = Ownership({"weight": (0, 1), "bias": (0, 1)}, {}, 2)
-    groups = create_tied_groups(ownership, [(0, 1)], timedelta(seconds=20))
+    groups = create_tied_groups(ownership, [(0, 1)], timedelta(seconds=20), device)
     tied = TiedGradients(module, ownership, group.rank(), groups)
     module(torch.ones(1, 3, device=device)).sum().backward()
     parameters = dict(module.named_parameters())

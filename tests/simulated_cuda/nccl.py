@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,6 +37,22 @@ EVERYBODY = "all"  # the communicator of a whole group; in groups that connect l
 FOREVER = timedelta(days=1)
 
 _device: ModuleType  # the compiled device, once it is installed
+made: list[Made] = []  # the communicators of this process
+
+
+@dataclass(frozen=True)
+class Made:
+    """A communicator.
+
+    Attributes:
+        name: of its group, and of the communicator in it.
+        by_split: whether all ranks of the world had to come.
+        functions: that were being called, outermost first.
+    """
+
+    name: str
+    by_split: bool
+    functions: tuple[str, ...]
 
 
 class Options:
@@ -81,12 +98,12 @@ class Communicators(dist.ProcessGroup):
         self._streams: dict[str, torch_cuda.Stream] = {}  # of the communicators that there are
         self._splits = 0
         self._coalesced: list[Call] | None = None
-        self._aborted = False
+        self._aborted = self._is_eager = False
 
     # ---- making and ending them ----
 
     def eager_connect_single_device(self, device: Any) -> None:
-        self.bound_device_id = device
+        self.bound_device_id, self._is_eager = device, True
         self._communicator(EVERYBODY, range(self._size))
 
     def perform_nocolor_split(self, device: Any) -> None:
@@ -99,7 +116,11 @@ class Communicators(dist.ProcessGroup):
             raise RuntimeError("NCCL communicator was aborted")
         if name not in self._streams:
             parent = self._parent
-            if name == EVERYBODY and parent is not None and EVERYBODY in parent._streams:
+            by_split = name == EVERYBODY and parent is not None and EVERYBODY in parent._streams
+            functions = tuple(frame.name for frame in traceback.extract_stack())
+            made.append(Made(f"{self._name}, {name}", by_split, functions))
+            if by_split:
+                assert parent is not None
                 parent._split()
             else:
                 self._meet(f"ncclCommInitRank of communicator {name}", members)
@@ -150,7 +171,7 @@ class Communicators(dist.ProcessGroup):
         if self._coalesced is not None:
             self._coalesced.append(call)
             return None
-        if peer is None or EVERYBODY in self._streams:
+        if peer is None or self._is_eager:
             return self._launch([call], EVERYBODY, range(self._size))
         pair = sorted([self._rank, peer])
         return self._launch([call], f"{pair[0]}:{pair[1]}", pair)
@@ -290,6 +311,7 @@ class SimulatedNCCL(Communicators):
     def barrier(self, opts: Any = None) -> Any:
         """NCCL's blocks the host until the device has come there."""
         work = self._do(Call("barrier", self._gloo.barrier, [], [], []))
+        torch_cuda.current_stream().wait_stream(self._streams[EVERYBODY])
         _device.synchronised("barrier")
         _device.synchronise_stream(self._streams[EVERYBODY].stream_id)
         return work

@@ -198,8 +198,11 @@ def launch_much(depth: int) -> str:
     simulated_cuda.limit_waits(1.5)
     values, token = torch.ones(2, device=own), torch.zeros(1, device=own)
     others = dist.new_group([0, 1])
-    for group in (dist.group.WORLD, others):
-        dist.all_reduce(token, group=group)
+    for group in (dist.group.WORLD, others):  # the pair's communicators
+        if rank == 0:
+            dist.send(token, 1, group=group)
+        else:
+            dist.recv(token, 0, group=group)
     simulated_cuda.limit_launches(depth)
     try:
         if rank == 0:

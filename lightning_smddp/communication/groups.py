@@ -1,0 +1,83 @@
+"""Process groups among some ranks of the job, ready for use: nobody else takes part, and no step has to wait for them.
+
+NCCL makes a communicator at a group's first use, with all members waiting for each other on the host. In the middle of
+a step they may never come there: one waits for a message that another one sends behind it. So every communicator is
+made when its group is, by those who use it, in an order that all ranks share.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp._compat import default_store, new_group_among
+from lightning_smddp.communication.errors import RankTimeoutError
+from lightning_smddp.communication.messages import broadcast_json
+
+_LOOK_S = 0.005
+
+
+def new_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """A name for groups of ranks of ``group`` that no group had before. Collective over ``group``."""
+    return f"lightning_smddp-{broadcast_json(secrets.token_hex(8), group, device)}"
+
+
+def create_group(
+    ranks: list[int], name: str, timeout: timedelta, device: torch.device, by_pairs: bool = False
+) -> dist.ProcessGroup:
+    """A group of the global ``ranks``, with its communicator. Collective over them alone.
+
+    A rank that is in several groups has to create them in an order that is the same on all ranks.
+
+    Args:
+        ranks: its members, of which this rank is one.
+        name: the same on all of them, and new.
+        timeout: of its collectives.
+        device: where its messages are.
+        by_pairs: for point-to-point messages, each pair of ranks is to have a communicator of its own, and so a
+            stream: else a send has to wait for a receive from another rank that was asked for before. NCCL makes
+            those by the first message of a pair: :func:`connect_pairs`.
+
+    Raises:
+        RankTimeoutError: a member did not come within ``timeout``.
+    """
+    if device.type == "cpu":
+        return new_group_among(ranks, name, timeout)
+    _meet(ranks, name, timeout)
+    group = new_group_among(ranks, name, timeout, None if by_pairs else device)
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group
+
+
+def connect_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
+    """Open the connections between these ranks of ``group``. Collective over it, with the same ``pairs`` everywhere.
+
+    NCCL makes a communicator for each pair then, if the group is one ``by_pairs``.
+    """
+    rank, token = group.rank(), torch.zeros(1, device=device)
+    for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
+        if rank == low:
+            dist.send(token, group=group, group_dst=high)
+        elif rank == high:
+            dist.recv(token, group=group, group_src=low)
+
+
+def _meet(ranks: list[int], name: str, timeout: timedelta) -> None:
+    """Wait until all ``ranks`` are here: in Python, where another rank's failure can interrupt it, unlike in NCCL."""
+    store, deadline = default_store(), time.monotonic() + timeout.total_seconds()
+    keys = {rank: f"{name}/member/{rank}" for rank in ranks}
+    store.set(keys[dist.get_rank()], "here")
+    while not store.check(list(keys.values())):
+        if time.monotonic() > deadline:
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            raise RankTimeoutError(
+                missing[0],
+                f"Rank {missing[0]} did not come within {timeout.total_seconds():g} s to make the communicator of "
+                f"ranks {ranks}.",
+            )
+        time.sleep(_LOOK_S)
