@@ -27,6 +27,7 @@ class Setting:
         num_microbatches, num_ranks, stages_per_rank: of one pipeline.
         batch_rows: rows in the batch of one replica.
         is_split_given: the cuts are the user's own.
+        stays_whole: the batch has to be one micro-batch for the numbers to be right.
         rule: which numbers of micro-batches the schedule can do with; None for all.
         bound: micro-batches -> share of time in which ranks compute at best. By default ``bubble_bound``, for
             schedules that it describes; for others there is no advice about micro-batches without it.
@@ -40,6 +41,7 @@ class Setting:
     batch_rows: int
     stages_per_rank: int = 1
     is_split_given: bool = False
+    stays_whole: bool = False
     rule: Callable[[int], bool] | None = None
     bound: Callable[[int], float] | None = None
 
@@ -84,6 +86,8 @@ def _uneven_split(setting: Setting) -> str | None:
 
 
 def _more_microbatches(setting: Setting) -> str | None:
+    if setting.stays_whole:
+        return None
     now = setting.bound_at(setting.num_microbatches)
     try:
         more = auto_num_microbatches(setting.batch_rows, setting.num_ranks, setting.rule)
@@ -99,7 +103,7 @@ def _interleaved(setting: Setting) -> str | None:
     count, ranks = setting.num_microbatches, setting.num_ranks
     units = sum(item.is_unit for item in setting.items)
     rounds = max(1, count // ranks)  # torch's interleaved schedules do their micro-batches in equal rounds
-    if setting.schedule not in ONE_STAGE_PER_RANK or units < 2 * ranks or count % rounds:
+    if setting.stays_whole or setting.schedule not in ONE_STAGE_PER_RANK or units < 2 * ranks or count % rounds:
         return None
     now, then = bubble_bound(ranks, count), bubble_bound(ranks, count, 2)
     if then - now < WORTH_IT:
@@ -112,7 +116,7 @@ def _interleaved(setting: Setting) -> str | None:
 
 def _bigger_batch(setting: Setting) -> str | None:
     now = setting.bound_at(setting.num_microbatches)
-    if now is None or now >= IDLE or setting.num_microbatches < setting.batch_rows:
+    if setting.stays_whole or now is None or now >= IDLE or setting.num_microbatches < setting.batch_rows:
         return None
     rows = setting.batch_rows
     return (

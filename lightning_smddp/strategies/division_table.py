@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_smddp.pipeline.division import Division
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.schedules import orders
 from lightning_smddp.pipeline.splitting import Resources, problem_of
+from lightning_smddp.pipeline.weighting import Weighting
 from lightning_smddp.planner.actions import parse_action
 from lightning_smddp.planner.advice import Setting, advice
 from lightning_smddp.planner.problem import Link
@@ -76,9 +78,17 @@ def describe(
     resources: Resources,
     module: nn.Module,
     microbatches: Sequence[MicroBatch],
-    weights: str,
+    weighting: Weighting | None,
 ) -> list[tuple[str, str]]:
-    """Rows of the table: units, stages, ranks, schedule, and one line of advice if there is one."""
+    """Rows of the table: units, stages, ranks, schedule, and one line of advice if there is one.
+
+    ``weighting`` is of the micro-batches' losses; None if no weights are right, so that the batch stays whole.
+    """
+    if weighting is None:
+        microbatches = [MicroBatch(None, sum(microbatch.size for microbatch in microbatches), 1.0)]
+        weights = "each batch is one micro-batch, so stages do not overlap; the warning has why, and a cure"
+    else:
+        weights = weighting.describe()
     rows = [
         ("units", _units(division)),
         ("schedule", _schedule(options, resources, microbatches)),
@@ -109,7 +119,7 @@ def describe(
     if len(microbatches) > 1 and (norms := looks_at_other_rows(module)):
         which = f"{norms[0]} and {len(norms) - 1} more" if len(norms) > 1 else norms[0]
         rows.append(("note", f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
-    line = advice(_setting(division, options, resources, microbatches))
+    line = advice(replace(_setting(division, options, resources, microbatches), stays_whole=weighting is None))
     return rows if line is None else [*rows, ("advice", line)]
 
 

@@ -465,11 +465,8 @@ class StagedModule:
         is_new = step.trains or not self.shown
         self.shown.add(step.hook)
         if self.options.communication.verbose and dist.get_rank() == 0 and is_new:
-            weights = self.divided.weighting.describe()
-            if step.trains and self.cutter.is_whole(step):
-                weights = "each batch is one micro-batch, so stages do not overlap; the warning has why, and a cure"
-                microbatches = [MicroBatch(None, sum(microbatch.size for microbatch in microbatches), 1.0)]
-            rows = describe(self.divided.division, self.options, resources, self.module, microbatches, weights)
+            weighting = None if step.trains and self.cutter.is_whole(step) else self.divided.weighting
+            rows = describe(self.divided.division, self.options, resources, self.module, microbatches, weighting)
             print_table(_TITLE, [(step.hook, f"pipelined in {self.num_stages} stages"), *rows], self.module.trainer)
         for warning in self.divided.warnings if dist.get_rank() == 0 else ():
             warnings.warn(warning, stacklevel=2)

@@ -60,6 +60,13 @@ def test_more_micro_batches() -> None:
     assert advice(replace(EVEN, num_microbatches=8, rule=lambda count: False)) is None
 
 
+def test_nothing_that_cuts_a_batch_which_has_to_stay_whole() -> None:
+    whole = replace(EVEN, num_microbatches=1, stays_whole=True)
+    assert "more micro-batches" in str(advice(replace(whole, stays_whole=False)))
+    assert advice(whole) is None
+    assert advice(replace(whole, batch_rows=1)) is None
+
+
 def test_more_micro_batches_of_schedules_without_a_formula() -> None:
     setting = replace(EVEN, schedule="zbv_zero_bubble", stages_per_rank=2, num_microbatches=8)
     assert advice(setting) is None
