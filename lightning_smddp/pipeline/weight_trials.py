@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.gradient_trials import Misfit, Verdict
 from lightning_smddp.pipeline.loss_calls import LossCalls
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.structure import Path, items, map_leaves
@@ -30,6 +31,7 @@ _MOST_LEAVES, _MOST_VALUES = 12, 5
 
 LossOf = Callable[[MicroBatch], float]
 Cut = Callable[[Any], list[MicroBatch]]
+Judge = Callable[[Sequence[Weighting], Sequence[Weighting]], Verdict]
 
 
 @dataclass
@@ -87,6 +89,7 @@ def find_weighting(
     tolerance: float = EXACT,
     louder: Callable[[], AbstractContextManager[object]] | None = None,
     may_be_whole: bool = False,
+    gradients: Judge | None = None,
 ) -> tuple[Weighting, str | None]:
     """Which weights make micro-batches' losses the batch's.
 
@@ -97,6 +100,7 @@ def find_weighting(
         tolerance: see ``EXACT`` and ``MIXED``.
         louder: makes a context in which losses of rows are less alike; see :func:`amplified`.
         may_be_whole: whether batches run as one micro-batch if no weighting is right; for the warning.
+        gradients: says which of these (the second argument: of all conceivable ones) gradients fit, too.
 
     Returns:
         The weighting, and a warning if none is right, or if it is not certain which one is.
@@ -109,7 +113,8 @@ def find_weighting(
         why = "the loss is another each time that it is computed for the same rows:"
         return Weighting(), warning_without_trial(microbatch, why)
     observed = [weighting for call in calls.found for weighting in call.weightings(microbatch.value)]
-    candidates = _Candidates(list(dict.fromkeys([*observed, *_conceivable(microbatch)])), tolerance)
+    conceivable = list(dict.fromkeys([*observed, *_conceivable(microbatch)]))
+    candidates = _Candidates(conceivable, tolerance)
     candidates.add(first)
     for context in (nullcontext, louder or nullcontext):
         if len(candidates.distinct()) < 2 and context is not nullcontext:
@@ -119,9 +124,14 @@ def find_weighting(
                 trial = _attempt(loss_of, changed, microbatch.size, cut)
                 if trial is not None:
                     candidates.add(trial)
-    left = candidates.distinct()
-    if not left:
+    if not candidates.weightings:
         return Weighting(fits=False), _wrong(microbatch, first, may_be_whole)
+    if gradients is not None:
+        fitting = gradients(candidates.weightings, conceivable)
+        if isinstance(fitting, Misfit):
+            return Weighting(fits=False), _wrong_gradient(microbatch, fitting, may_be_whole)
+        candidates.weightings = fitting
+    left = candidates.distinct()
     return candidates.weightings[0], None if len(left) == 1 else _uncertain(microbatch, first, left)
 
 
@@ -273,20 +283,31 @@ def _with_leaf(value: Any, old: Tensor, new: Tensor) -> Any:
 
 
 def _wrong(microbatch: MicroBatch, trial: _Trial, may_be_whole: bool) -> str:
-    if may_be_whole:
-        end = (
-            "each batch runs as one micro-batch: right, but without overlap of stages, and with the memory of the "
-            "whole batch. A num_microbatches that you give is used, with other numbers than those of one process."
-        )
-    else:
-        end = (
-            "training with micro-batches is not quite training with the batch, just as with gradient accumulation. Use "
-            "fewer micro-batches, or num_microbatches=1, if it matters."
-        )
     return (
         f"The loss of {microbatch.size} rows is {trial.whole:.6g}, but the mean of the losses of its two halves is "
         f"{trial.predicted(Weighting()):.6g}. So the loss of a batch is not the mean over its micro-batches, and "
-        f"{end}"
+        f"{_consequence(may_be_whole)}"
+    )
+
+
+def _wrong_gradient(microbatch: MicroBatch, misfit: Misfit, may_be_whole: bool) -> str:
+    return (
+        f"The loss of {microbatch.size} rows is made up by those of its two halves, but its gradient is not: that of "
+        f"{misfit.parameter!r} is another by {misfit.error:.2g} of its size. So a part of the loss looks across rows "
+        "or needs other weights than the rest (a balance of experts, a term between rows, a penalty beside a mean over "
+        f"labels), and {_consequence(may_be_whole)}"
+    )
+
+
+def _consequence(may_be_whole: bool) -> str:
+    if may_be_whole:
+        return (
+            "each batch runs as one micro-batch: right, but without overlap of stages, and with the memory of the "
+            "whole batch. A num_microbatches that you give is used, with other numbers than those of one process."
+        )
+    return (
+        "training with micro-batches is not quite training with the batch, just as with gradient accumulation. Use "
+        "fewer micro-batches, or num_microbatches=1, if it matters."
     )
 
 

@@ -21,6 +21,7 @@ from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep
 from lightning_smddp.strategies.row_trials import rows_by_loss
 
+_FEW = 4  # rows are enough to compare with their halves
 _CURE = (
     "Give the module a method `split_batch(batch, num_microbatches)` that returns a list of batches (or of pairs of a "
     "batch and its number of rows), or PipelineStrategy the argument split_batch= or batch_size_fn=; "
@@ -128,11 +129,12 @@ class BatchCutter:
         self._rows_first[step.key] = rows_first
 
     def pair(self, batch: Any, microbatches: Sequence[MicroBatch]) -> MicroBatch | None:
-        """As many rows as two micro-batches have; None if the batch is not cut."""
+        """As many rows as two micro-batches have, and four if there are; None if the batch is not cut."""
         if len(microbatches) < 2:
             return None
         rows = self.together(batch, microbatches)
-        return rows if len(microbatches) < 4 else self.splitter.cut(batch, len(microbatches) // 2, rows.size)[0]
+        count = min(len(microbatches) // 2, rows.size // _FEW)
+        return rows if count < 2 else self.splitter.cut(batch, count, rows.size)[0]
 
     @staticmethod
     def together(batch: Any, microbatches: Sequence[MicroBatch]) -> MicroBatch:

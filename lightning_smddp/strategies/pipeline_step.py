@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +147,25 @@ class LightningStep:
                     torch.manual_seed(seed + index)
                     outputs.append(map_leaves(_detached, self(copy)))
             return self.capture.observed(outputs, self.key)
+        finally:
+            self.capture.clear()
+
+    def differentiate(self, microbatch: MicroBatch, seed: int, precision: bool) -> None:
+        """A run for nothing with its backward pass.
+
+        Args:
+            microbatch: as a batch.
+            seed: what torch, and Python where it is known to, draws follows from it.
+            precision: whether to enter the Trainer's precision.
+        """
+        step = self if precision else self.unscaled()
+        step.precision = self.precision if precision else nullcontext
+        copy = replace(microbatch, value=copied(microbatch.value))
+        try:
+            with torch.enable_grad(), Eager(), step.around(seed, copy, keep=True):
+                torch.manual_seed(seed)
+                loss = loss_of(step(copy), step.hook)
+            (loss * step.scale).backward()
         finally:
             self.capture.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.constant_random import ConstantRandom
+from lightning_smddp.pipeline.gradient_trials import (
+    Gradients,
+    GradientTrial,
+    Verdict,
+    noted_gradients,
+    tolerances_on,
+)
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.weight_trials import EXACT, MIXED, amplified, find_weighting
@@ -82,7 +90,10 @@ class Weighing:
         runs = _Runs(self, mode)
         tolerance = EXACT if self.exact else MIXED
         louder = functools.partial(amplified, self.module)
-        weighting, warning = find_weighting(runs.loss, self.pair, self._cut, tolerance, louder, self.may_be_whole)
+        trial = _Differentiated(self, mode)
+        weighting, warning = find_weighting(
+            runs.loss, self.pair, self._cut, tolerance, louder, self.may_be_whole, trial.fitting
+        )
         found = Weighed(weighting, [] if warning is None else [warning])
         if self.may_be_whole and not weighting.fits:
             found.whole = True
@@ -182,6 +193,46 @@ class _Runs:
             return weighing.step.observed(microbatches, self.count)  # so that what stays random shows
 
 
+class _Differentiated:
+    """Gradients of the step: in the modes that its modules are in, else in the one in which losses were compared."""
+
+    def __init__(self, weighing: Weighing, mode: Callable[[nn.Module], None]) -> None:
+        self.weighing = weighing
+        casts = not weighing.exact and all(p.dtype == torch.float32 for p in weighing.module.parameters())
+        self.precisions = (False, True) if casts else (True,)  # in fp32 less is lost in rounding
+        self.modes = (_as_trained, mode)
+
+    def fitting(self, candidates: Sequence[Weighting], conceivable: Sequence[Weighting]) -> Verdict:
+        """See ``GradientTrial``; all candidates where the step cannot be differentiated on these rows."""
+        for mode in self.modes:
+            for precision, may_reorder in itertools.product(self.precisions, (self.weighing.pair.cuts is None, False)):
+                run = functools.partial(self._run, mode, precision)
+                trial = GradientTrial(run, self.weighing.pair, may_reorder, tolerances_on(self.weighing.device))
+                try:
+                    found = trial.fitting(candidates, conceivable)
+                except Exception:  # of user code in a mode, a precision or an order of rows that it is not made for
+                    continue
+                if found is not None:
+                    return found
+                break
+        return list(candidates)
+
+    def _run(self, mode: Callable[[nn.Module], None], precision: bool, rows: MicroBatch, seed: int) -> Gradients:
+        weighing = self.weighing
+        with untouched(weighing.module, weighing.device), ConstantRandom():
+            mode(weighing.module)
+            with noted_gradients(dict(weighing.module.named_parameters())) as found:
+                weighing.step.differentiate(rows, seed, precision)
+        return found
+
+
+def _as_trained(module: nn.Module) -> None:
+    """Only what keeps statistics does not look at its rows."""
+    for child in module.modules():
+        if "running_mean" in dict(child.named_buffers(recurse=False)):
+            child.eval()
+
+
 def _evaluating(module: nn.Module) -> None:
     module.eval()
 
@@ -189,6 +240,4 @@ def _evaluating(module: nn.Module) -> None:
 def _training(module: nn.Module) -> None:
     """For models that return something else in evaluation mode: only what keeps statistics is in it."""
     module.train()
-    for child in module.modules():
-        if "running_mean" in dict(child.named_buffers(recurse=False)):
-            child.eval()
+    _as_trained(module)
