@@ -15,7 +15,7 @@ if sys.platform == "linux":
 import pytest
 import torch
 
-from tests import simulated_cuda
+from tests import devices, simulated_cuda
 from tests.leaks import Snapshot, adopt_orphans
 from tests.simulated_cuda import build
 
@@ -43,9 +43,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _simulated_cuda(no_leaks: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _devices(no_leaks: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("simulated_cuda"):
         monkeypatch.setenv(simulated_cuda.VARIABLE, str(build.library()))
+    if request.node.get_closest_marker("gpus"):
+        monkeypatch.setenv(devices.GPUS, "1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

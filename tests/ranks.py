@@ -35,6 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import devices
 from tests.rank_processes import GRACE_S, Rank, Setup, kill_session, start, watch
 
 
@@ -203,6 +204,7 @@ def _rank_variables(rank: int, world_size: int, node_ids: Sequence[str] | None) 
         "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
         "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
         "GROUP_RANK": str(list(dict.fromkeys(nodes)).index(nodes[rank])),
+        **devices.rank_environment(rank, nodes),
     }
 
 

@@ -52,7 +52,7 @@ at::Tensor on_host(const at::Tensor& tensor) {
 template <typename Work>
 void as_kernel(Work work) {
   try {
-    at::NoGradGuard no_grad;
+    c10::InferenceMode no_gradients;  // writes tensors that the host made in this mode, too
     work();
   } catch (const std::exception& error) {
     std::lock_guard<std::mutex> lock(streams_mutex);
@@ -268,6 +268,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   come_to_its_turn();
   Quiet device;
   Warned ignored;  // what CPU kernels warn of
+  Drawing drawing(op, stack);
   c10::WarningUtils::WarningHandlerGuard guard(&ignored);
   at::native::cpu_fallback(op, stack);
 }
@@ -332,6 +333,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
     return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
   });
+  m.def("default_generator", [](int64_t index) { return default_generator(c10::DeviceIndex(index)); });
   m.def("current_device", [] { return int64_t(current_device); });
   m.def("exchange_device", [](int64_t index) {
     return int64_t(std::exchange(current_device, index < 0 ? current_device : c10::DeviceIndex(index)));

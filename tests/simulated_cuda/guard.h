@@ -1,12 +1,11 @@
 // What torch asks of a type of device: its guard, its hooks.
 #pragma once
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
-#include "memory.h"
+#include "generators.h"
 
 namespace simulated {
 
@@ -96,8 +95,9 @@ struct Hooks final : at::CUDAHooksInterface {
     synchronised("synchronize");
     synchronise_device();
   }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator();
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return new_generator(index < 0 ? simulated::current_device : index);
   }
   bool isPinnedPtr(const void* data) const override { return pinned.holds(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }

@@ -6,6 +6,8 @@ import sys
 import threading
 import traceback
 
+from tests.simulated_cuda.watchdog import watchdog
+
 limit_s = 30.0  # as in device.cpp
 
 
@@ -21,6 +23,10 @@ def report(streams: str) -> None:
         for ident, frame in sys._current_frames().items()
         if ident != threading.get_ident()
     ]
+    failed = "".join(f"{error}\n" for error in watchdog.errors())
     raise SimulatedHangError(
-        "The host waits for the device, which waits for something that does not come.\n" + streams + "\n".join(stacks)
+        "The host waits for the device, which waits for something that does not come.\n"
+        + failed
+        + streams
+        + "\n".join(stacks)
     )

@@ -183,6 +183,7 @@ class Communicators(dist.ProcessGroup):
         names = ", ".join(call.name for call in calls)
         entry = watchdog.started(self, f"{names} of group {self._name}", self._timeout)
 
+        @torch.inference_mode()  # writes tensors that the host made in this mode, too
         def run() -> None:
             try:
                 works = [call.begin() for call in calls]

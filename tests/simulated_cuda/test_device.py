@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch import nn
 
 from tests import simulated_cuda
 from tests.ranks import RanksFailedError, run_ranks, run_trainer_ranks
+from tests.simulated_cuda import torch_cuda
 from tests.simulated_cuda.hangs import SimulatedHangError
 from tests.simulated_cuda.races import SimulatedRaceError
 from tests.simulated_cuda.synchronisations import counted
@@ -73,8 +75,75 @@ def refuse_operands() -> None:
         torch.ones(3, device=device()) + torch.ones(3)
 
 
+def draw_from_its_own_generator() -> None:
+    own = device()
+    torch.manual_seed(3)
+    host = torch.get_rng_state()
+    state = torch.cuda.get_rng_state(own)
+
+    def draw() -> list[torch.Tensor]:
+        dropped = nn.functional.dropout(torch.ones(20, device=own))  # has no generator among its arguments
+        return [torch.rand(20, device=own), torch.randperm(20, device=own), dropped]
+
+    first = draw()
+    assert torch.equal(torch.get_rng_state(), host)
+    assert not torch.equal(torch.cuda.get_rng_state(own), state)
+    assert not any(torch.equal(one, other) for one, other in zip(draw(), first, strict=True))
+    torch.manual_seed(3)
+    torch.rand(5)
+    assert all(torch.equal(one, other) for one, other in zip(draw(), first, strict=True))
+    assert torch.equal(torch.cuda.get_rng_state(), torch.cuda.get_rng_state(own))
+    torch.cuda.set_rng_state(state, own)
+    with torch.random.fork_rng(devices=[own.index]):
+        draw()
+    assert all(torch.equal(one, other) for one, other in zip(draw(), first, strict=True))
+    mine, same = torch.Generator(own).manual_seed(3), torch.Generator(own).manual_seed(3)
+    assert mine.device == own
+    assert torch.equal(torch.rand(9, device=own, generator=mine), torch.rand(9, device=own, generator=same))
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.rand(3, device=own, generator=torch.Generator())
+
+
+def run_cells() -> None:
+    own = device()
+    for kind in (nn.LSTM, nn.GRU):
+        for bias in (True, False):
+            there = kind(3, 4, num_layers=2, bias=bias, bidirectional=True)
+            here = kind(3, 4, num_layers=2, bias=bias, bidirectional=True).to(own)
+            here.load_state_dict(there.state_dict())
+            x = torch.randn(5, 2, 3)
+            for model, batch in ((there, x), (here, x.to(own))):
+                out, last = model(batch)
+                (out.sin().sum() + (last[0] if kind is nn.LSTM else last).sum()).backward()
+            for one, other in zip(here.parameters(), there.parameters(), strict=True):
+                torch.testing.assert_close(one.grad.cpu(), other.grad)
+
+
+def copy_deeply() -> None:
+    value = torch.ones(3, device=device())
+    copied = copy.deepcopy([value, torch.ones(2)])
+    assert copied[0].is_cuda
+    assert copied[0].data_ptr() != value.data_ptr()
+    assert copied[0].tolist() == [1, 1, 1]
+
+
+def work_in_inference_mode() -> None:
+    """The streams' threads write what the host has made in this mode."""
+    own = device()
+    with torch.inference_mode():
+        gathered = torch.zeros(2, device=own)
+        torch_cuda._device.launch(torch.cuda.current_stream().stream_id, "a nap", lambda: time.sleep(0.1))
+        gathered.copy_(torch.ones(2, device=own) + 1, non_blocking=True)
+        torch.cuda.synchronize()
+    assert gathered.tolist() == [2, 2]
+
+
 def device_body() -> list[str]:
     refuse_operands()
+    draw_from_its_own_generator()
+    run_cells()
+    copy_deeply()
+    work_in_inference_mode()
     kinds = count_waits()
     run_out_of_memory()
     return kinds

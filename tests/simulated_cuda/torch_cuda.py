@@ -104,20 +104,21 @@ def get_device_properties(device: Any = None) -> Any:
     )
 
 
-def get_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    torch.set_rng_state(state)
-
-
 def _storage_to(storage: torch.UntypedStorage, device: torch.device, non_blocking: bool = False) -> Any:
     """``UntypedStorage.to``; that of a CPU build knows no storages elsewhere."""
     if storage.device == device:
         return storage
-    moved = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
-    return moved.copy_(storage, non_blocking)
+    return _copied(storage, device, non_blocking)
+
+
+def _storage_clone(storage: torch.UntypedStorage) -> Any:
+    """``UntypedStorage.clone``, with which tensors are deep-copied."""
+    return _copied(storage, storage.device)
+
+
+def _copied(storage: torch.UntypedStorage, device: torch.device, non_blocking: bool = False) -> Any:
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+    return copy.copy_(storage, non_blocking)
 
 
 def install(module: ModuleType, devices: int) -> None:
@@ -128,7 +129,7 @@ def install(module: ModuleType, devices: int) -> None:
     replacements = {
         **{f.__name__: f for f in (Stream, Event, current_stream, default_stream, set_stream, stream, device)},
         **{f.__name__: f for f in (set_device, synchronize, mem_get_info, memory_stats, get_device_properties)},
-        **{f.__name__: f for f in (get_rng_state, set_rng_state)},
+        "default_generators": tuple(module.default_generator(index) for index in range(devices)),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "init": lambda: None,
@@ -144,10 +145,6 @@ def install(module: ModuleType, devices: int) -> None:
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_current_stream_capturing": lambda: False,
         "empty_cache": lambda: None,
-        "manual_seed": lambda seed: None,  # `torch.manual_seed` calls it beside the generator that the device uses
-        "manual_seed_all": lambda seed: None,
-        "get_rng_state_all": lambda: [get_rng_state()],
-        "set_rng_state_all": lambda states: set_rng_state(states[0]),
         "memory_allocated": lambda device=None: module.allocated(_index(device)),
         "max_memory_allocated": lambda device=None: module.peak(_index(device)),
         "memory_reserved": lambda device=None: module.allocated(_index(device)),
@@ -157,7 +154,9 @@ def install(module: ModuleType, devices: int) -> None:
     for name, value in replacements.items():
         setattr(cuda, name, value)
     torch.storage._to = _storage_to
+    torch.UntypedStorage.clone = _storage_clone  # type: ignore[method-assign]
     torch.cuda.nccl.version = lambda: (2, 27, 0)  # type: ignore[assignment]
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment]
+    torch._C._cuda_getDevice = module.current_device  # type: ignore[attr-defined]
     torch._C._cuda_getDeviceCount = lambda: devices  # type: ignore[attr-defined]

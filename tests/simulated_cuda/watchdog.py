@@ -53,6 +53,11 @@ class Watchdog:
         with self._lock:
             self._entries = [entry for entry in self._entries if entry.group is not group]
 
+    def errors(self) -> list[str]:
+        """Of works that have failed: their streams stand still."""
+        with self._lock:
+            return [f"{entry.name} failed: {entry.error}" for entry in self._entries if entry.error]
+
     def _late(self) -> Entry | None:
         with self._lock:
             return next((entry for entry in self._entries if time.monotonic() > entry.deadline), None)

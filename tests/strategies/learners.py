@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from tests import simulated_cuda
+from tests import devices
 
 INPUTS, CLASSES = 8, 3
 QUIET = {
@@ -86,7 +86,7 @@ def num_nodes() -> int:
 def make_trainer(strategy: Any, trainer_class: type = Trainer, **options: Any) -> Any:
     """A quiet ``Trainer`` for the ranks that there are; one process without any."""
     ranks: dict[str, Any] = {"devices": local_devices(), "num_nodes": num_nodes()}
-    if simulated_cuda.wanted():
+    if devices.is_cuda():
         ranks["accelerator"] = "gpu"
     return trainer_class(strategy=strategy, **{**QUIET, "max_epochs": 2, **ranks, **options})
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_smddp import PipelineStrategy
+from tests import devices
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer, samples
 
@@ -162,12 +163,12 @@ class Gpt(LightningModule):
         return DataLoader(data, batch_size=8)
 
 
-def run_cases(cases: Sequence[Case], pipeline: Mapping[str, Any], directory: str = "") -> dict[str, Any]:
-    """Body of a rank: results of cases by name."""
-    results = {}
+def run_cases(cases: Sequence[Case], pipeline: Mapping[str, Any] | None, directory: str = "") -> dict[str, Any]:
+    """Body of a rank: results of cases by name. Without ``pipeline``, as one process."""
+    who, results = "alone" if pipeline is None else "ranks", {}
     for case in cases:
         try:
-            results[name_of(case)] = case(Bench(pipeline, f"{directory}/{name_of(case)}/ranks"))
+            results[name_of(case)] = case(Bench(pipeline, f"{directory}/{name_of(case)}/{who}"))
         except Exception as error:
             raise RuntimeError(f"case {name_of(case)} failed") from error
     return results
@@ -183,6 +184,8 @@ def name_of(case: Case) -> str:
 class Matrix:
     """Cases with the pipelines that run them; a group runs when the first of its results is asked for.
 
+    Results are kept for each kind of devices (``tests/devices.py``).
+
     Attributes:
         cases: the group's.
         ranks: how many.
@@ -193,27 +196,39 @@ class Matrix:
     ranks: int = 2
     pipeline: Mapping[str, Any] = field(default_factory=dict)
     timeout: float = 90.0
-    _results: list[dict[str, Any]] | None = None
-    _error: BaseException | None = None
+    node_ids: Sequence[str] | None = None
+    _results: dict[Any, list[dict[str, Any]]] = field(default_factory=dict)
+    _errors: dict[Any, BaseException] = field(default_factory=dict)
 
     def results(self, case: Case, directory: str = "") -> list[Any]:
         """Those of each rank."""
-        if self._error is not None:
-            raise AssertionError("the ranks failed in an earlier case") from self._error
-        if self._results is None:
+        nodes = {} if self.node_ids is None else {"node_ids": self.node_ids}
+        found = self._run("ranks", self.ranks, self.pipeline, directory, **nodes)
+        return [result[name_of(case)] for result in found]
+
+    def alone(self, case: Case, directory: str = "") -> Any:
+        """One process's result, on a device of the same kind."""
+        if devices.is_cuda():  # which only a rank has
+            return self._run("alone", 1, None, directory)[0][name_of(case)]
+        return case(Bench(None, f"{directory}/{name_of(case)}/alone"))
+
+    def _run(self, who: str, ranks: int, pipeline: Any, directory: str, **nodes: Any) -> list[dict[str, Any]]:
+        key = (who, devices.kind())
+        if key in self._errors:
+            raise AssertionError("the ranks failed in an earlier case") from self._errors[key]
+        if key not in self._results:
+            arguments = (list(self.cases), pipeline, directory)
             try:
-                self._results = run_trainer_ranks(
-                    run_cases, self.ranks, list(self.cases), self.pipeline, directory, timeout=self.timeout
-                )
+                self._results[key] = run_trainer_ranks(run_cases, ranks, *arguments, timeout=self.timeout, **nodes)
             except BaseException as error:
-                self._error = error
+                self._errors[key] = error
                 raise
-        return [result[name_of(case)] for result in self._results]
+        return self._results[key]
 
     def compare(self, case: Case, directory: str = "", tolerance: float = 1e-5) -> list[Any]:
         """Hold each rank's result against one process's. Returns the ranks' results."""
         results = self.results(case, directory)
-        expected = case(Bench(None, f"{directory}/{name_of(case)}/alone"))
+        expected = self.alone(case, directory)
         for rank, result in enumerate(results):
             assert_same(result, expected, tolerance, f"rank {rank}")
         return results

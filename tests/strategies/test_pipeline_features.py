@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
+from tests import devices
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import CLASSES, INPUTS
 from tests.strategies.pipeline_learners import (
@@ -178,7 +179,8 @@ def fp64(bench: Bench) -> Any:
 
 
 def scaled(**options: Any) -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", **options))
+    device = "cuda" if devices.is_cuda() else "cpu"
+    return MixedPrecision("16-mixed", device, scaler=torch.amp.GradScaler(device, **options))
 
 
 class Scaled(Evaluated):

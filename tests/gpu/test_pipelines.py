@@ -1,0 +1,138 @@
+"""Pipelines on 1, 2 and 4 devices, and on 2 x 2: the same training as on one device."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_smddp import Compression
+from tests.devices import on_gpus
+from tests.ranks import run_trainer_ranks
+from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, assert_same, name_of
+from tests.strategies.test_pipeline_checkpoints import best_and_last, resume_twice, save_afterwards, tied
+from tests.strategies.test_pipeline_features import (
+    TOLERANCE,
+    accumulation,
+    bf16_mixed,
+    clip_by_norm,
+    clip_by_value,
+    fp16_accumulation,
+    fp16_with_overflow,
+    gpt,
+    gpt_checkpointed,
+)
+from tests.strategies.test_pipeline_memory import Configured
+from tests.strategies.test_pipeline_replicas import replicas
+from tests.strategies.test_pipeline_schedules import everything
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning"),  # in another layout
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),  # right with replicas
+]
+
+
+def schedule(name: str, **options: Any) -> Case:
+    """All four steps, before and after training; the last batch of each loader is smaller."""
+    return functools.partial(everything, options={"schedule": name, **options})
+
+
+def trained(bench: Bench, schedule: str, **options: Any) -> Any:
+    return bench.fit(Net(9, count=21), {"schedule": schedule, **options}, max_epochs=1)
+
+
+def training(schedule: str, **options: Any) -> Case:
+    return functools.partial(trained, schedule=schedule, **options)
+
+
+SCHEDULES = [
+    *map(training, ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")),
+    *map(training, ("zbv_zero_bubble", "dualpipev")),
+    training("1f1b", active_microbatches=2, activation_checkpointing=True),
+    schedule("1f1b"),
+]
+OPTIMIZATION = [accumulation, clip_by_norm, clip_by_value, bf16_mixed, fp16_with_overflow, fp16_accumulation]
+OPTIMIZATION += [gpt, gpt_checkpointed]
+CHECKPOINTS = [save_afterwards, best_and_last, resume_twice, tied]
+SPLIT = [training("1f1b"), training("interleaved_1f1b", num_microbatches=4), training("dualpipev")]
+REPLICAS = [
+    replicas(),
+    replicas({"schedule": "interleaved_zero_bubble"}, accumulate_grad_batches=2, gradient_clip_val=0.1),
+]
+COMPRESSED = replicas({"algorithm": "balanced", "compression": Compression("bf16", scope="all")})
+SPREAD = [replicas({"placement": "spread", "algorithm": "hierarchical"}), COMPRESSED]
+ONE = Matrix([training("1f1b"), training("zbv_zero_bubble"), fp16_with_overflow], 1)
+TWO = [Matrix(cases, 2, timeout=110) for cases in (SCHEDULES, OPTIMIZATION, CHECKPOINTS)]
+FOUR = [Matrix(cases, 4, timeout=110) for cases in (SPLIT, REPLICAS)]
+NODES = Matrix([training("1f1b"), *SPREAD], 4, timeout=110, node_ids=["a", "a", "b", "b"])
+TOLERANCES = {**TOLERANCE, COMPRESSED: 0.05}
+
+
+def compare(matrix: Matrix, case: Case, directories: pytest.TempPathFactory) -> None:
+    matrix.compare(case, str(directories.getbasetemp() / f"{matrix.ranks}"), TOLERANCES.get(case, 1e-5))
+
+
+def cases_of(matrices: list[Matrix]) -> list[Any]:
+    return [pytest.param(matrix, case, id=name_of(case)) for matrix in matrices for case in matrix.cases]
+
+
+@on_gpus(1)
+@pytest.mark.parametrize("case", ONE.cases, ids=name_of)
+def test_one(case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    compare(ONE, case, tmp_path_factory)
+
+
+@pytest.mark.slow
+@on_gpus(2)
+@pytest.mark.parametrize(("matrix", "case"), cases_of(TWO))
+def test_two(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    compare(matrix, case, tmp_path_factory)
+
+
+@pytest.mark.slow
+@on_gpus(4)
+@pytest.mark.parametrize(("matrix", "case"), cases_of(FOUR))
+def test_four(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    compare(matrix, case, tmp_path_factory)
+
+
+@pytest.mark.slow
+@on_gpus(4)
+@pytest.mark.parametrize("case", NODES.cases, ids=name_of)
+def test_two_nodes_of_two(case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    compare(NODES, case, tmp_path_factory)
+
+
+def meta_init(bench: Bench, directory: str) -> Any:
+    """Metrics, names of the parameters that this rank has, and whether any rank ever had the whole module."""
+    torch.manual_seed(7)
+    module, checkpoint = Configured(), ModelCheckpoint(directory)
+    trainer = bench.trainer({"meta_init": True}, callbacks=[checkpoint], enable_checkpointing=True)
+    trainer.fit(module)
+    here = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, here, module.born_whole
+
+
+def trained_with_meta_init(directory: str) -> Any:
+    return meta_init(Bench({"num_microbatches": 4}), directory)
+
+
+@on_gpus(2)
+def test_meta_init(device: str, tmp_path: Path) -> None:
+    """Equal to the run with all stages on one rank."""
+    files = {ranks: str(tmp_path / str(ranks)) for ranks in (1, 2)}
+    ((expected, *_),) = run_trainer_ranks(trained_with_meta_init, 1, files[1])
+    results = run_trainer_ranks(trained_with_meta_init, 2, files[2])
+    names = [name for _, here, _ in results for name in here]
+    assert len(names) == len(set(names)) == 6 * 5 + 2
+    for metrics, _, born_whole in results:
+        assert not born_whole
+        assert_same(metrics, expected)
+    one, two = (torch.load(next(Path(files[ranks]).glob("*.ckpt")), weights_only=True) for ranks in (1, 2))
+    assert_same(two["state_dict"], one["state_dict"])
