@@ -75,9 +75,9 @@ def _find_carried(step: LightningStep, microbatch: MicroBatch, device: torch.dev
     if any(parameter.device.type != device.type for parameter in module.parameters()):
         return None  # it is not whole
     with untouched(module, device), kept_parameters(module):
-        before = tensor_attributes(module)
         try:
             with step.around(0, microbatch, keep=False):
+                before = tensor_attributes(module)
                 first = _loss(step, microbatch)
                 changed = changed_attributes(before, tensor_attributes(module))
                 if not changed or first is None:

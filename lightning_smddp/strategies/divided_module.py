@@ -56,6 +56,7 @@ from lightning_smddp.pipeline.verification import (
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.weighting import warning_without_trial
 from lightning_smddp.strategies.carried_state import require_no_new_state, require_no_state
+from lightning_smddp.strategies.kept_state import KeptState
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.step_results import Observed
@@ -203,14 +204,21 @@ class DividedModule:
         unforeseen, variants.unforeseen = variants.unforeseen, False
         return unforeseen
 
-    def try_out(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> Observed | None:
+    def try_out(
+        self, step: LightningStep, microbatches: Sequence[MicroBatch], state: KeptState | None = None
+    ) -> Observed | None:
         """Run an evaluation step for nothing: what Lightning would see, on the rank where it ends. Collective.
+
+        With ``state`` as if that were in the module's attributes.
 
         Raises:
             PartFailedError: on every rank: it cannot be run on these.
         """
         while True:
             with untouched(self.module, self.device):
+                if state is not None:
+                    state.put(self.module)
+                    step = step.on_trial()
                 try:
                     courses = self._tried_courses(step, microbatches)
                     outputs = self.runtime.run(courses, step, microbatches, False)
@@ -220,6 +228,7 @@ class DividedModule:
                 finally:
                     step.forget()
             try:
+                step.require_no_failure(failures)
                 self.learn(step, microbatches, courses, failures)
             except SplitError as error:  # on every rank
                 raise PartFailedError(f"{type(error).__name__}: {error}") from error

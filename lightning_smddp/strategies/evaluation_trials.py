@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.messages import broadcast_json
+from lightning_smddp.pipeline.broadcast import broadcast_structure
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.strategies.batch_cutting import BatchCutter
 from lightning_smddp.strategies.divided_module import DividedModule, PartFailedError
+from lightning_smddp.strategies.kept_state import KeptState
 from lightning_smddp.strategies.log_rules import disagree
 from lightning_smddp.strategies.pipeline_step import LightningStep
 from lightning_smddp.strategies.result_trials import Findings, tolerance_of, try_results
@@ -66,11 +68,16 @@ class EvaluationTrials:
         tolerance = tolerance_of(divided.is_exact(), self.device)
         by_rows = divided.weighting.kind == "rows"
 
-        def run(some: Sequence[MicroBatch]) -> Observed | None:
-            return divided.try_out(step, some)
+        def run(some: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
+            try:
+                return divided.try_out(step, some, state)
+            except PartFailedError:  # on all ranks
+                if state is None:
+                    raise
+                return None
 
         try:
-            found = try_results(run, rows, parts, self.capture, step.key, tolerance, by_rows)
+            found = try_results(run, self._share, rows, parts, self.capture, step.key, tolerance, by_rows)
         except PartFailedError as error:
             self.keep_whole(step, f"it fails on a part ({error})")
             return
@@ -79,6 +86,11 @@ class EvaluationTrials:
         self._found[step.key].teach(self.capture, step.key)
         if found.differences:
             self.keep_whole(step, f"{found.text()}. torchmetrics objects see whole batches")
+
+    def _share(self, state: KeptState | None) -> KeptState | None:
+        """That of the rank where steps end. Collective over the pipeline."""
+        found = broadcast_structure(state, self.groups.pipeline, self.last_rank, self.device)
+        return found if found is None or isinstance(found, KeptState) else KeptState(**found)
 
     def keep_whole(self, step: LightningStep, why: str) -> None:
         """Each batch of ``step`` is one micro-batch from here on. On all ranks of the pipeline."""

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import operator
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
+from lightning_smddp._compat import write_count
 from lightning_smddp.pipeline.structure import tensors
+
+Kept: TypeAlias = dict[str, list[tuple[Tensor, int]]]  # by attribute: tensors, and how often they were written
 
 _OWN = frozenset(vars(nn.Module()))
 
 
-def tensor_attributes(module: nn.Module) -> dict[str, list[Tensor]]:
+def tensor_attributes(module: nn.Module) -> Kept:
     """Each attribute of a module in which there are tensors, but parameters and buffers, and which ones."""
-    found = {}
+    found: Kept = {}
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name.startswith("_") and name in _OWN:
                 continue
             inside = tensors(value) if isinstance(value, (Tensor, list, tuple, dict)) else []
             if inside:
-                found[".".join(["self", *filter(None, path.split(".")), name])] = inside
+                written = [(tensor, 0 if tensor.is_inference() else write_count(tensor)) for tensor in inside]
+                found[".".join(["self", *filter(None, path.split(".")), name])] = written
     return found
 
 
-def changed_attributes(before: dict[str, list[Tensor]], now: dict[str, list[Tensor]]) -> list[str]:
-    """Names of those that have other tensors now."""
+def changed_attributes(before: Kept, now: Kept) -> list[str]:
+    """Names of those that have other tensors now, or in which one was written."""
     return [name for name, found in now.items() if not _same(before.get(name), found)]
 
 
-def _same(before: list[Tensor] | None, now: list[Tensor]) -> bool:
-    """Whether these are the same objects."""
-    return before is not None and len(before) == len(now) and all(map(operator.is_, before, now))
+def _same(before: list[tuple[Tensor, int]] | None, now: list[tuple[Tensor, int]]) -> bool:
+    """Whether these are the same objects with the same contents."""
+    if before is None or len(before) != len(now):
+        return False
+    return all(
+        one is other and writes == other_writes
+        for (one, writes), (other, other_writes) in zip(before, now, strict=True)
+    )

@@ -14,7 +14,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -102,13 +102,14 @@ class LeftBehind:
 
     Attributes:
         changing: names of owners that a trace found to change, see :meth:`agree`. Only these are watched.
+        is_learning: whether a trace runs.
     """
 
     def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
         self.module, self._ignored = module, ignored
         self.changing: dict[str, None] = {}
         self._owners: dict[str, Any] = {}
-        self._learning = False
+        self.is_learning = False
         self._pass: _Pass | None = None
         self._notes: dict[tuple[int, str], dict[int, _Note]] = defaultdict(dict)  # by stage and owner, by micro-batch
         self._held: dict[int, dict[int, _Note]] = defaultdict(dict)  # by stage: values for later stages' notes
@@ -120,11 +121,11 @@ class LeftBehind:
     @contextmanager
     def learning(self) -> Iterator[None]:
         """Around a trace: all owners are watched, to find those that change."""
-        before, self._learning = self._learning, True
+        before, self.is_learning = self.is_learning, True
         try:
             yield
         finally:
-            self._learning = before
+            self.is_learning = before
 
     def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks watch what any of them found to change: callbacks may be on some ranks only. Collective."""
@@ -134,9 +135,9 @@ class LeftBehind:
     @contextmanager
     def watched(self, index: int, size: int, weight: float) -> Iterator[None]:
         """Around one run of the step on micro-batch ``index``: what it does to numbers and lists is undone."""
-        if self._learning:
+        if self.is_learning:
             self._owners = owners_in(self.module, with_helpers=True)
-        names = self._owners if self._learning else self.changing
+        names = self._owners if self.is_learning else self.changing
         watches = {name: self._watch(name) for name in names if name in self._owners}
         self._pass = _Pass(index, size, weight, watches)
         try:
@@ -156,7 +157,7 @@ class LeftBehind:
         with without_torch_functions():
             for name, watch in now.watches.items():
                 found = [change for change in watch.found() if name or change.is_member]
-                if found and self._learning:
+                if found and self.is_learning:
                     self.changing[name] = None
                     note_left(tensors([change.after for change in found]))
                 if run is not None and not run.replay.is_rehearsal:
@@ -318,7 +319,8 @@ class LeftBehind:
 
 def without_ghosts(changes: Changes) -> Changes:
     """What is whole on this rank."""
-    return Changes(changes.appended, {name: pair for name, pair in changes.values.items() if not has_ghosts(pair[1])})
+    values = {name: pair for name, pair in changes.values.items() if not has_ghosts(pair[1])}
+    return replace(changes, values=values)
 
 
 def _note(now: _Pass, found: Sequence[Found]) -> _Note:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.casts import look_for_casts
 from lightning_smddp.pipeline.eager import Eager
+from lightning_smddp.pipeline.ghosts import ReplayError
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.objects import with_same_memory
 from lightning_smddp.pipeline.program import SplitError
@@ -24,6 +26,7 @@ from lightning_smddp.strategies.step_results import Observed
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
+_FAILED = "The step fails: "
 _HOOKS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -52,6 +55,7 @@ class LightningStep:
         self.module, self.hook, self.arguments = module, hook, tuple(arguments)
         self.precision, self.capture, self.scale = precision, capture, scale
         self.keeps_casts = False  # of weights, from one micro-batch to the next
+        self._is_on_trial = False
         self.offset = 0  # of the micro-batches that run now among the batch's
         self.keeps: tuple[str, ...] = ()  # attributes that the last run of `alone` left tensors in
         self.random: SharedRandom | None = None  # where it draws random numbers in Python
@@ -76,6 +80,19 @@ class LightningStep:
         step.random = self.random
         return step
 
+    def on_trial(self) -> LightningStep:
+        """The same step where it may fail: on one stage, and all ranks hear of it as if it had left its course."""
+        step = copy.copy(self)
+        step._is_on_trial = True
+        return step
+
+    @staticmethod
+    def require_no_failure(failures: Mapping[int, str]) -> None:
+        """Raise ``SplitError`` if the user's code has failed where a step :meth:`on_trial` left its course."""
+        for text in failures.values():
+            if text.startswith(_FAILED):
+                raise SplitError(text)
+
     def __call__(self, microbatch: MicroBatch) -> Any:
         """Run the method's code once, as each stage does: so on a copy of the batch.
 
@@ -90,6 +107,10 @@ class LightningStep:
             self.capture.runs_step = True
             try:
                 result = getattr(self.module, self.hook)(value, *self.arguments)
+            except Exception as error:
+                if not self._is_on_trial or isinstance(error, ReplayError):
+                    raise
+                raise ReplayError(f"{_FAILED}{error!r}") from error
             finally:
                 self.capture.runs_step = False
                 self.capture.left.look()
@@ -107,7 +128,7 @@ class LightningStep:
     def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
         """See ``pipeline.runtime.Step``."""
         index += self.offset
-        capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight)
+        capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
         return capture if self.random is None else self.random.around(index, keep, capture)
 
     def forget(self) -> None:

@@ -3,7 +3,8 @@
 What a user may see of a step is compared: logged values, states of metrics, lists and attributes of the module, and
 what the step returns. First it is learned what can be: the rules of logged values (``log_rules.py``), and along which
 dimension returned tensors are put together (time may be the first one). What differs then has no rule, and is one
-process's only where the batch is one micro-batch.
+process's only where the batch is one micro-batch. A running mean differs only after the first batch: so a step that
+leaves something in attributes is compared once more, as if it had been run before.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,10 +20,13 @@ from torch import Tensor
 from lightning_smddp.pipeline.microbatches import MicroBatch, UncombinableError
 from lightning_smddp.pipeline.structure import Path, items
 from lightning_smddp.pipeline.weighting import path_text
+from lightning_smddp.strategies.kept_state import KeptState
 from lightning_smddp.strategies.log_rules import learn_rules
+from lightning_smddp.strategies.step_attributes import learn_steps
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_results import Observed
 
+Run: TypeAlias = Callable[["Sequence[MicroBatch]", "KeptState | None"], "Observed | None"]
 Differences = dict[str, tuple[str, str]]  # by place: for the rows at once, and from their parts
 RETURNED = "what the step returns"
 _MOST = 4
@@ -82,7 +86,8 @@ class Findings:
 
 
 def try_results(
-    run: Callable[[Sequence[MicroBatch]], Observed | None],
+    run: Run,
+    share: Callable[[KeptState | None], KeptState | None],
     rows: MicroBatch,
     parts: Sequence[MicroBatch],
     capture: StepCapture,
@@ -90,10 +95,12 @@ def try_results(
     tolerance: float,
     by_rows: bool,
 ) -> Findings:
-    """Compare what a step shows.
+    """Compare what a step shows: as things are, and after a batch, where it leaves something that it may go on from.
 
     Args:
-        run: the step on micro-batches for nothing; None where its end is on another rank.
+        run: the step on micro-batches for nothing, from a state on; None where its end is on another rank, and where
+            it fails in a state in which it may never be.
+        share: lets all ranks that run the step have the state that the rank where it ends gives.
         rows: some rows of a batch.
         parts: of them, weighted as losses are.
         capture: that ``run`` combines results with; it is taught what is found.
@@ -104,25 +111,43 @@ def try_results(
     Returns:
         What was found; nothing where ``run`` gives None.
     """
-    whole, again, *alone = [run([some]) for some in (rows, rows, *parts)]
+    whole, again, *alone = [run([some], None) for some in (rows, rows, *parts)]
     findings = Findings()
     if whole is not None:
         results = [part.results for part in alone if part is not None]
         learned = learn_rules(whole.results, results, parts, by_rows)
         findings.rules, findings.doubts = dict(learned.rules), dict(learned.doubts)
         findings.joins = _find_joins(whole.results.output, [result.output for result in results])
+        set_to = [result.attributes for result in results]
+        learn_steps(vars(capture.module), whole.results.attributes, set_to, capture.per_row)
         findings.per_row = [(list(place), flag) for place, flag in capture.per_row.items() if _is_plain(place)]
         findings.teach(capture, key)
-    try:
-        made = run(parts)
-    except UncombinableError as error:  # where the step ends
-        findings.differences = {str(error): ("one value", "none")}
-        return findings
-    if whole is not None and again is not None and made is not None:
-        by_chance = _differences(whole, again, tolerance)
-        found = _differences(whole, made, tolerance)
-        findings.differences = {place: texts for place, texts in found.items() if place not in by_chance}
+    by_chance = set() if whole is None or again is None else set(_differences(whole, again, tolerance))
+    findings.differences = _compared(run, None, whole, parts, by_chance, tolerance)
+    kept = None if whole is None or findings.differences else KeptState.of(whole.results)
+    state = share(None if kept is None else kept.moved(capture.module))
+    if state is not None:
+        findings.differences = _compared(run, state, run([rows], state), parts, by_chance, tolerance)
     return findings
+
+
+def _compared(
+    run: Run,
+    state: KeptState | None,
+    whole: Observed | None,
+    parts: Sequence[MicroBatch],
+    by_chance: set[str],
+    tolerance: float,
+) -> Differences:
+    """What is another for the parts together than for the ``whole``."""
+    try:
+        made = run(parts, state)
+    except UncombinableError as error:  # where the step ends
+        return {str(error): ("one value", "none")}
+    if whole is None or made is None:
+        return {}
+    found = _differences(whole, made, tolerance)
+    return {place: texts for place, texts in found.items() if place not in by_chance}
 
 
 def _find_joins(whole: Any, parts: Sequence[Any]) -> list[tuple[list[Any], int | None]]:

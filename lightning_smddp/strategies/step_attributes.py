@@ -1,7 +1,7 @@
 """What a step does to its module's attributes, undone for each micro-batch and done once for the batch.
 
 Two things are followed: lists that grow (attributes, and lists that are members of a list or dict), and attributes
-that are set to another tensor, number or string (or a structure of these). Changes in place of tensors are not.
+that are set to another tensor, number or string (or a structure of these), or hold a tensor that is changed in place.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.microbatches import combine
 from lightning_smddp.pipeline.structure import leaves, map_leaves, tensors
+from lightning_smddp.strategies.stand_ins import StandIns
 from lightning_smddp.strategies.step_values import is_loss, reduce_losses
 
 Place: TypeAlias = tuple[Any, ...]  # (attribute,), or (attribute, key or position in it)
 _MISSING = object()
+_ROUNDING = 1e-5  # relative
 _MOST_LISTS = 1000  # members of a dict; one with more is data
 
 
@@ -29,15 +32,27 @@ class Changes:
 
     appended: dict[Place, list[Any]] = field(default_factory=dict)
     values: dict[Place, tuple[Any, Any]] = field(default_factory=dict)  # (before, after)
+    in_place: frozenset[Place] = frozenset()  # of values: tensors that were written, of the shape that they had
 
 
 class AttributeWatch:
-    """Remembers a module's attributes until :meth:`undo`. Names in ``ignored`` are left alone."""
+    """Remembers a module's attributes until :meth:`undo`.
 
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
+    Args:
+        module: whose attributes.
+        ignored: names that are left alone.
+        in_place: names of tensors that earlier runs were seen to change in place; gains those of this one.
+        is_trace: whether any tensor is watched for such changes, not only small ones and those.
+    """
+
+    def __init__(
+        self, module: nn.Module, ignored: Collection[str], in_place: set[str] | None = None, is_trace: bool = False
+    ) -> None:
         self.module, self.ignored = module, ignored
+        self.in_place: set[str] = set() if in_place is None else in_place
         self.attributes = {name: value for name, value in vars(module).items() if name not in ignored}
         self.lengths = {place: (found, len(found)) for place, found in self._lists()}
+        self._stand_ins = StandIns(vars(module), self.attributes, lambda name: is_trace or name in self.in_place)
 
     def growth(self) -> dict[Place, list[Any]]:
         """What lists have gained."""
@@ -51,12 +66,26 @@ class AttributeWatch:
 
     def assigned(self) -> list[Any]:
         """What attributes were set to."""
+        self.in_place.update(self._stand_ins.changed())
+        return [value for name, value in vars(self.module).items() if self._is_kept(name, value)]
+
+    def settle(self, assigned: Mapping[int, Tensor]) -> None:
+        """Let tensors that another stage has changed be what they are here, by id of those :meth:`assigned`."""
         own = vars(self.module)
-        names = [name for name in own if name not in self.ignored]
-        return [own[name] for name in names if own[name] is not self.attributes.get(name, _MISSING)]
+        for name in self.in_place & own.keys():
+            after = assigned.get(id(own[name]))
+            if after is not None and after.data_ptr() != own[name].data_ptr():
+                own[name] = after
+
+    def _is_kept(self, name: str, value: Any) -> bool:
+        if name in self.ignored or value is self.attributes.get(name, _MISSING):
+            return False
+        return name in self.in_place or not self._stand_ins.is_untouched(name)
 
     def undo(self) -> Changes:
         """Put the attributes back, and say what had changed."""
+        self.in_place.update(self._stand_ins.changed())
+        self._stand_ins.take_away()
         changes = Changes(appended=self.growth())
         for place in changes.appended:
             self._cut(place)
@@ -69,6 +98,8 @@ class AttributeWatch:
                 changes.appended[name,] = after[len(before) :]  # `self.list = self.list + [item]`
             else:
                 changes.values[name,] = (before, after)
+                if name in self.in_place and isinstance(before, Tensor) and isinstance(after, Tensor):
+                    changes.in_place |= {(name,)} if before.shape == after.shape else set()
             if before is _MISSING:
                 del own[name]
             else:
@@ -138,16 +169,71 @@ def combine_changes(
             values[place] = sum(after)
             continue
         if all(type(value) is int for value in [before, *after]):
-            steps = [value - before for value in after]
-            if max(its_sizes) > 1:
-                per_row[place] = steps == its_sizes
-            adds_up = per_row.get(place, False) or len(set(steps)) > 1
-            values[place] = before + (sum(steps) if adds_up else steps[0])
+            values[place] = before + _combine_steps(place, [value - before for value in after], its_sizes, per_row)
+            continue
+        moves = all(map(_is_number, [before, *after])) or any(place in change.in_place for change in changes)
+        if moves and per_row.get(adds_up(place), False):
+            values[place] = before + sum(value - before for value in after)
             continue
         its_weights = [weight for c, weight in zip(changes, weights, strict=True) if place in c.values]
         losses = _combine_losses([[value] for value in after], its_weights) if is_loss(place[-1]) else None
-        values[place] = _combine_values(after, its_sizes) if losses is None else losses[0]
+        if losses is None and any(place in change.in_place for change in changes):
+            values[place] = _combine_written(before, after, its_sizes)
+        else:
+            values[place] = _combine_values(after, its_sizes) if losses is None else losses[0]
     return appended, values
+
+
+def _combine_steps(place: Place, steps: list[int], sizes: list[int], per_row: dict[Place, bool]) -> int:
+    """How far a batch moves an integer, by which its micro-batches would: a count of rows or hits, or of calls."""
+    if max(sizes) > 1:
+        per_row[place] = steps == sizes
+    if len(set(steps)) > 1:
+        per_row[adds_up(place)] = True
+    return sum(steps) if per_row.get(place, False) or per_row.get(adds_up(place), steps[0] != 1) else steps[0]
+
+
+def adds_up(place: Place) -> Place:
+    """Where `per_row` has whether an integer moves by the sum of what micro-batches would move it by, or as each."""
+    return (*place, "adds up")
+
+
+def learn_steps(
+    before: Mapping[str, Any], whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], per_row: dict[Place, bool]
+) -> None:
+    """Learn of numbers and tensors in attributes whether a batch moves them as far as its parts do together.
+
+    Args:
+        before: attributes of the module.
+        whole: what they were set to for some rows.
+        parts: and for parts of these rows.
+        per_row: where it is kept.
+    """
+    for name, after in whole.items():
+        start, ends = before.get(name), [part.get(name) for part in parts]
+        if not all(_is_number(value) or isinstance(value, Tensor) for value in [start, after, *ends]):
+            continue
+        if len({getattr(value, "shape", ()) for value in [start, after, *ends]}) > 1:
+            continue
+        moved, *steps = [torch.as_tensor(value - start).double() for value in [after, *ends]]
+        if not any(step.any() for step in [moved, *steps]):
+            continue
+        if torch.allclose(torch.stack(steps).sum(0), moved, rtol=_ROUNDING):
+            per_row[adds_up((name,))] = True
+        elif all(torch.equal(step, moved) for step in steps):
+            per_row[adds_up((name,))] = False
+
+
+def doubtful_counts(changes: Sequence[Changes], per_row: Mapping[Place, bool]) -> list[Place]:
+    """Integers that all micro-batches move alike, where nobody knows whether these are hits or calls."""
+    found = []
+    for place in dict.fromkeys(place for change in changes for place in change.values):
+        pairs = [change.values[place] for change in changes if place in change.values]
+        if all(type(value) is int for pair in pairs for value in pair):
+            steps = {after - before for before, after in pairs}
+            if len(pairs) > 1 and len(steps) == 1 and not per_row.get(place, False) and adds_up(place) not in per_row:
+                found.append(place)
+    return found
 
 
 def apply_changes(module: nn.Module, appended: Sequence[tuple[Place, list[Any]]], values: Mapping[str, Any]) -> None:
@@ -194,6 +280,13 @@ def _combine_losses(tails: list[list[Any]], weights: Sequence[float]) -> list[An
     return [reduce_losses([tail[index] for tail in tails], weights) for index in range(len(tails[0]))]
 
 
+def _combine_written(before: Tensor, after: list[Tensor], sizes: list[int]) -> Tensor:
+    """What a tensor that is changed in place comes to: counts add up, anything else is a mean."""
+    if not (before.is_floating_point() or before.is_complex()):
+        return before + sum(value - before for value in after)
+    return sum((value * size for value, size in zip(after, sizes, strict=True)), torch.zeros_like(before)) / sum(sizes)
+
+
 def _combine_values(values: list[Any], sizes: list[int]) -> Any:
     """What an attribute is set to; where there is no rule, what the last micro-batch set it to."""
     if not any(tensors(value) for value in values) and all(value == values[0] for value in values):
@@ -213,6 +306,10 @@ def detached(structure: Any) -> Any:
 
 def _begins_with(longer: list[Any], shorter: list[Any]) -> bool:
     return len(longer) >= len(shorter) and all(map(operator.is_, longer, shorter))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_plain(leaf: Any) -> bool:

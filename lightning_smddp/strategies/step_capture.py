@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,11 +16,18 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torchmetrics import Metric
 
 from lightning_smddp._compat import forward_cache, without_torch_functions
-from lightning_smddp.pipeline.microbatches import combine
+from lightning_smddp.pipeline.microbatches import UncombinableError, combine
 from lightning_smddp.pipeline.structure import Path, copied, leaves, map_leaves
 from lightning_smddp.strategies.left_behind import LeftBehind, without_ghosts
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics, members, owners
-from lightning_smddp.strategies.step_attributes import AttributeWatch, Changes, Place, combine_changes, detached
+from lightning_smddp.strategies.step_attributes import (
+    AttributeWatch,
+    Changes,
+    Place,
+    combine_changes,
+    detached,
+    doubtful_counts,
+)
 from lightning_smddp.strategies.step_metrics import (
     AnyMetric,
     MetricCall,
@@ -133,6 +140,7 @@ class StepCapture:
         self._log_options = frozenset(self._signature.parameters) - {"self", "name", "value"}
         self.changing_steps: set[Any] = set()  # by their keys: those that change their batch in place
         self.keeping_attributes: set[str] = set()  # that steps leave tensors in, which no later step sees
+        self.in_place: dict[Any, set[str]] = defaultdict(set)  # by step: names of tensors that it changes in place
         self.runs_step = False  # whether the user's code of a step runs now, on a micro-batch
         self._kept: dict[int, _Record] = {}
         self._metrics: dict[str, AnyMetric] | None = None  # None between steps
@@ -144,15 +152,18 @@ class StepCapture:
         self._running: tuple[_Record, AttributeWatch] | None = None
 
     @contextmanager
-    def microbatch(self, index: int, size: int, keep: bool = True, weight: float | None = None) -> Iterator[None]:
-        """Around one run of the step on micro-batch ``index`` of ``size`` rows; its losses have ``weight``, or that.
+    def microbatch(
+        self, index: int, size: int, keep: bool = True, weight: float | None = None, key: Any = None
+    ) -> Iterator[None]:
+        """Around a run of step ``key`` on micro-batch ``index`` of ``size`` rows; its losses have ``weight``, or that.
 
         What the step does to its module is undone, and kept for :meth:`results` if ``keep``. Otherwise values are not
         looked at. If the step raises, nothing is kept.
         """
         metrics = self._find_metrics()
         share = 2.0 * size if weight is None else weight  # 1 would mean that losses are added up
-        record, watch = _Record(size, share), AttributeWatch(self.module, self._ignored)
+        record = _Record(size, share)
+        watch = AttributeWatch(self.module, self._ignored, self.in_place[key], self.left.is_learning)
         recorder = MetricRecorder(metrics, record.add_call if keep else None, self._known)
         log = self._recording_log(record, self.module.log) if keep else _ignore
         self._running = (record, watch) if keep else None
@@ -175,7 +186,10 @@ class StepCapture:
         if self._running is not None:
             record, watch = self._running
             kept = leaves((record.touched, list(watch.growth().values()), watch.assigned(), output))
-            _touch([leaf for leaf in kept if isinstance(leaf, Tensor) and id(leaf) not in record.sources])
+            found = [leaf for leaf in kept if isinstance(leaf, Tensor) and id(leaf) not in record.sources]
+            touched = _touch(found)
+            with without_torch_functions():
+                watch.settle({id(leaf): after for leaf, after in zip(found, touched, strict=True)})
         return output
 
     def clear(self) -> None:
@@ -225,6 +239,7 @@ class StepCapture:
         with self._without_pipeline(), torch.no_grad():
             if len(records) > 1:  # raises before anything is changed
                 combine([detached(output) for output in outputs], sizes, self.joins.get(key))
+                self._require_no_doubts(records, key)
             logs, metrics, returned = self._combine_events(records)
             marks = _Marks(returned)
             changes = [marks.put_on_changes(record) for record in records]
@@ -235,6 +250,16 @@ class StepCapture:
             output = marks.take_off(_with_losses(combine(marked, sizes, self.joins.get(key)), marked, weights))
         self._kept, self._metrics = {}, None
         return StepResults(logs, metrics, appended, attributes, output)
+
+    def _require_no_doubts(self, records: Sequence[_Record], key: Any) -> None:
+        """An evaluation step can be run again on the whole batch, where nobody knows what integers are."""
+        if key is None or key[0] == "training_step":
+            return
+        doubtful = doubtful_counts([record.changes for record in records], self.per_row)
+        if doubtful:
+            raise UncombinableError(
+                f"self.{doubtful[0][0]} goes on by the same number for each micro-batch, so it may count rows or calls"
+            )
 
     # ---- micro-batches ----
 
@@ -375,6 +400,7 @@ class _Marks:
                 place: (before, detached(self.put_on(after, record)))
                 for place, (before, after) in record.changes.values.items()
             },
+            record.changes.in_place,
         )
 
     @staticmethod

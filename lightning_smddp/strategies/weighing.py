@@ -19,10 +19,11 @@ from lightning_smddp.pipeline.gradient_trials import (
     noted_gradients,
     tolerances_on,
 )
-from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.microbatches import MicroBatch, UncombinableError
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.weight_trials import EXACT, MIXED, amplified, find_weighting
 from lightning_smddp.pipeline.weighting import Weighting, warning_without_trial
+from lightning_smddp.strategies.kept_state import KeptState
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.result_trials import RETURNED, Findings, tolerance_of, try_results
 from lightning_smddp.strategies.step_results import Observed
@@ -102,7 +103,8 @@ class Weighing:
 
         def tried() -> Findings:
             error, by_rows = tolerance_of(self.exact, self.device), weighting.kind == "rows"
-            return try_results(runs.observed, self.pair, parts, self.step.capture, self.step.key, error, by_rows)
+            capture, key = self.step.capture, self.step.key
+            return try_results(runs.seen, _same, self.pair, parts, capture, key, error, by_rows)
 
         findings = tried()
         if findings.doubts and not findings.differences:
@@ -184,12 +186,25 @@ class _Runs:
         output = self.observed([microbatch]).results.output
         return float(loss_of(output, self.weighing.step.hook, detached=True))
 
-    def observed(self, microbatches: Sequence[MicroBatch]) -> Observed:
+    def seen(self, microbatches: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
+        """What Lightning would see with these attributes; None if the step fails with them."""
+        try:
+            return self.observed(microbatches, state)
+        except UncombinableError:
+            raise
+        except Exception:
+            if state is None:
+                raise
+            return None
+
+    def observed(self, microbatches: Sequence[MicroBatch], state: KeptState | None = None) -> Observed:
         """What Lightning would see."""
         weighing = self.weighing
         self.count += 1
         with untouched(weighing.module, weighing.device), ConstantRandom(), torch.no_grad():
             self.mode(weighing.module)
+            if state is not None:
+                state.put(weighing.module)
             return weighing.step.observed(microbatches, self.count)  # so that what stays random shows
 
 
@@ -231,6 +246,10 @@ def _as_trained(module: nn.Module) -> None:
     for child in module.modules():
         if "running_mean" in dict(child.named_buffers(recurse=False)):
             child.eval()
+
+
+def _same(state: KeptState | None) -> KeptState | None:
+    return state
 
 
 def _evaluating(module: nn.Module) -> None:
