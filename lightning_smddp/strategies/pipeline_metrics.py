@@ -77,6 +77,7 @@ class PipelineMetrics:
     _owners: dict[str, str] = field(default_factory=dict, init=False)
     _metrics: dict[str, AnyMetric] = field(default_factory=dict, init=False)
     _patched: dict[int, tuple[Metric, dict[str, Any]]] = field(default_factory=dict, init=False)
+    _computes: dict[int, Any] = field(default_factory=dict, init=False)  # what was put in place of ``compute``, by id
     _local: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -84,12 +85,15 @@ class PipelineMetrics:
         self.refresh(named_metrics(self.module))
 
     def refresh(self, metrics: dict[str, AnyMetric]) -> None:
-        """Patch metrics that are new, as those that a ``MetricTracker`` made are."""
+        """Patch metrics that are new, as those that a ``MetricTracker`` made are.
+
+        A trial of the step puts back the attributes of all modules: a metric that was patched in it is patched again.
+        """
         if metrics.keys() != self._metrics.keys():
             self._owners = owners(metrics)
         self._metrics = metrics
         for name, metric in metrics.items():
-            if isinstance(metric, Metric) and id(metric) not in self._patched:
+            if isinstance(metric, Metric) and vars(metric)["compute"] is not self._computes.get(id(metric)):
                 self._patch(name, metric)
 
     def _patch(self, name: str, metric: Metric) -> None:
@@ -105,7 +109,7 @@ class PipelineMetrics:
                 self.share([self._owners.get(name, name)])
             return compute(*args, **kwargs)
 
-        vars(metric)["compute"] = shared_compute
+        vars(metric)["compute"] = self._computes[id(metric)] = shared_compute
         if self.replicas is None or self.replicas.size() == 1:
             metric.distributed_available_fn = never
         elif metric.dist_sync_fn is None:
@@ -152,3 +156,4 @@ class PipelineMetrics:
         for metric, before in self._patched.values():
             vars(metric).update(before)
         self._patched.clear()
+        self._computes.clear()

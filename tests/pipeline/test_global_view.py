@@ -367,8 +367,25 @@ def writes_on_first_rank(net: Net, rank: int) -> Any:
         net.student[4].weight.data.zero_()
 
 
+def gradients_that_others_changed(net: Net, rank: int) -> Any:
+    """The first rank looks when the last one has gone on."""
+    if rank == 0:
+        net.student[4].weight.grad.norm().item()
+    else:
+        net.student[4].weight.grad.mul_(2)
+
+
 def other_parameters(net: Net, rank: int) -> Any:
-    return (net.student[2] if rank == 0 else net.student[4]).weight.sum().item()
+    """Each rank looks at others, then all at the same."""
+    found = []
+    for _ in range(2):
+        weight = (net.student[2] if rank == 0 else net.student[4]).weight
+        found.append(weight.sum().item())
+        found.append(net.student[0].weight.std().item())
+        if rank == 0:
+            found.append(sum(p.grad.norm().item() for p in net.student.parameters()))
+        found.append(bool(net.student[4].weight.grad is None))
+    return found
 
 
 def new_parameter(net: Net, rank: int) -> Any:
@@ -412,12 +429,17 @@ def test_values_for_one_rank_alone() -> None:
     assert second == [None]
 
 
+def test_values_for_ranks_that_look_at_others() -> None:
+    for rank, found in enumerate(run_ranks(differing, 2, [other_parameters])):
+        assert_equal(found, [other_parameters(Net(), rank)])
+
+
 def test_what_ranks_do_differently_is_an_error_on_all() -> None:
-    hooks = [writes_on_first_rank, other_parameters, new_parameter, other_shape, shape_in_place]
+    hooks = [writes_on_first_rank, gradients_that_others_changed, new_parameter, other_shape, shape_in_place]
     texts = [
         "changed different parameters in a hook or callback: on rank 0 the last change so far is that of "
         "'student.4.weight' at ",
-        "run different code in a hook or callback: rank 0 of the pipeline asks for the values of ",
+        "Rank 0 of the pipeline alone needs grad:student.4.weight at ",
         "Parameter 'weight' of a Linear is replaced by another one at ",
         "`.data` of 'student.2.weight' is set at ",
         "changes the shape of 'student.4.weight', a tensor of shape (4, 8) in place",

@@ -1,22 +1,22 @@
 """How the ranks of a pipeline agree on what they do together in a hook: who asks for what, and who has gone on.
 
 A rank that needs values of another *meets* all others. Nearly always they have come to the same place and ask for the
-same; then the values are sent. Code that only some ranks run (``if trainer.is_global_zero:``) asks while the others are
-at the hook's end already: these give what they can, the values of parameters, buffers and gradients, and wait on.
+same; then the values are sent. Code that only some ranks run (``if trainer.is_global_zero:``, loggers that do nothing
+on the others) asks while the others ask for something else, or are at the hook's end already: these give what they can,
+the values of parameters, buffers and gradients, and wait on. What ranks change has to be the same: see the hook's end.
 """
 
 from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.view.tensor import GlobalViewError
 
 
@@ -38,14 +38,20 @@ class Agreement:
     Args:
         group: the pipeline's.
         device: where its messages are.
+        serve: takes part in what other ranks ask for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, serve: Callable[[Ask, Sequence[int]], None]
+    ) -> None:
         self.group, self.device, self.rank = group, device, group.rank()
+        self._serve = serve
         self.alike = True
 
     def meet(self, ask: Ask, detail: str, serial: int, exactly: str = "") -> tuple[Ask, list[int], int]:
         """Say what this rank asks for, and hear the others. Collective.
+
+        Where ranks ask for different things, the first of them gets what it asks for, and the others ask again.
 
         Args:
             ask: see there.
@@ -57,31 +63,24 @@ class Agreement:
             What is to be done together; the ranks that asked for it; the highest ``serial``.
 
         Raises:
-            GlobalViewError: on every rank, if two ask for different things.
+            GlobalViewError: on every rank, if a rank alone asks for what others cannot give.
         """
         words = [int(ask), zlib.crc32(f"{detail} {exactly}".encode()), serial]
         mine = from_numbers(words, torch.int64, self.device)
-        theirs = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(theirs, mine, group=self.group)
-        rows = torch.stack(theirs).tolist()
-        self.alike = all(row[1] == rows[0][1] for row in rows)
-        asked = {(kind, digest) for kind, digest, _ in rows if kind != Ask.END}
-        if len(asked) > 1:
-            self._differ(detail)
-        highest = max(row[2] for row in rows)
-        if not asked:
-            return Ask.END, [], highest
-        (kind, _), *_ = asked
-        return Ask(kind), [rank for rank, row in enumerate(rows) if row[0] != Ask.END], highest
-
-    def _differ(self, detail: str) -> None:
-        mine = f"{detail} at {user_place()}" if detail else "nothing more"
-        texts = gather_json(mine, self.group, self.device)
-        lines = "; ".join(f"rank {rank} of the pipeline asks for {text}" for rank, text in enumerate(texts))
-        raise GlobalViewError(
-            f"The ranks of a pipeline run different code in a hook or callback: {lines}. Whatever uses parameters has "
-            "to run on all ranks alike; random numbers and conditions must not differ between them."
-        )
+        while True:
+            theirs = [torch.empty_like(mine) for _ in range(self.group.size())]
+            dist.all_gather(theirs, mine, group=self.group)
+            rows = torch.stack(theirs).tolist()
+            self.alike = all(row[1] == rows[0][1] for row in rows)
+            highest = max(row[2] for row in rows)
+            asking = [rank for rank, row in enumerate(rows) if row[0] != Ask.END]
+            if not asking:
+                return Ask.END, [], highest
+            kind, digest, _ = rows[asking[0]]
+            ranks = [rank for rank in asking if rows[rank][:2] == [kind, digest]]
+            if self.rank in ranks or self.rank not in asking:
+                return Ask(kind), ranks, highest
+            self._serve(Ask(kind), ranks)
 
     def tell(self, problem: str | None) -> None:
         """Raise ``GlobalViewError`` on every rank if one of them has a problem. Collective."""

@@ -47,7 +47,6 @@ class GlobalView:
 
     def __init__(self, module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, device: torch.device) -> None:
         self.module, self.group, self.device, self.rank = module, group, device, group.rank()
-        self.agreement = Agreement(group, device)
         self.operations = Operations(self)
         self.serial = 0  # of the next tensor that is made
         self.writes = 0  # a digest of the names of what was written, in order
@@ -61,6 +60,7 @@ class GlobalView:
         self.gradients = ViewGradients(self)
         self.random = SharedRandomState(self)
         self.requests = Requests(self)
+        self.agreement = Agreement(group, device, self.requests.serve)
         self._modes: ExitStack | None = None
 
     # ---- entering ----

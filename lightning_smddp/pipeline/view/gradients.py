@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 
 class ViewGradients:
-    """Gradients as the view shows them: those of the stand-ins, from the first look at one to the hook's end."""
+    """Gradients as the view shows them: those of the stand-ins, from the first look at one to the hook's end.
+
+    Attributes:
+        loaded: whether the stand-ins have them.
+    """
 
     def __init__(self, view: GlobalView) -> None:
         self.view = view
-        self._loaded = False
+        self.loaded = False
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """``parameter.grad``. The first look at any is collective: who has one is not known elsewhere."""
@@ -48,7 +52,7 @@ class ViewGradients:
         return GlobalTensor(self.view, leaf.home, shape, local, Memory())
 
     def _load(self) -> None:
-        if self._loaded:
+        if self.loaded:
             return
         _, ranks, _ = self.view.agreement.meet(Ask.GRADIENTS, "gradients", self.view.serial)
         present = self.announce()
@@ -59,7 +63,7 @@ class ViewGradients:
                 local = None if mine is None else mine.detach()
                 shown = self.view.leaves.show(leaf)
                 shown.grad = GlobalTensor(self.view, leaf.home, shape, local, Memory(GRADIENT + name))
-        self._loaded = True
+        self.loaded = True
 
     def announce(self) -> dict[str, list[int]]:
         """Names of the parameters that have a gradient, and its strides. Collective."""
@@ -75,7 +79,7 @@ class ViewGradients:
         self._bring_home()
         for _, leaf in sorted(self.view.leaves.by_name.items()):
             gradient = None if leaf.shown is None else leaf.shown.grad
-            if leaf.shown is None or (gradient is None and not self._loaded):
+            if leaf.shown is None or (gradient is None and not self.loaded):
                 continue
             if self.view.rank in leaf.holders:
                 self._write(leaf, gradient)
@@ -121,7 +125,7 @@ class ViewGradients:
 
     def forget(self) -> None:
         """Other code may change gradients from here on."""
-        self._loaded = False
+        self.loaded = False
         for leaf in self.view.leaves.by_name.values():
             if leaf.shown is not None:
                 leaf.shown.grad = None

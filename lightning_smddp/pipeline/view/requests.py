@@ -1,7 +1,8 @@
 """Ranks that ask for values alone, as code under ``if trainer.is_global_zero:`` does, and those that serve them.
 
-The others are at the hook's end already and have not made what the asking rank has made of their parameters. They send
-the parameters, gradients and buffers that it was made of, and the asking rank does the operations again.
+The others are elsewhere, or at the hook's end already, and have not made what the asking rank has made of their
+parameters. They send the parameters, gradients and buffers that it was made of, and the asking rank does the operations
+again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.agreement import Ask
-from lightning_smddp.pipeline.view.leaves import GRADIENT
+from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Recipe, globals_in, map_arguments
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Requests:
         self.view = view
 
     def serve(self, ask: Ask, ranks: Sequence[int]) -> None:
-        """Take part in what ``ranks`` ask for, at the hook's end. Collective."""
+        """Take part in what ``ranks`` ask for, which do not include this one. Collective."""
         if ask is Ask.GRADIENTS:
             self.view.gradients.announce()
         elif ask is Ask.RANDOM:
@@ -44,14 +45,9 @@ class Requests:
 
     def refuse(self, ranks: Sequence[int], what: str) -> None:
         """Say on all ranks that ``ranks`` cannot do ``what`` alone. Collective."""
-        broadcast_json({"problem": self._alone(what)}, self.view.group, self.view.device, ranks[0])
-        self.view.agreement.tell(self._alone(what))
-
-    def _alone(self, what: str) -> str:
-        return (
-            f"Rank {self.view.rank} of the pipeline alone needs {what}, which the others did not make: they do not run "
-            "this code. Run it on all ranks, and only print or write files under `if trainer.is_global_zero:`."
-        )
+        problem = _alone(what, self.view.rank)
+        broadcast_json({"problem": problem}, self.view.group, self.view.device, ranks[0])
+        self.view.agreement.tell(problem)
 
     def _exchange(self, ranks: Sequence[int], wanted: Sequence[GlobalTensor] | None) -> None:
         view = self.view
@@ -59,7 +55,7 @@ class Requests:
         if wanted is not None:
             request = self._request(wanted)
         request = broadcast_json(request, view.group, view.device, ranks[0])
-        problem = request.get("problem") or self._outdated(request["versions"])
+        problem = request.get("problem") or self._outdated(request["versions"], ranks[0], request["place"])
         view.agreement.tell(problem)
         received: dict[str, Tensor] = {}
         for name in request["versions"]:
@@ -75,7 +71,7 @@ class Requests:
             problem = self._collect(tensor, versions)
             if problem is not None:
                 return {"problem": problem}
-        return {"versions": versions}
+        return {"versions": versions, "place": user_place()}
 
     def _collect(self, tensor: GlobalTensor, versions: dict[str, int]) -> str | None:
         """Note what ``tensor`` is made of; or say why it cannot be made here."""
@@ -87,12 +83,11 @@ class Requests:
             return None
         recipe = tensor.recipe
         if recipe is None or (tensor.memory.leaf is None and tensor.memory.version > 0):
-            return self._alone(f"{tensor.describe()} at {user_place()}")
+            return _alone(f"{tensor.describe()} at {user_place()}", self.view.rank)
         for given, version in zip(globals_in((recipe.args, recipe.kwargs)), recipe.versions, strict=True):
             if given.memory is not tensor.memory and given.memory.version != version:
-                return self._alone(
-                    f"{tensor.describe()} at {user_place()}, made of {given.describe()} as it was before"
-                )
+                what = f"{tensor.describe()} at {user_place()}, made of {given.describe()} as it was before"
+                return _alone(what, self.view.rank)
             problem = self._collect(given, versions)
             if problem is not None:
                 return problem
@@ -102,14 +97,26 @@ class Requests:
         name = tensor.memory.leaf
         return name is not None and tensor.recipe is None
 
-    def _outdated(self, versions: dict[str, int]) -> str | None:
+    def _outdated(self, versions: dict[str, int], asking: int, place: str) -> str | None:
+        """Why this rank does not have what the rank ``asking`` needs at ``place``."""
         for name, version in versions.items():
             leaf = self.view.leaves.by_name.get(name.removeprefix(GRADIENT))
             if leaf is None:
-                return self._alone(name)
-            if leaf.home == self.view.rank and not name.startswith(GRADIENT) and leaf.memory.version != version:
-                return self._alone(f"{name} as it was before other ranks changed it")
+                return _alone(f"{name} at {place}", asking)
+            if leaf.home == self.view.rank and self._version_of(leaf, name) != version:
+                return _alone(f"{name} at {place}, as it was before other ranks changed it", asking)
         return None
+
+    def _version_of(self, leaf: Leaf, name: str) -> int | None:
+        """Of a parameter, buffer or gradient of this rank; None for a gradient that was replaced."""
+        if not name.startswith(GRADIENT):
+            return leaf.memory.version
+        if not self.view.gradients.loaded:
+            return 0
+        gradient = None if leaf.shown is None else leaf.shown.grad
+        if not isinstance(gradient, GlobalTensor) or gradient.memory.leaf != name:
+            return None
+        return gradient.memory.version
 
     def _send(self, name: str) -> Tensor:
         """A parameter, buffer or gradient, contiguous. Collective."""
@@ -136,6 +143,13 @@ class Requests:
         recipe = tensor.recipe
         result: Tensor = recipe.function(*map_arguments(made, recipe.args), **map_arguments(made, recipe.kwargs))
         return result
+
+
+def _alone(what: str, rank: int) -> str:
+    return (
+        f"Rank {rank} of the pipeline alone needs {what}, which the others did not make: they do not run this code. "
+        "Run it on all ranks, and only print or write files under `if trainer.is_global_zero:`."
+    )
 
 
 def _in_memory_order(tensor: GlobalTensor, values: Tensor) -> Tensor:
