@@ -50,7 +50,7 @@ class NonFiniteWatch:
         self.marks = True  # False: averages stay as they are, for code that cleans them; `spoiled` knows nothing then
         self.findings: dict[str, str] = {}  # of this rank alone, in this step
         self._buckets: dict[int, Tensor] = {}
-        self._sums: list[tuple[Tensor, Bucket]] = []  # on devices whose values are not known yet
+        self._sums: list[tuple[Tensor, Tensor, Bucket]] = []  # on devices: sum, first element, neither known yet
 
     def begin(self) -> None:
         """A new backward pass: the buckets fill again."""
@@ -67,10 +67,10 @@ class NonFiniteWatch:
             return
         total = total_of(values)
         if tensor.device.type != "cpu":  # asking would wait for the device
+            first = values.view(-1)[:1]
+            self._sums.append((total, first.clone(), bucket))
             if self.marks:
-                first = values.view(-1)[:1]
                 first.copy_(torch.where(total.isfinite(), first, torch.nan))
-            self._sums.append((total, bucket))
         elif not total.isfinite():
             found = _by_parameter(bucket, values, self.names)
             self.findings |= found
@@ -94,9 +94,12 @@ class NonFiniteWatch:
 
     def take_findings(self) -> dict[str, str]:
         """What this rank has found since the last call."""
-        for total, bucket in self._sums:
+        for total, first, bucket in self._sums:
             if not bool(total.isfinite()):  # its own values are averaged meanwhile: name what is spoiled now
-                self.findings |= _by_parameter(bucket, bucket.buffer(), self.names)
+                values = bucket.buffer().clone()
+                if not values.is_sparse:
+                    values.view(-1)[:1] = first  # without this rank's mark
+                self.findings |= _by_parameter(bucket, values, self.names)
         found, self.findings = self.findings, {}
         self.begin()
         return found

@@ -32,7 +32,7 @@ def settle_buckets(model: DistributedDataParallel, synchronizer: GradientSynchro
     if set(order) != set(trained) or model.find_unused_parameters or model.static_graph or sparse:
         return
 
-    def forward() -> Tensor:
+    def forward(_: object) -> Tensor:
         """Autograd goes backward by age, youngest first."""
         loss = torch.zeros((), device=next(iter(trained.values())).device)
         for name in reversed(order):
@@ -51,7 +51,7 @@ def _call(model: DistributedDataParallel, forward: object) -> Tensor:
     own = vars(module).get("forward")
     vars(module)["forward"] = forward
     try:
-        result: Tensor = model()
+        result: Tensor = model(None)  # on CUDA DDP fails without any argument
     finally:
         vars(module).pop("forward")
         if own is not None:

@@ -1,0 +1,243 @@
+"""Data parallelism on 1, 2 and 4 devices, and on 2 x 2: the same training as on one device with the whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_smddp import Compression
+from tests.devices import on_gpus
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.learners import Learner, make_trainer, silent
+from tests.strategies.pipeline_learners import assert_same
+from tests.strategies.resuming import Scenario, resume_from_each
+from tests.strategies.test_nonfinite import fails, skips
+from tests.strategies.test_pipeline_features import scaled
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),  # resumed without callbacks
+    pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning"),
+]
+
+
+class Classifier(Learner):
+    """All four steps; a rank's batch is its share of one process's."""
+
+    def __init__(self, ranks: int, recomputes: bool = False) -> None:
+        super().__init__(batch_size=8 // ranks, count=40)
+        self.recomputes = recomputes
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        if not self.recomputes:
+            return super().loss(batch)
+        hidden = checkpoint(self.net[:2], batch[0], use_reentrant=False)
+        return torch.nn.functional.cross_entropy(self.net[2](hidden), batch[1])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean(), sync_dist=True)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Overflowing(Classifier):
+    """The gradient of its first layer overflows in the third batch."""
+
+    def on_train_start(self) -> None:
+        def overflow(gradient: Tensor) -> Tensor:
+            return gradient * float("inf") if self.trainer.fit_loop.batch_idx == 2 else gradient
+
+        self.net[0].weight.register_hook(overflow)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One training.
+
+    Attributes:
+        name: of the test.
+        strategy: arguments of ``SMDDPStrategy``.
+        trainer: arguments of the ``Trainer``.
+        tolerance: of the comparison with one device.
+        kind: what is special: "", "recomputes", "overflows", "all steps".
+    """
+
+    name: str
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-5
+    kind: str = ""
+
+    def run(self, alone: bool, ranks: int) -> dict[str, Any]:
+        """What training and the other steps gave."""
+        options = dict(self.trainer)
+        if self.kind == "overflows":
+            options["plugins"] = [scaled(init_scale=2.0**12, growth_interval=3)]
+        model = (Overflowing if self.kind == "overflows" else Classifier)(ranks, self.kind == "recomputes")
+        strategy = "auto" if alone else silent(tuning_cache=False, **self.strategy)
+        trainer = make_trainer(strategy, use_distributed_sampler=False, **options)
+        trainer.fit(model)
+        found: dict[str, Any] = {"weights": {name: p.detach().clone() for name, p in model.named_parameters()}}
+        found["steps"] = trainer.global_step
+        found["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if self.kind == "all steps":
+            found["tested"] = [*trainer.validate(model, verbose=False), *trainer.test(model, verbose=False)]
+            found["rows"] = sum(len(rows) for rows in trainer.predict(model)) * (1 if alone else ranks)
+        return found
+
+
+ALGORITHMS = [Item(name, {"algorithm": name}) for name in ("auto", "native", "hierarchical", "balanced")]
+COMPRESSIONS = [
+    Item("bf16", {"compression": Compression("bf16", scope="all")}, tolerance=0.05),
+    Item("fp16", {"compression": Compression("fp16", scope="all")}, tolerance=0.01),
+    Item("int8", {"compression": Compression("int8", scope="all")}, tolerance=0.05),
+    # Of a rank as high as that of its matrices: exact but for rounding.
+    Item("powersgd", {"compression": Compression("powersgd", scope="all", rank=8)}, tolerance=1e-3),
+    Item("int8 between nodes", {"compression": "int8"}, tolerance=0.05),
+]
+FEATURES = [
+    Item("accumulation", trainer={"accumulate_grad_batches": 2}),
+    Item("clipping by norm", trainer={"gradient_clip_val": 0.1}),
+    Item("clipping by value", trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    Item("bf16-mixed", trainer={"precision": "bf16-mixed"}, tolerance=0.02),
+    Item("16-mixed with an overflow", trainer={"gradient_clip_val": 0.5}, tolerance=5e-3, kind="overflows"),
+    Item("activation checkpointing", kind="recomputes"),
+    Item("validate, test, predict", kind="all steps"),
+]
+
+
+@dataclass(eq=False)
+class Group:
+    """Trainings by the same ranks, one after the other."""
+
+    items: Sequence[Item]
+    ranks: int
+    node_ids: Sequence[str] | None = None
+
+
+def train_each(items: Sequence[Item], alone: bool, ranks: int) -> list[dict[str, Any]]:
+    return [item.run(alone, ranks) for item in items]
+
+
+def trained(group: Group) -> list[tuple[Item, list[Any], Any]]:
+    """Each item with every rank's result and one device's."""
+    items = list(group.items)
+    (expected,) = run_trainer_ranks(train_each, 1, items, True, 1)
+    results = run_trainer_ranks(
+        train_each, group.ranks, items, False, group.ranks, node_ids=group.node_ids, timeout=100
+    )
+    return list(zip(items, map(list, zip(*results, strict=True)), expected, strict=True))
+
+
+def check(group: Group) -> None:
+    for item, results, expected in trained(group):
+        for rank, result in enumerate(results):
+            assert_same(result, expected, item.tolerance, f"{item.name}, rank {rank}")
+            assert_same(result["weights"], results[0]["weights"], 0.0, f"{item.name}, rank {rank}")
+
+
+@on_gpus(1)
+def test_one(device: str) -> None:
+    check(Group([ALGORITHMS[0], *FEATURES[3:]], 1))
+
+
+@on_gpus(2)
+@pytest.mark.parametrize("items", [ALGORITHMS, FEATURES, COMPRESSIONS], ids=["algorithms", "features", "compressions"])
+def test_two(items: list[Item], device: str) -> None:
+    check(Group(items, 2))
+
+
+@pytest.mark.slow
+@on_gpus(2)
+def test_two_nodes_of_one(device: str) -> None:
+    check(Group([*ALGORITHMS, *COMPRESSIONS], 2, ["a", "b"]))
+
+
+@pytest.mark.slow
+@on_gpus(4)
+def test_four(device: str) -> None:
+    check(Group([*ALGORITHMS, COMPRESSIONS[2]], 4))
+
+
+@pytest.mark.slow
+@on_gpus(4)
+def test_two_nodes_of_two(device: str) -> None:
+    check(Group([*ALGORITHMS, *COMPRESSIONS, FEATURES[0], FEATURES[4]], 4, ["a", "a", "b", "b"]))
+
+
+@on_gpus(2)
+def test_shared_memory_is_refused(device: str) -> None:
+    with pytest.raises(RanksFailedError, match="algorithm='shared_memory' cannot be used"):
+        run_trainer_ranks(train_each, 2, [Item("", {"algorithm": "shared_memory"})], False, 2)
+
+
+# ---- gradients that are no numbers ----
+
+
+@on_gpus(2)
+@pytest.mark.parametrize("name", ["smddp", "pipeline"])
+def test_nan_is_an_error_or_skipped(name: str, device: str) -> None:
+    results = run_trainer_ranks(fails, 2, name, {}, 1, float("nan"), {})
+    assert results[1][1] == 2  # another stage has taken the step meanwhile
+    for message, _ in results:
+        assert "on rank 1 (host" in message
+        assert "net.2.bias (nan in 1 of 3 elements)" in message
+    for _, skipped, _ in run_trainer_ranks(skips, 2, name, {}):
+        assert skipped == 1
+
+
+# ---- going on ----
+
+
+@pytest.mark.slow
+@on_gpus(2)
+@pytest.mark.parametrize("kind", ["smddp", {}], ids=["smddp", "pipeline"])
+def test_resumes_with_the_devices_random_states(kind: Any, device: str, tmp_path: Path) -> None:
+    """To the bit, with dropout, which each device draws from a generator of its own."""
+    scenario = Scenario(accumulate=2, validate=3)
+    assert run_trainer_ranks(resume_from_each, 2, kind, scenario, str(tmp_path), 2, timeout=100) == [{}, {}]
+
+
+# ---- start and end ----
+
+
+def begin_and_end(directory: str) -> dict[str, Any]:
+    """Two runs in one process: where weights and memory are behind each."""
+    found: dict[str, Any] = {"devices": [], "memory": [], "weights": []}
+    for options in ({}, {"algorithm": "hierarchical"}):
+        model = Classifier(2)
+        trainer = make_trainer(silent(tuning_cache=False, **options), use_distributed_sampler=False)
+        trainer.fit(model)
+        trainer.save_checkpoint(f"{directory}/{len(found['devices'])}.ckpt")
+        found["devices"].append({parameter.device.type for parameter in model.parameters()})
+        found["weights"].append({name: p.detach().clone() for name, p in model.named_parameters()})
+        del trainer, model
+        found["memory"].append(torch.cuda.memory_allocated())
+    return found
+
+
+@on_gpus(2)
+def test_a_run_leaves_the_device_as_it_was(device: str, tmp_path: Path) -> None:
+    for found in run_trainer_ranks(begin_and_end, 2, str(tmp_path)):
+        assert found["devices"] == [{"cpu"}, {"cpu"}]
+        assert_same(found["weights"][1], found["weights"][0])
+        assert found["memory"][1] <= found["memory"][0]
+    for path in tmp_path.glob("*.ckpt"):
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        assert_same(saved["state_dict"], found["weights"][0])
