@@ -72,11 +72,12 @@ def default_store() -> dist.Store:
 
 
 def new_group_among(
-    ranks: list[int], name: str, timeout: timedelta, device: torch.device | None = None
+    ranks: list[int], name: str, timeout: timedelta, device: torch.device | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
     """A group of the global ``ranks`` that they alone have to create; ``name`` is new and the same on all of them.
 
-    With ``device`` (NCCL's) its communicator is made now, else by its first use.
+    With ``device`` (NCCL's) its communicator is made now, else by its first use. Its ``backend`` is the default group's
+    unless given.
 
     The public ``new_group`` has to be called by every rank of the world, or, with ``use_local_synchronization``, makes
     a name out of the ranks that comes again when such a group was destroyed: the new group then finds the old one's
@@ -87,7 +88,7 @@ def new_group_among(
     """
     from torch.distributed import distributed_c10d as c10d
 
-    rank, backend = dist.get_rank(), dist.get_backend()
+    rank, backend = dist.get_rank(), backend or dist.get_backend()
     world = c10d._get_default_group()
     bound, world.bound_device_id = world.bound_device_id, None
     try:

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.pipeline.broadcast import HeaderCache, UnsendableError, broadcast_structure
-from lightning_smddp.pipeline.fingerprint import same_everywhere
+from lightning_smddp.pipeline.fingerprint import known_to_be_same, same_everywhere
+from lightning_smddp.pipeline.host_values import HostValues
 from lightning_smddp.pipeline.iterators import repeatable
+from lightning_smddp.pipeline.placement import Channel
 
 
 class BatchAgreement:
@@ -18,12 +20,21 @@ class BatchAgreement:
     Args:
         group: the ranks of the pipeline.
         device: where its collectives take their tensors from.
+        host: the same ranks, for comparing.
+        values: what the host knows of tensors on the device: only these are compared, as reading others waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        host: Channel | None = None,
+        values: HostValues | None = None,
+    ) -> None:
         self._group, self._device = group, device
+        self._host, self._values = host or Channel(group, device), values or HostValues()
         self._caches: dict[Any, HeaderCache] = {}
-        self._compares = device.type == "cpu"  # elsewhere sending costs less than looking
+        self._differ: set[Any] = set()  # kinds of batches that differed once, and will again: no need to compare them
         self._sends = True
 
     def agree(self, batch: Any, kind: Any) -> Any:
@@ -39,13 +50,17 @@ class BatchAgreement:
         batch = repeatable(batch)
         if self._group.size() == 1:
             return batch
-        if self._compares or not self._sends:
-            if same_everywhere(batch, self._group, self._device):
+        if kind not in self._differ:
+            if known_to_be_same(batch, self._values.of, *self._host):
                 return batch
-            self._compares = not self._sends  # ranks that differ once will again, so there is no need to ask
+            if self._sends:
+                self._differ.add(kind)
+        self._values.forget()  # the first rank's copies are no longer this batch
+        if not self._sends and same_everywhere(batch, self._group, self._device):
+            return batch
         cache = self._caches.setdefault(kind, HeaderCache())
         try:
-            return broadcast_structure(batch, self._group, 0, self._device, cache=cache, like=batch)
+            return broadcast_structure(batch, self._group, 0, self._device, cache=cache, like=batch, host=self._host)
         except UnsendableError as error:
             if self._sends and same_everywhere(batch, self._group, self._device):
                 self._sends = False

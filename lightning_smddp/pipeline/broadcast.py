@@ -3,6 +3,9 @@
 The header says how the structure is built; strings and booleans are in it. Numbers and tensors are in the buffer, so
 that the header of a step's results is the same at every step and need not be sent again: a :class:`HeaderCache`
 makes that one collective. Nothing received is unpickled.
+
+Whoever receives a header has to read it, and waits for the device if it comes from there. With a channel from host to
+host all but the tensors of devices goes over that one, and these follow in a buffer that nobody reads.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.trees import dtype_of, name_of_dtype
+from lightning_smddp.pipeline.placement import Channel
 from lightning_smddp.pipeline.structure import Path, items, leaves, rebuild
 
 _ALIGNMENT = 16  # bytes, the largest element's size: a part of the buffer can be viewed as any type
@@ -57,6 +61,7 @@ def broadcast_structure(
     *,
     cache: HeaderCache | None = None,
     like: Any = None,
+    host: Channel | None = None,
 ) -> Any:
     """The ``value`` of the group's rank ``src``, on every rank. Collective.
 
@@ -71,6 +76,7 @@ def broadcast_structure(
         cache: this rank's cache for structures of this kind, or None: three collectives every time. While header and
             cache agree it is one, or two for more than 64 KiB.
         like: a structure whose containers the received leaves are put into, if it has the same keys and lengths.
+        host: the same ranks as ``group``, for what the host has to read.
 
     Returns:
         On ``src`` the ``value`` itself, elsewhere a copy.
@@ -80,11 +86,11 @@ def broadcast_structure(
     """
     if group.size() == 1:
         return value
-    cache = HeaderCache() if cache is None else cache
+    way = _Way(group, src, device, HeaderCache() if cache is None else cache, host or Channel(group, device))
     if group.rank() == src:
-        _send(value, group, src, device, cache)
+        _send(value, way)
         return value
-    return in_containers_of(like, _receive(group, src, device, cache))
+    return in_containers_of(like, _receive(way))
 
 
 def in_containers_of(like: Any, value: Any) -> Any:
@@ -94,54 +100,99 @@ def in_containers_of(like: Any, value: Any) -> Any:
     return rebuild(like, leaves(value))
 
 
-def _send(value: Any, group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> None:
-    packing = _Packing()
+@dataclass(frozen=True)
+class _Way:
+    """Who sends to whom, and how."""
+
+    group: dist.ProcessGroup
+    src: int
+    device: torch.device
+    cache: HeaderCache
+    host: Channel
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensors of devices go another way than the rest."""
+        return self.host.device != self.device
+
+    def broadcast(self, data: Tensor) -> None:
+        """What the host reads."""
+        dist.broadcast(data, group=self.host.group, group_src=self.src)
+
+    def received(self, nbytes: int) -> Tensor:
+        """The same where it is received."""
+        data = torch.empty(nbytes, dtype=torch.uint8, device=self.host.device)
+        self.broadcast(data)
+        return data
+
+
+def _send(value: Any, way: _Way) -> None:
+    packing, cache = _Packing(way.is_split), way.cache
     try:
-        header = json.dumps({"tree": packing.encode(value, ()), "tensors": packing.specs, "numbers": packing.count})
+        header = json.dumps(packing.header(value))
     except ValueError as error:
-        _send_header(json.dumps({"error": str(error)}), group, src, device, cache)
+        _send_header(json.dumps({"error": str(error)}), way)
         cache.forget()
         raise UnsendableError(str(error)) from error
     layout = _Layout.of(packing.specs, packing.count)
     if header != cache.header:
-        _send_header(header, group, src, device, cache)
+        _send_header(header, way)
     elif layout.nbytes != cache.notice_nbytes:
-        dist.broadcast(_notice(0, cache, device), group=group, group_src=src)
-    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        way.broadcast(_notice(0, way))
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=way.host.device)
     buffer[: layout.head].copy_(torch.frombuffer(bytearray(packing.head()), dtype=torch.uint8), non_blocking=True)
-    for tensor, offset in zip(packing.tensors, layout.offsets, strict=True):
-        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
-        buffer[offset : offset + flat.numel()].copy_(flat)
-    dist.broadcast(buffer, group=group, group_src=src)
+    _fill(buffer, packing.tensors, layout.offsets)
+    way.broadcast(buffer)
+    if packing.apart:
+        layout_apart = _Layout.of(packing.specs_apart, 0)
+        apart = torch.empty(layout_apart.nbytes, dtype=torch.uint8, device=way.device)
+        _fill(apart, packing.apart, layout_apart.offsets)
+        dist.broadcast(apart, group=way.group, group_src=way.src)
     cache.header, cache.nbytes = header, layout.nbytes
 
 
-def _send_header(header: str, group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> None:
-    data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(device)
-    dist.broadcast(_notice(data.numel(), cache, device), group=group, group_src=src)
-    dist.broadcast(data, group=group, group_src=src)
+def _fill(buffer: Tensor, tensors: list[Tensor], offsets: list[int]) -> None:
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+        buffer[offset : offset + flat.numel()].copy_(flat)
 
 
-def _notice(length: int, cache: HeaderCache, device: torch.device) -> Tensor:
+def _send_header(header: str, way: _Way) -> None:
+    data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(way.host.device)
+    way.broadcast(_notice(data.numel(), way))
+    way.broadcast(data)
+
+
+def _notice(length: int, way: _Way) -> Tensor:
     """The length of the header that follows (0: none), as long as what the others wait for."""
-    notice = torch.zeros(cache.notice_nbytes, dtype=torch.uint8, device=device)
+    notice = torch.zeros(way.cache.notice_nbytes, dtype=torch.uint8, device=way.host.device)
     notice[:8] = torch.frombuffer(bytearray(struct.pack("<q", length)), dtype=torch.uint8)
     return notice
 
 
-def _receive(group: dist.ProcessGroup, src: int, device: torch.device, cache: HeaderCache) -> Any:
-    buffer = _received(cache.notice_nbytes, group, src, device)
+def _receive(way: _Way) -> Any:
+    cache = way.cache
+    buffer = way.received(cache.notice_nbytes)
     head = _bytes(buffer[: 8 + 8 * cache.parsed.get("numbers", 0)])  # reading waits for the device: once, if it can be
     (length,) = struct.unpack("<q", head[:8])
     if length:
-        _take_header(_bytes(_received(length, group, src, device)).decode(), cache)
+        _take_header(_bytes(way.received(length)).decode(), cache)
     if length or cache.nbytes != cache.notice_nbytes:
-        buffer, head = _received(cache.nbytes, group, src, device), head[:8]
+        buffer, head = way.received(cache.nbytes), head[:8]
     specs, numbers = cache.parsed["tensors"], cache.parsed["numbers"]
     if len(head) < 8 + 8 * numbers:
         head = _bytes(buffer[: 8 + 8 * numbers])
-    return _Unpacking(head, _tensors(buffer, specs, numbers)).decode(cache.parsed["tree"])
+    return _Unpacking(head, _tensors(buffer, specs, numbers), _receive_apart(way)).decode(cache.parsed["tree"])
+
+
+def _receive_apart(way: _Way) -> list[Tensor]:
+    specs = way.cache.parsed["apart"]
+    if not specs:
+        return []
+    data = torch.empty(_Layout.of(specs, 0).nbytes, dtype=torch.uint8, device=way.device)
+    dist.broadcast(data, group=way.group, group_src=way.src)
+    return _tensors(data, specs, 0)
 
 
 def _take_header(header: str, cache: HeaderCache) -> None:
@@ -151,12 +202,6 @@ def _take_header(header: str, cache: HeaderCache) -> None:
         raise UnsendableError(parsed["error"])
     cache.header, cache.parsed = header, parsed
     cache.nbytes = _Layout.of(parsed["tensors"], parsed["numbers"]).nbytes
-
-
-def _received(nbytes: int, group: dist.ProcessGroup, src: int, device: torch.device) -> Tensor:
-    data = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    dist.broadcast(data, group=group, group_src=src)
-    return data
 
 
 def _bytes(data: Tensor) -> bytes:
@@ -204,11 +249,19 @@ def _aligned(offset: int) -> int:
 
 @dataclass
 class _Packing:
-    """Takes a structure apart into its header and what goes into the buffer."""
+    """Takes a structure apart into its header and what goes into the buffer; with ``is_split``, into two buffers."""
 
+    is_split: bool
     tensors: list[Tensor] = field(default_factory=list)
     specs: list[Any] = field(default_factory=list)
+    apart: list[Tensor] = field(default_factory=list)  # those of devices
+    specs_apart: list[Any] = field(default_factory=list)
     numbers: list[bytes] = field(default_factory=list)
+
+    def header(self, value: Any) -> dict[str, Any]:
+        """As JSON."""
+        tree = self.encode(value, ())
+        return {"tree": tree, "tensors": self.specs, "numbers": self.count, "apart": self.specs_apart}
 
     @property
     def count(self) -> int:
@@ -222,11 +275,14 @@ class _Packing:
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, Tensor):
-            return {"t": self._tensor(value, path)}
+            self._require_dense(value, path)
+            if self.is_split and value.device.type != "cpu":
+                return {"p": self._add(value, self.apart, self.specs_apart)}
+            return {"t": self._add(value, self.tensors, self.specs)}
         if isinstance(value, np.generic):
             return self.encode(value.item(), path)
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            return {"a": self._tensor(torch.from_numpy(np.ascontiguousarray(value)), path)}
+            return {"a": self._add(torch.from_numpy(np.ascontiguousarray(value)), self.tensors, self.specs)}
         if isinstance(value, int):
             return {"i": self._number("<q", value)} if value in _INT64 else int(value)
         if isinstance(value, float):
@@ -244,13 +300,17 @@ class _Packing:
             "Make it a tensor, a number, a string, or a dict, list or tuple of these."
         )
 
-    def _tensor(self, tensor: Tensor, path: Path) -> int:
+    @staticmethod
+    def _require_dense(tensor: Tensor, path: Path) -> None:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
             kind = "meta" if tensor.is_meta else "nested" if tensor.is_nested else f"{tensor.layout} {tensor.dtype}"
             raise UnsendableError(f"{_where(path)} is a {kind} tensor; only dense tensors can be sent to other ranks.")
-        self.tensors.append(tensor)
-        self.specs.append([name_of_dtype(tensor.dtype), list(tensor.shape), tensor.device.type == "cpu"])
-        return len(self.tensors) - 1
+
+    @staticmethod
+    def _add(tensor: Tensor, tensors: list[Tensor], specs: list[Any]) -> int:
+        tensors.append(tensor)
+        specs.append([name_of_dtype(tensor.dtype), list(tensor.shape), tensor.device.type == "cpu"])
+        return len(tensors) - 1
 
     def _number(self, form: str, value: float) -> int:
         self.numbers.append(struct.pack(form, value))
@@ -270,6 +330,7 @@ class _Packing:
 class _Unpacking:
     head: bytes
     tensors: list[Tensor]
+    apart: list[Tensor]
 
     def decode(self, tree: Any) -> Any:
         if isinstance(tree, list):
@@ -279,6 +340,8 @@ class _Unpacking:
         ((kind, content),) = tree.items()
         if kind == "t":
             return self.tensors[content]
+        if kind == "p":
+            return self.apart[content]
         if kind == "a":
             return self.tensors[content].cpu().numpy()
         if kind in "if":

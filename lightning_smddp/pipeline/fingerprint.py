@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,26 +17,52 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.pipeline.host_values import HostOf
 from lightning_smddp.pipeline.objects import is_plain, parts_of
 
 _SHORT = 64  # bytes of a description that are not hashed
 _CHUNK = 2**22  # numbers of a tensor on an accelerator whose checksum is computed at once
+_PART = 2**22  # bytes of a tensor on the host whose checksum one thread computes
+_THREADS = 4
 _BITS = 62  # of a fingerprint: two of them, one negative, are sent as int64
 
 
-def fingerprint(value: Any) -> int:
+class UnknownValuesError(Exception):
+    """The host does not know what a tensor on a device holds."""
+
+
+def fingerprint(value: Any, host_of: HostOf | None = None) -> int:
     """A number that is another one for nearly every other value: of types, structure and contents, at any depth.
 
     What an object does not tell even to ``pickle`` (a lock, say) counts by its type alone.
+
+    Args:
+        value: any.
+        host_of: where the contents of tensors are looked up; else the device is asked, which waits for it.
+
+    Raises:
+        UnknownValuesError: ``host_of`` does not know a tensor.
     """
-    digest = hashlib.blake2b(_Description().of(value), digest_size=8).digest()
+    digest = hashlib.blake2b(_Description(host_of).of(value), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _BITS)
 
 
 def same_everywhere(value: Any, group: dist.ProcessGroup, device: torch.device | None = None) -> bool:
     """Whether all ranks of ``group``, whose collectives take tensors of ``device``, have an equal one. Collective."""
-    mine = fingerprint(value)
-    votes = from_numbers([mine, -mine], torch.int64, device or torch.device("cpu"))
+    return _are_equal(fingerprint(value), group, device or torch.device("cpu"))
+
+
+def known_to_be_same(value: Any, host_of: HostOf, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """As :func:`same_everywhere`, by what hosts know: False as well where one does not know all of it. Collective."""
+    try:
+        mine = fingerprint(value, host_of)
+    except UnknownValuesError:
+        mine = -1 - group.rank()  # unlike any other rank's
+    return _are_equal(mine, group, device)
+
+
+def _are_equal(mine: int, group: dist.ProcessGroup, device: torch.device) -> bool:
+    votes = from_numbers([mine, -mine], torch.int64, device)
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
     highest, lowest = votes.tolist()
     return bool(highest == -lowest)
@@ -44,7 +71,8 @@ def same_everywhere(value: Any, group: dist.ProcessGroup, device: torch.device |
 class _Description:
     """Bytes that describe an object. Equal objects have equal ones, in whatever way they share their parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, host_of: HostOf | None) -> None:
+        self._host_of = host_of
         self._above: dict[int, int] = {}  # objects that the present one is a part of, and how deep they are
         self._known: dict[int, tuple[Any, bytes]] = {}  # objects are kept, so that no other one gets their identity
 
@@ -88,9 +116,22 @@ class _Description:
         elif plain.layout in (torch.sparse_csc, torch.sparse_bsc):
             stored = [plain.ccol_indices(), plain.row_indices(), plain.values()]
         shape = "" if plain.is_nested else list(plain.shape)
-        content = b"".join(self._tensor(part) for part in stored) if stored else str(_checksum(plain)).encode()
+        content = (
+            b"".join(self._tensor(part) for part in stored)
+            if stored
+            else str(_checksum(self._readable(plain))).encode()
+        )
         about = f"{_kind(tensor)}{plain.dtype}{shape}{tensor.requires_grad}"
         return _short(about.encode() + content)
+
+    def _readable(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or the same values where the host can read them."""
+        if self._host_of is None:
+            return tensor
+        known = self._host_of(tensor)
+        if known is None:
+            raise UnknownValuesError
+        return known
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -100,8 +141,19 @@ def _checksum(tensor: Tensor) -> int:
         tensor = tensor.dequantize()
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
-        return zlib.crc32(flat.numpy().data)
+        return _checksum_on_host(flat)
     return _checksum_on_device(flat)
+
+
+def _checksum_on_host(flat: Tensor) -> int:
+    """The CRC-32 of the bytes; of many, the CRC-32 of those of their parts, by several threads."""
+    data = flat.numpy().data
+    if len(data) <= _PART:
+        return zlib.crc32(data)
+    parts = [data[begin : begin + _PART] for begin in range(0, len(data), _PART)]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = list(threads.map(zlib.crc32, parts))
+    return zlib.crc32(np.array(sums, dtype=np.uint32).data)
 
 
 def _checksum_on_device(flat: Tensor) -> int:

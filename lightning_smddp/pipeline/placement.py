@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from lightning_smddp._compat import new_group_among
 from lightning_smddp.communication.groups import create_group, new_name
 
 _CPU = torch.device("cpu")
@@ -74,6 +76,13 @@ class Grid:
         return next((r, row.index(rank)) for r, row in enumerate(self.pipelines) if rank in row)
 
 
+class Channel(NamedTuple):
+    """A process group, and where its collectives take their tensors from."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+
 @dataclass(frozen=True)
 class Groups:
     """This rank's place in the grid, and its process groups.
@@ -86,6 +95,7 @@ class Groups:
         neighbours: the same ranks, for messages between stages: on devices, where each pair has a communicator, so
             that a send does not wait behind a receive from another rank.
         replicas: the ranks with this place in all pipelines.
+        host: the ranks of the pipeline, for what one host has to know of another: nobody waits for a device there.
     """
 
     grid: Grid
@@ -94,6 +104,7 @@ class Groups:
     pipeline: dist.ProcessGroup
     neighbours: dist.ProcessGroup
     replicas: dist.ProcessGroup
+    host: Channel
 
     @classmethod
     def create(cls, grid: Grid, timeout: timedelta | None = None, device: torch.device = _CPU) -> Groups:
@@ -104,8 +115,10 @@ class Groups:
         mine, equals = list(grid.pipelines[replica]), list(grid.places[place])
         # every rank in this order, so that nobody waits for one that waits for another
         pipeline = create_group(mine, f"{name}-pipeline-{replica}", limit, device)
-        neighbours = pipeline
+        neighbours, host = pipeline, Channel(pipeline, device)
         if device.type != "cpu":
             neighbours = create_group(mine, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
+        if dist.get_backend(pipeline) == "nccl" and dist.is_gloo_available():
+            host = Channel(new_group_among(mine, f"{name}-host-{replica}", limit, backend="gloo"), _CPU)
         replicas = create_group(equals, f"{name}-replicas-{place}", limit, device)
-        return cls(grid, replica, place, pipeline, neighbours, replicas)
+        return cls(grid, replica, place, pipeline, neighbours, replicas, host)

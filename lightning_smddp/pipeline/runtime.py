@@ -150,7 +150,7 @@ class PipelineRuntime:
                     self.engine.train(count, boundaries)
                 else:
                     self.engine.evaluate(count, boundaries)
-            require_no_departure(self._running.failures, self.groups.pipeline, self.device)
+            require_no_departure(self._running.failures, *self.groups.host)
             return self._running.results if self.ends_here else []
         finally:
             self._running = None

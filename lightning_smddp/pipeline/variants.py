@@ -142,12 +142,9 @@ class Variants:
         return None
 
     def _require_same_courses(self, found: Sequence[Course]) -> None:
-        """Raise ``RuntimeError`` on every rank if one goes another way: others would wait for it. Collective.
-
-        Not on accelerators: asking would make the host wait for the device once more at every step.
-        """
-        group, device = self.runtime.groups.pipeline, self.runtime.device
-        if device.type != "cpu" or group.size() == 1:
+        """Raise ``RuntimeError`` on every rank if one goes another way: others would wait for it. Collective."""
+        group, device = self.runtime.groups.host
+        if group.size() == 1:
             return
         numbers = [next(i for i, staged in enumerate(self.steps) if staged is course[0]) for course in found]
         if same_everywhere(numbers, group, device):

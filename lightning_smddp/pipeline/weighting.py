@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.pipeline.host_values import HostOf
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.structure import Path, items
 
@@ -44,16 +45,24 @@ class Weighting:
     class_weights: tuple[float, ...] = ()
     fits: bool = field(default=True, compare=False)
 
-    def apply(self, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The same micro-batches with these weights; by rows where there is no such tensor, or nothing counts."""
+    def apply(self, microbatches: Sequence[MicroBatch], host_of: HostOf | None = None) -> list[MicroBatch]:
+        """The same micro-batches with these weights; by rows where there is no such tensor, or nothing counts.
+
+        Args:
+            microbatches: of one batch.
+            host_of: where values on a device are looked up. What is not known there is asked of the device: once.
+        """
         if self.kind == "rows" or len(microbatches) == 1:
             return list(microbatches)
         if self.kind == "sum":
             return [replace(microbatch, weight=1.0) for microbatch in microbatches]
-        found = [count for m in microbatches if (count := self.count(m.value)) is not None]
-        if len(found) < len(microbatches):
+        leaves = [leaf for m in microbatches if (leaf := self._counted(m.value)) is not None]
+        if len(leaves) < len(microbatches):
             return list(microbatches)
-        counts: list[float] = torch.stack(found).tolist()  # one question to the device for all of them
+        known = [] if host_of is None else [here for leaf in leaves if (here := host_of(leaf)) is not None]
+        if len(known) == len(leaves):
+            leaves = known
+        counts: list[float] = torch.stack([self._count(leaf) for leaf in leaves]).tolist()
         total = sum(counts)
         if not total > 0:
             return list(microbatches)
@@ -61,9 +70,14 @@ class Weighting:
 
     def count(self, value: Any) -> Tensor | None:
         """What a micro-batch counts, a scalar on its device; None if it has no such tensor."""
+        leaf = self._counted(value)
+        return None if leaf is None else self._count(leaf)
+
+    def _counted(self, value: Any) -> Tensor | None:
         leaf = next((leaf for path, leaf in items(value) if path == self.path), None)
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            return None
+        return leaf if isinstance(leaf, Tensor) and leaf.dim() else None
+
+    def _count(self, leaf: Tensor) -> Tensor:
         if leaf.dim() > 1 and self.skip:
             leaf = leaf[:, self.skip :] if self.skip > 0 else leaf[:, : self.skip]
         if self.kind == "entries":

@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smddp.pipeline.host_values import HostValues
 from lightning_smddp.pipeline.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.row_evidence import Evidence, evidence, has_time_first
 from lightning_smddp.pipeline.splitter import Splitter
+from lightning_smddp.pipeline.weighting import Weighting
 from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.strategies.division_table import looks_at_other_rows
 from lightning_smddp.strategies.loader_sizes import loader_sizes
@@ -38,14 +40,22 @@ class BatchCutter:
         groups: this rank's place.
         device: of this rank.
         num_stages: of the pipeline.
+        values: what the host knows of the batch on the device.
     """
 
     def __init__(
-        self, module: nn.Module, options: PipelineOptions, groups: Groups, device: torch.device, num_stages: int
+        self,
+        module: nn.Module,
+        options: PipelineOptions,
+        groups: Groups,
+        device: torch.device,
+        num_stages: int,
+        values: HostValues,
     ) -> None:
         self.module, self.options, self.groups, self.device, self.num_stages = (
             module, options, groups, device, num_stages
         )  # fmt: skip
+        self._values = values
         hook = options.split_batch or getattr(module, "split_batch", None)
         self.splitter = Splitter(options.batch_size_fn, hook if callable(hook) else None)
         self.looks_across_rows = False  # the loss: no weights make it of those of micro-batches
@@ -77,6 +87,10 @@ class BatchCutter:
         ):
             return parts
         return [self.splitter.whole(batch)]
+
+    def weighted(self, weighting: Weighting, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of a batch with their weights."""
+        return weighting.apply(microbatches, self._values.of)
 
     def doubtful(self, batch: Any, step: LightningStep) -> MicroBatch | None:
         """The whole batch, if :meth:`cut` left it whole only because nobody has tried yet whether rows come first."""

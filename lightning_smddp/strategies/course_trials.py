@@ -37,7 +37,7 @@ def find_courses(
         check: whether to look at weights.
         is_first: whether they were found with this batch.
     """
-    microbatches = divided.weighting.apply(cutter.cut(batch, step, can_try=False))
+    microbatches = cutter.weighted(divided.weighting, cutter.cut(batch, step, can_try=False))
     courses = divided.courses(step, microbatches)
     if not divided.take_unforeseen(step) or is_first or not check or not divided.weighting.fits:
         return microbatches, courses
@@ -50,7 +50,7 @@ def find_courses(
     cutter.looks_across_rows = True
     if dist.get_rank() == 0:
         warnings.warn(f"{problem} {cutter.consequence()}", stacklevel=2)
-    microbatches = divided.weighting.apply(cutter.cut(batch, step, can_try=False))
+    microbatches = cutter.weighted(divided.weighting, cutter.cut(batch, step, can_try=False))
     return microbatches, divided.courses(step, microbatches)
 
 

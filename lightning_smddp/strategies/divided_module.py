@@ -32,7 +32,7 @@ from lightning_smddp.pipeline.materialise import materialise
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.parameter_hooks import ParameterHooks
-from lightning_smddp.pipeline.placement import Groups
+from lightning_smddp.pipeline.placement import Channel, Groups
 from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
 from lightning_smddp.pipeline.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.reference import Reference, seeding
@@ -138,7 +138,7 @@ class DividedModule:
         self.runtime = PipelineRuntime(
             module, groups, device, options.schedule, len(ranks), of_stage, options.activation_checkpointing, recorder
         )
-        self.view = GlobalView(module, ownership, groups.pipeline, device)
+        self.view = GlobalView(module, ownership, groups.pipeline, device, groups.host)
         self.buffers = SharedBuffers(self.view, ownership, ranks)
         self._variants: dict[Any, Variants] = {}
         self._count = len(microbatches)  # of the batch that is worked on
@@ -164,7 +164,7 @@ class DividedModule:
         self._count = len(microbatches)
         draws = variants is None or any(staged.program.draws for staged in variants.steps)
         torch_too = variants is None or any(staged.program.shares_draws for staged in variants.steps)
-        step.random = self._share_random(self.groups.pipeline, torch_too) if draws else None
+        step.random = self._share_random(self.groups.host, torch_too) if draws else None
         return self.courses_of(step, microbatches)
 
     def courses_of(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[Course]:
@@ -186,16 +186,16 @@ class DividedModule:
         """Find another course for ``step``. Collective. Raises ``SplitError`` on every rank if there is none."""
         self._variants[step.key].learn(step, microbatches, courses, failures)
 
-    def _share_random(self, group: dist.ProcessGroup, torch_too: bool = True) -> SharedRandom:
-        """The first rank's random numbers of Python, and of torch, for all. Collective over ``group``."""
+    def _share_random(self, channel: Channel, torch_too: bool = True) -> SharedRandom:
+        """The first rank's random numbers of Python, and of torch, for all. Collective over ``channel``."""
         sources = PythonRandom(self.module, self.device if torch_too else None)
-        states = broadcast_json(to_json(sources.get()), group, self.device)
+        states = broadcast_json(to_json(sources.get()), *channel)
         return SharedRandom(sources, from_json(states))
 
     def go_on(self, step: LightningStep) -> None:
         """What Python draws after ``step`` follows what it drew in it. Collective over the pipeline."""
         if step.random is not None:
-            end = broadcast_json(to_json(step.random.end), self.groups.pipeline, self.device, self.runtime.last_rank)
+            end = broadcast_json(to_json(step.random.end), *self.groups.host, self.runtime.last_rank)
             step.random.sources.set(from_json(end))
 
     def take_unforeseen(self, step: LightningStep) -> bool:
@@ -253,7 +253,7 @@ class DividedModule:
         group = self.groups.pipeline
         self.buffers.share()
         if step.random is None:
-            step.random = self._share_random(group)
+            step.random = self._share_random(self.groups.host)
         try:
             with step.random.at(index), torch.set_grad_enabled(step.trains):  # so that the begin is no change
                 traced = record(step.alone(microbatch, index), self.module, self.device, group, self._fetch)
@@ -322,7 +322,7 @@ class DividedModule:
         world = dist.group.WORLD
         assert world is not None
         first, last = microbatches[0], microbatches[-1]
-        step.random = self._share_random(world)
+        step.random = self._share_random(Channel(world, self.device))
         trial = Trial(
             step.alone(last, len(microbatches) - 1),
             step.alone(first),

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_smddp.strategies.nonfinite import is_changed_hook
+from lightning_smddp.strategies.pipeline_step import Scale
+
 
 class _HandOver(torch.autograd.Function):
     @staticmethod
@@ -35,10 +38,28 @@ def connected(loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
     return result
 
 
-def factor_of(arrived: Tensor, expected: float) -> float:
-    """By how much the gradient at the loss differs from what the schedule assumed."""
-    value = float(arrived)
+def factor_of(arrived: Tensor, expected: Scale) -> float:
+    """By how much the gradient at the loss differs from what the schedule assumed. Waits for a device."""
+    value, expected = float(arrived), float(expected)
     if value == expected or expected == 0.0:
         return 1.0
     ratio = value / expected
     return 1.0 if abs(ratio - 1.0) < 1e-6 else ratio
+
+
+def scale_of(scaler: Any, device: torch.device) -> Scale:
+    """What a gradient scaler multiplies losses by; on a device it stays there, as reading it waits."""
+    if device.type == "cpu":
+        return float(scaler.get_scale())
+    scale: Tensor = scaler.scale(torch.ones((), device=device))
+    return scale
+
+
+def arrives_as_expected(trainer: Any) -> bool:
+    """Whether nobody but Lightning has the loss in its hands between the step and its backward pass."""
+    module, plugin = trainer.lightning_module, trainer.precision_plugin
+    hooks = [(owner, "on_before_backward") for owner in (module, *trainer.callbacks)]
+    hooks += [(module, "backward"), (plugin, "pre_backward"), (plugin, "backward")]
+    if any(is_changed_hook(owner, hook) for owner, hook in hooks):
+        return False
+    return type(getattr(plugin, "scaler", None)) in (type(None), torch.amp.GradScaler, torch.cuda.amp.GradScaler)

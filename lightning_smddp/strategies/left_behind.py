@@ -180,7 +180,7 @@ class LeftBehind:
         """
         if not self.changing:
             return
-        reports = gather_json(self._report(last_stage), view.group, view.device)
+        reports = gather_json(self._report(last_stage), view.agreement.group, view.agreement.device)
         offers: dict[tuple[str, Place], list[_Offer]] = defaultdict(list)
         held: dict[int, _Offer] = {}
         wanted: dict[tuple[str, Place], _Wanted] = {}

@@ -138,6 +138,12 @@ def changes_gradients(trainer: Any, *hooks: str) -> bool:
     return any(hasattr(owner, hook) and is_changed_hook(owner, hook) for owner in owners for hook in hooks)
 
 
+def changes_batch(trainer: Any) -> bool:
+    """Whether the user's code gets a batch when it is on the device."""
+    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None)]
+    return any(owner is not None and is_changed_hook(owner, "on_after_batch_transfer") for owner in owners)
+
+
 def loss_watchers(trainer: Any) -> list[Any]:
     """Callbacks that end a run when the loss is not finite: Lightning's ``SpikeDetection`` and what is made of it."""
     return [callback for callback in trainer.callbacks if any(map(_is_spike_detection, type(callback).__mro__))]

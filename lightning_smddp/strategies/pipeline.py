@@ -29,10 +29,10 @@ from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.verification import Finding
 from lightning_smddp.strategies.exact_resume import ExactResume
 from lightning_smddp.strategies.guarded import Guarded
-from lightning_smddp.strategies.hand_over import connected
+from lightning_smddp.strategies.hand_over import arrives_as_expected, connected, factor_of
 from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.layouts import Place
-from lightning_smddp.strategies.nonfinite import by_asking, loss_watchers
+from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.option_checks import refuse_all, require_arguments_of_ddp
 from lightning_smddp.strategies.parts import require_whole
 from lightning_smddp.strategies.pipeline_checks import (
@@ -281,6 +281,13 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
 
     # ---- steps ----
 
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move the batch, and note what the host knows of it then; not of what a hook of the user's makes of it."""
+        if self._staged is None or changes_batch(self._trainer):
+            return super().batch_to_device(batch, *args, **kwargs)
+        with self._staged.host_values.noted():
+            return super().batch_to_device(batch, *args, **kwargs)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of all micro-batches; the gradients are handed over in ``backward``."""
         staged = self._require_staged()
@@ -294,7 +301,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             return output
 
         def deliver(arrived: Tensor) -> None:
-            staged.deliver(arrived, expected, accumulates)
+            is_known = arrived.is_cuda and arrives_as_expected(trainer)
+            staged.deliver(1.0 if is_known else factor_of(arrived, expected), accumulates)
 
         if isinstance(output, dict):
             return {**output, "loss": connected(output["loss"], deliver)}

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from lightning_smddp.strategies.step_results import Observed
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+
+Scale: TypeAlias = float | Tensor  # the latter a scalar on the device
 
 _FAILED = "The step fails: "
 _HOOKS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -49,7 +51,7 @@ class LightningStep:
         arguments: Sequence[Any],
         precision: Callable[[], AbstractContextManager[Any]],
         capture: StepCapture,
-        scale: float = 1.0,
+        scale: Scale = 1.0,
     ) -> None:
         assert hook in _HOOKS
         self.module, self.hook, self.arguments = module, hook, tuple(arguments)

@@ -26,6 +26,7 @@ from lightning_smddp.pipeline.full_state import (
     load_full_state_dict,
     partial_state_dict,
 )
+from lightning_smddp.pipeline.host_values import HostValues
 from lightning_smddp.pipeline.links import find_links
 from lightning_smddp.pipeline.microbatches import MicroBatch, UncombinableError
 from lightning_smddp.pipeline.optimizer_state import OptimizerPartition, require_divisible
@@ -43,12 +44,12 @@ from lightning_smddp.strategies.course_trials import find_courses
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
 from lightning_smddp.strategies.evaluation_trials import EvaluationTrials
-from lightning_smddp.strategies.hand_over import factor_of
+from lightning_smddp.strategies.hand_over import scale_of
 from lightning_smddp.strategies.lockstep import Lockstep
 from lightning_smddp.strategies.parts import BY_EXCEPTION, leave_in_parts, made_whole
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
-from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
+from lightning_smddp.strategies.pipeline_step import LightningStep, Scale, loss_of
 from lightning_smddp.strategies.replicated_module import ReplicatedModule
 from lightning_smddp.strategies.rounds import run_rounds
 from lightning_smddp.strategies.second_attempts import make_whole, require_whole_possible, run_batch
@@ -92,8 +93,9 @@ class StagedModule:
         self.rank_of_stage = options.schedule.rank_of_stage(self.num_stages, size)
         self.last_rank = self.rank_of_stage[-1]
         replicas = groups.replicas if groups.grid.num_replicas > 1 else None
-        self.agreement = BatchAgreement(groups.pipeline, device)
-        self.cutter = BatchCutter(module, options, groups, device, self.num_stages)
+        self.host_values = HostValues()
+        self.agreement = BatchAgreement(groups.pipeline, device, groups.host, self.host_values)
+        self.cutter = BatchCutter(module, options, groups, device, self.num_stages, self.host_values)
         self.metrics = PipelineMetrics(module, groups.pipeline, self.last_rank, device, replicas)
         self.capture = StepCapture(module, metrics=self.metrics)
         self.recorder: Recorder | None = None
@@ -175,7 +177,7 @@ class StagedModule:
     # ---- steps ----
 
     def train(
-        self, batch: Any, arguments: Sequence[Any], scale: float, continues: bool, may_drop: bool, accumulates: bool
+        self, batch: Any, arguments: Sequence[Any], scale: Scale, continues: bool, may_drop: bool, accumulates: bool
     ) -> Any:
         """Forward and backward of a batch; what the step returns for the whole of it, on every rank.
 
@@ -261,10 +263,10 @@ class StagedModule:
         self.divided, self._partitions = None, []
         self.replicate(str(error))
 
-    def deliver(self, arrived: Tensor, expected: float, accumulates: bool) -> None:
-        """Set ``.grad`` to what the last :meth:`train` made. Collective."""
+    def deliver(self, factor: float, accumulates: bool) -> None:
+        """Set ``.grad`` to what the last :meth:`train` made, times ``factor``. Collective."""
         assert self.divided is not None
-        self.divided.window.deliver(factor_of(arrived, expected))
+        self.divided.window.deliver(factor)
         for partition in self._partitions:
             partition.refresh()
             if self._scaler() is not None and not accumulates:
@@ -362,22 +364,22 @@ class StagedModule:
             results = self.lockstep.run(step, whole.value, whole.size, view)
         return results.apply(self.module, self.metrics)
 
-    def scale(self) -> float:
+    def scale(self) -> Scale:
         """What a gradient scaler multiplies losses by."""
         scaler = self._scaler()
-        return 1.0 if scaler is None else float(scaler.get_scale())
+        return 1.0 if scaler is None else scale_of(scaler, self.device)
 
     def _scaler(self) -> Any:
         scaler = getattr(self._plugin, "scaler", None)
         return scaler if scaler is not None and scaler.is_enabled() else None
 
-    def _step(self, hook: str, arguments: Sequence[Any], scale: float = 1.0) -> LightningStep:
+    def _step(self, hook: str, arguments: Sequence[Any], scale: Scale = 1.0) -> LightningStep:
         return LightningStep(self.module, hook, arguments, lambda: self.context(hook), self.capture, scale)
 
     def _microbatches(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
         can_try = self.divided is None and is_whole(self.module, self.device)
-        microbatches = self.cutter.cut(batch, step, can_try)
-        return microbatches if self.divided is None else self.divided.weighting.apply(microbatches)
+        parts = self.cutter.cut(batch, step, can_try)
+        return parts if self.divided is None else self.cutter.weighted(self.divided.weighting, parts)
 
     def _casts_weights(self) -> bool:
         with self.context("training_step"):
@@ -403,7 +405,8 @@ class StagedModule:
                 results = str(error)
         cache = self._caches.setdefault(step.key, HeaderCache())
         like = self.capture.examples.get(step.key)
-        shared = broadcast_results(results, self.groups.pipeline, self.last_rank, self.device, cache, like)
+        groups = self.groups
+        shared = broadcast_results(results, groups.pipeline, self.last_rank, self.device, cache, like, groups.host)
         if isinstance(shared, str):
             self.capture.clear()
         return shared
@@ -588,6 +591,7 @@ class StagedModule:
                     self.divided = None
             elif not gather:
                 leave_in_parts(self.module, BY_EXCEPTION)
+        self.host_values.forget()
         self.metrics.close()
         if self._plugin is not None:
             vars(self._plugin).pop("clip_grad_by_norm", None)

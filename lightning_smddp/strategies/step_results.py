@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_smddp._compat import set_forward_cache, set_update_count
 from lightning_smddp.pipeline.broadcast import HeaderCache, broadcast_structure, in_containers_of
+from lightning_smddp.pipeline.placement import Channel
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
 from lightning_smddp.strategies.step_attributes import Place, apply_changes
 
@@ -94,6 +95,7 @@ def broadcast_results(
     device: torch.device,
     cache: HeaderCache | None = None,
     like: Any = None,
+    host: Channel | None = None,
 ) -> StepResults | str:
     """The results of ``group``'s rank ``src`` on all its ranks. Collective.
 
@@ -104,11 +106,12 @@ def broadcast_results(
         device: where collectives take their tensors from.
         cache: one for each kind of step; see :func:`broadcast_structure`.
         like: an output of the step, whose containers the received output gets.
+        host: see :func:`broadcast_structure`.
 
     Raises:
         ValueError: on every rank: the step returned, appended or set something that cannot be sent.
     """
-    received = broadcast_structure(results, group, src, device, cache=cache)
+    received = broadcast_structure(results, group, src, device, cache=cache, host=host)
     if isinstance(received, (StepResults, str)):
         return received
     received["logs"] = [Log(**log) for log in received["logs"]]

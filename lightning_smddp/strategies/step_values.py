@@ -46,6 +46,8 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -
         return _as_first(values, reduce_values("mean" if rule == "rms" else "sum", squares, weights) ** 0.5)
     if rule == "mean" and any(weights) and not all(weights):  # a loss of nothing is nan
         values, weights = zip(*[(v, w) for v, w in zip(values, weights, strict=True) if w], strict=True)
+    if rule == "mean" and not any(weights):
+        weights = [1.0] * len(values)
     if not any(isinstance(value, Tensor) for value in values):
         return _reduce_numbers(rule, values, weights)
     device = next(value.device for value in values if isinstance(value, Tensor))

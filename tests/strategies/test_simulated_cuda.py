@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import ExitStack
+import os
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
-from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
-from tests.simulated_cuda.synchronisations import counted, table
-from tests.strategies.learners import Learner, assert_equal, fit, silent
+from tests.strategies.learners import Learner, assert_equal, fit, samples, silent
 from tests.strategies.pipeline_learners import Bench, Net, assert_same
 
 pytestmark = pytest.mark.simulated_cuda
@@ -33,72 +32,82 @@ def test_smddp_equals_one_process(ranks: int, algorithms: list[str]) -> None:
             assert_same(ours.weights, alone.weights)
 
 
-def fit_pipelines() -> list[Any]:
-    layouts = [{"schedule": "1f1b"}, {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2}]
-    return [Bench(layout).fit(Net(), max_epochs=1)["weights"] for layout in layouts]
+class OwnBatches(Net):
+    """Ranks have other batches: those of the first count. Some labels do not."""
+
+    first = 0  # of this process's numbers
+
+    def train_dataloader(self) -> Any:
+        inputs, labels = samples(self.count).tensors
+        labels = torch.where(torch.arange(len(labels)) % 5 == 0, -100, labels)
+        return DataLoader(TensorDataset(inputs + self.first, labels.roll(self.first)), batch_size=self.batch_size)
+
+
+class OwnOnDevice(OwnBatches):
+    """They differ only when they are on the device."""
+
+    def train_dataloader(self) -> Any:
+        self.first, first = 0, self.first
+        loader, self.first = super().train_dataloader(), first
+        return loader
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + self.first, batch[1].roll(self.first)]
+
+
+class ChangesInHook(OwnOnDevice):
+    """The same, in place."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        batch[0].add_(self.first)
+        batch[1].copy_(batch[1].roll(self.first))
+
+
+class OwnBackward(Net):
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        (3.0 * loss).backward()
+
+
+class BehindLoss(Callback):
+    """Has the loss in its hands before the backward pass."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        loss.register_hook(lambda gradient: 0.5 * gradient)
+
+
+CASES: dict[str, tuple[type[Net], list[type[Callback]]]] = {
+    "plain": (Net, []),
+    "batches of their own": (OwnBatches, []),
+    "batches of their own on the device": (OwnOnDevice, []),
+    "batches changed in a hook": (ChangesInHook, []),
+    "own backward": (OwnBackward, []),
+    "a hook on the loss": (Net, [BehindLoss]),
+}
+
+
+def fit_pipelines() -> dict[str, list[Any]]:
+    OwnBatches.first = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    layouts: list[dict[str, Any]] = [
+        {"schedule": "1f1b"},
+        {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2},
+    ]
+    return {name: [_fit_case(name, layout) for layout in layouts[: 1 + (name == "plain")]] for name in CASES}
+
+
+def _fit_case(name: str, layout: dict[str, Any]) -> Any:
+    module, callbacks = CASES[name]
+    return Bench(layout).fit(module(), max_epochs=1, callbacks=[make() for make in callbacks])["weights"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_pipelines_equal_one_process(ranks: int) -> None:
-    alone = fit("auto", Net(), accelerator="cpu", max_epochs=1)
-    for outcomes in run_trainer_ranks(fit_pipelines, ranks):
-        for weights in outcomes:
-            assert_same(weights, alone.weights)
-
-
-# ---- host synchronisations ----
-
-# Of a pipeline's step, without user code that asks for values. To come down to 2.
-PER_STEP, PER_MICROBATCH = 6, 0
-
-
-class CountOneStep(Callback):
-    """Those of the fourth step; the first ones prepare things."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self._stack = ExitStack()
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 3:
-            self.counts = self._stack.enter_context(counted())
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._stack.close()
-
-
-class Silent(Net):
-    """Asks for no value on the host."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-
-def count_data_parallel() -> list[Any]:
-    return [_counted_fit(strategy) for strategy in ("ddp", silent())]
-
-
-def count_pipelines() -> list[Any]:
-    quiet = {"verbose": False, "tuning_cache": False}
-    return [_counted_fit(PipelineStrategy(num_microbatches=count, **quiet)) for count in (2, 4)]
-
-
-def _counted_fit(strategy: Any) -> Counter[tuple[str, str]]:
-    counts = CountOneStep()
-    fit(strategy, Silent(), max_epochs=1, callbacks=[counts])
-    return counts.counts
-
-
-def test_synchronisations_of_a_data_parallel_step() -> None:
-    for stock, ours in run_trainer_ranks(count_data_parallel, 2):
-        assert ours.total() <= stock.total() + 1, f"ddp:\n{table(stock)}\nsmddp:\n{table(ours)}"
-
-
-def test_synchronisations_of_a_pipeline_step() -> None:
-    for few, many in run_trainer_ranks(count_pipelines, 2):
-        places = f"2 micro-batches:\n{table(few)}\n4 micro-batches:\n{table(many)}"
-        per_microbatch = (many.total() - few.total()) / 2
-        assert per_microbatch <= PER_MICROBATCH, places
-        assert few.total() - 2 * per_microbatch <= PER_STEP, places
+    outcomes = run_trainer_ranks(fit_pipelines, ranks)
+    for name, (module, callbacks) in CASES.items():
+        more = {"accelerator": "cpu", "max_epochs": 1, "callbacks": [make() for make in callbacks]}
+        alone = fit("auto", module(), **more)
+        for outcome in outcomes:
+            for weights in outcome[name]:
+                assert_same(weights, alone.weights)

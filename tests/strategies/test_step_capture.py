@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -60,6 +61,8 @@ def test_means_of_equal_values_and_of_integers() -> None:
     assert reduce_values("mean", [torch.tensor(1), torch.tensor(2)], [1, 3]).item() == 1.75
     assert reduce_values("mean", [torch.tensor([1.0]), 3], [1, 1]).equal(torch.tensor(2.0))
     assert reduce_values("max", [True, False], [1, 1]) is True
+    assert math.isnan(reduce_values("mean", [math.nan], [0.0]))  # a micro-batch of which nothing counts
+    assert math.isnan(float(reduce_values("mean", [torch.tensor(math.nan)], [0.0])))
 
 
 def test_calls_keep_their_number_and_order() -> None:

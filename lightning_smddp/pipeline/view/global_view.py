@@ -16,6 +16,7 @@ from lightning_smddp._compat import swap_contents, without_torch_function
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.patches import user_place
+from lightning_smddp.pipeline.placement import Channel
 from lightning_smddp.pipeline.structure import map_leaves
 from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.agreement import Agreement, Ask
@@ -43,9 +44,17 @@ class GlobalView:
         ownership: who holds what.
         group: the pipeline.
         device: of this rank.
+        host: the same ranks as ``group``, for messages without values; None is ``group`` itself.
     """
 
-    def __init__(self, module: nn.Module, ownership: Ownership, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ownership: Ownership,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        host: Channel | None = None,
+    ) -> None:
         self.module, self.group, self.device, self.rank = module, group, device, group.rank()
         self.operations = Operations(self)
         self.serial = 0  # of the next tensor that is made
@@ -60,7 +69,7 @@ class GlobalView:
         self.gradients = ViewGradients(self)
         self.random = SharedRandomState(self)
         self.requests = Requests(self)
-        self.agreement = Agreement(group, device, self.requests.serve)
+        self.agreement = Agreement(*(host or Channel(group, device)), self.requests.serve)
         self._modes: ExitStack | None = None
 
     # ---- entering ----

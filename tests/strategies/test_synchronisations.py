@@ -1,0 +1,136 @@
+"""How often a training step makes the host wait for its (simulated) device, by line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_smddp import PipelineStrategy
+from tests.ranks import run_trainer_ranks
+from tests.simulated_cuda.synchronisations import counted, table
+from tests.strategies.learners import CLASSES, fit, samples, silent
+from tests.strategies.pipeline_learners import Net
+
+pytestmark = pytest.mark.simulated_cuda
+
+# Of a pipeline's step, and for each micro-batch, without user code that asks for values.
+PER_STEP, PER_MICROBATCH = 2, 0
+
+
+class CountOneStep(Callback):
+    """Those of the fourth step; the first ones prepare things."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._stack = ExitStack()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.counts = self._stack.enter_context(counted())
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._stack.close()
+
+
+class Silent(Net):
+    """Asks for no value on the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+
+class Labels(Silent):
+    """Some labels do not count, so micro-batches are weighted by those that do."""
+
+    def train_dataloader(self) -> Any:
+        inputs, labels = samples(self.count).tensors
+        labels = torch.where(torch.arange(len(labels)) % 5 == 0, -100, labels)
+        return DataLoader(TensorDataset(inputs, labels), batch_size=self.batch_size)
+
+
+class Metrics(Silent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(CLASSES, validate_args=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch[0])
+        self.accuracy.update(out, batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return F.cross_entropy(out, batch[1])
+
+
+class Augmented(Labels):
+    """Makes another batch of it on the device, so that only the device knows what is in it."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 0.5, batch[1].clone()]
+
+
+class ReadsMask(Silent):
+    """Asks for one value of each micro-batch itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if bool((batch[0] > 100).any()):
+            raise AssertionError("no sample is so large")
+        return super().training_step(batch, batch_idx)
+
+
+CASES: dict[str, tuple[type[Net], dict[str, Any], dict[str, Any]]] = {
+    "plain": (Silent, {}, {}),
+    "16-mixed": (Silent, {}, {"precision": "16-mixed"}),
+    "clipped": (Silent, {}, {"gradient_clip_val": 0.5}),
+    "labels": (Labels, {}, {}),
+    "metrics": (Metrics, {}, {}),
+    "replicas": (Silent, {"pipeline_parallel_size": 1}, {}),
+    "augmented": (Augmented, {}, {}),
+    "reads": (ReadsMask, {}, {}),
+}
+
+
+def count_steps(strategy: Any, module: Net, **options: Any) -> Counter[tuple[str, str]]:
+    counts = CountOneStep()
+    fit(strategy, module, max_epochs=1, callbacks=[counts], **options)
+    assert counts.counts is not None
+    return counts.counts
+
+
+def count_data_parallel() -> list[Any]:
+    return [count_steps(strategy, Silent()) for strategy in ("ddp", silent())]
+
+
+def count_pipeline(module: type[Net], layout: dict[str, Any], options: dict[str, Any]) -> list[Any]:
+    quiet = {"verbose": False, "tuning_cache": False}
+    return [
+        count_steps(PipelineStrategy(num_microbatches=count, **quiet, **layout), module(), **options)
+        for count in (2, 4)
+    ]
+
+
+def count_pipelines() -> dict[str, list[Any]]:
+    return {name: count_pipeline(*case) for name, case in CASES.items()}
+
+
+def test_of_a_data_parallel_step() -> None:
+    for stock, ours in run_trainer_ranks(count_data_parallel, 2):
+        assert ours.total() <= stock.total() + 1, f"ddp:\n{table(stock)}\nsmddp:\n{table(ours)}"
+
+
+def test_of_a_pipeline_step() -> None:
+    for found in run_trainer_ranks(count_pipelines, 2):
+        for name, (few, many) in found.items():
+            places = f"{name}\n2 micro-batches:\n{table(few)}\n4 micro-batches:\n{table(many)}"
+            per_microbatch = (many.total() - few.total()) / 2
+            users = 1 if name == "reads" else 0  # the user's own, once for each micro-batch
+            assert per_microbatch <= PER_MICROBATCH + users, places
+            assert few.total() - 2 * users <= PER_STEP, places
