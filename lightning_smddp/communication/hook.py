@@ -80,7 +80,7 @@ class GradientSynchronizer:
         future = self._sparse_mean(tensor) if tensor.is_sparse else self._dense_mean(algorithm, bucket)
         intra, inter = self._traffic(algorithm, tensor, size, bucket)
         self.recorder.hook_left(entered, size, intra, inter)
-        if future.done():
+        if future.done() and not tensor.is_cuda:  # on a device that says nothing
             self._done(future)  # raises what the exchange raised
             return future
         return future.then(self._done)
@@ -118,7 +118,7 @@ class GradientSynchronizer:
 
     def report(self) -> CommunicationReport:
         """What communication cost so far. Collective."""
-        return CommunicationReport.collect(self.recorder.read(), self.communicator)
+        return CommunicationReport.collect(self.recorder.read(wait=True), self.communicator)
 
     def close(self) -> None:
         """Free threads and shared memory. The communicator belongs to the caller."""

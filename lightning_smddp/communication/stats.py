@@ -1,11 +1,17 @@
-"""Clock of the gradient exchange: when buckets came, when they were done, who was waited for."""
+"""Clock of the gradient exchange: when buckets came, when they were done, who was waited for.
+
+On a device the host only launches: its clock tells nothing of the work. There events are recorded on the streams, and
+read when they have passed, mostly a step later, so that the host waits for none.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
+
+import torch
 
 
 @dataclass
@@ -70,10 +76,7 @@ class Recorder:
         with self._lock:
             self.step.blocked_s += now - entered
             self.step.hook_left = now
-            self.totals.buckets += 1
-            self.totals.gradient_bytes += gradient_bytes
-            self.totals.intra_node_bytes += intra_bytes
-            self.totals.inter_node_bytes += inter_bytes
+            self._count(gradient_bytes, intra_bytes, inter_bytes)
 
     def bucket_done(self) -> None:
         """A bucket is reduced."""
@@ -84,8 +87,8 @@ class Recorder:
             if self.step.in_flight == 0:
                 self.step.busy_s += now - self.step.in_flight_since
 
-    def read(self) -> Totals:
-        """Totals up to now."""
+    def read(self, wait: bool = False) -> Totals:
+        """Totals up to now; with ``wait`` also of what a device has not come to yet."""
         with self._lock:
             self._close_step()
             return self.totals
@@ -97,8 +100,103 @@ class Recorder:
         # Backward stood still in the hook, and after the last hook until the last bucket was done.
         exposed = step.blocked_s + max(0.0, step.done - step.hook_left)
         exposed = min(exposed, max(step.busy_s, step.blocked_s))
+        self._add(exposed, step.busy_s)
+        self.step = StepStats()
+
+    def _count(self, gradient_bytes: int, intra_bytes: int, inter_bytes: int) -> None:
+        self.totals.buckets += 1
+        self.totals.gradient_bytes += gradient_bytes
+        self.totals.intra_node_bytes += intra_bytes
+        self.totals.inter_node_bytes += inter_bytes
+
+    def _add(self, exposed: float, busy: float) -> None:
         self.totals.steps += 1
         self.totals.exposed_s += exposed
-        self.totals.hidden_s += max(0.0, step.busy_s - exposed)
+        self.totals.hidden_s += max(0.0, busy - exposed)
         self.last_exposed_s = exposed
-        self.step = StepStats()
+
+
+@dataclass
+class DeviceStep:
+    """Events of one backward pass: when each bucket came, on backward's stream, and when it was reduced."""
+
+    came: list[torch.cuda.Event] = field(default_factory=list)
+    done: list[torch.cuda.Event] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each bucket has both events."""
+        return len(self.came) == len(self.done) > 0
+
+    def has_passed(self) -> bool:
+        """Whether the device has come to the end of it. Does not wait."""
+        return all(event.query() for event in self.done)
+
+    def times(self) -> tuple[float, float]:
+        """Seconds that backward stood still at its end, and that at least one bucket was in flight."""
+        first = self.came[0]
+        spans = [(first.elapsed_time(a) / 1e3, first.elapsed_time(b) / 1e3) for a, b in zip(self.came, self.done)]  # noqa: B905
+        busy, end = 0.0, 0.0
+        for began, ended in sorted(spans):
+            busy += max(0.0, ended - max(began, end))
+            end = max(end, ended)
+        return max(0.0, end - spans[-1][0]), busy  # backward is over when the last bucket comes
+
+
+class DeviceRecorder(Recorder):
+    """A :class:`Recorder` for gradients on a CUDA device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._running = DeviceStep()
+        self._pending: deque[DeviceStep] = deque()
+
+    def bucket_started(self, first: bool) -> float:
+        """See :class:`Recorder`. Called on the stream of backward."""
+        with self._lock:
+            if first:
+                self._end_step()
+                self._take_passed()
+            self._running.came.append(_event())
+        return 0.0
+
+    def hook_left(self, entered: float, gradient_bytes: int, intra_bytes: int, inter_bytes: int) -> None:
+        """See :class:`Recorder`. That the host was in the hook tells nothing."""
+        with self._lock:
+            self._count(gradient_bytes, intra_bytes, inter_bytes)
+
+    def bucket_done(self) -> None:
+        """See :class:`Recorder`. Called on a stream that waits for the bucket."""
+        with self._lock:
+            self._running.done.append(_event())
+
+    def read(self, wait: bool = False) -> Totals:
+        """See :class:`Recorder`."""
+        with self._lock:
+            self._end_step()
+            if wait and self._pending:
+                for event in self._pending[-1].done:
+                    event.synchronize()
+            self._take_passed()
+            return self.totals
+
+    def _end_step(self) -> None:
+        if self._running.is_whole:  # else an exception has ended it
+            self._pending.append(self._running)
+        self._running = DeviceStep()
+
+    def _take_passed(self) -> None:
+        while self._pending and self._pending[0].has_passed():
+            exposed, busy = self._pending.popleft().times()
+            self._add(exposed, busy)
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def recorder_for(device: torch.device) -> Recorder:
+    """A recorder of gradients on ``device``."""
+    return DeviceRecorder() if device.type == "cuda" else Recorder()

@@ -25,7 +25,7 @@ from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.models import check_same_model
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.stats import Recorder
+from lightning_smddp.communication.stats import recorder_for
 from lightning_smddp.pipeline.gradient_buckets import GradientBucket, assign_buckets
 from lightning_smddp.pipeline.parameter_hooks import OwnHook
 
@@ -69,7 +69,7 @@ class ReplicaGradients:
         cache: Path | None = None,
     ) -> None:
         self._parameters, self._compression, self._device = dict(parameters), compression, device
-        self.recorder = Recorder()
+        self.recorder = recorder_for(device)
         size = sum(p.numel() * p.dtype.itemsize for p in self._trained().values())
         self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
         check_same_model(_Held(self._parameters), group, device, self.communicator.topology)

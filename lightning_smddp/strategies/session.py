@@ -33,7 +33,7 @@ from lightning_smddp.communication.models import (
 )
 from lightning_smddp.communication.rehearsal import settle_buckets
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.stats import Recorder
+from lightning_smddp.communication.stats import Recorder, recorder_for
 from lightning_smddp.strategies._compat_runs import barriers_without_groups
 from lightning_smddp.strategies.option_checks import is_positive, require_bools, require_cache
 
@@ -155,7 +155,7 @@ class Session:
         group = dist.group.WORLD
         assert group is not None
         if self.communicator is None or self.recorder is None:
-            self.recorder = Recorder()
+            self.recorder = recorder_for(device)
             size = sum(p.numel() * p.dtype.itemsize for p in module.parameters() if p.requires_grad)
             limit = self.options.collective_timeout or timeout or DEFAULT_TIMEOUT
             self.communicator = Communicator(group, device, limit, self.recorder.on_wait, size)

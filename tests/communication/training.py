@@ -14,21 +14,28 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.stats import Recorder
+from lightning_smddp.communication.stats import recorder_for
+
+CPU = torch.device("cpu")
 
 
 class Hooked:
     """A communicator, and the synchronizers of the modules wrapped with it."""
 
-    def __init__(self, table: list[tuple[int, str]] | str | None, compression: Compression | None = None) -> None:
+    def __init__(
+        self,
+        table: list[tuple[int, str]] | str | None,
+        compression: Compression | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         self.table = [(2**62, table)] if isinstance(table, str) else table
         self.compression = compression
-        self.recorder = Recorder()
+        self.recorder = recorder_for(device)
         self.synchronizers: list[GradientSynchronizer] = []
         self.communicator: Communicator | None = None
         if table is not None:
             group = dist.group.WORLD
-            self.communicator = Communicator(group, torch.device("cpu"), timedelta(seconds=20), self.recorder.on_wait)
+            self.communicator = Communicator(group, device, timedelta(seconds=20), self.recorder.on_wait)
 
     def wrap(self, module: nn.Module, **ddp_options: object) -> DistributedDataParallel:
         """``module`` in DDP, stock if there is no table."""
@@ -52,9 +59,11 @@ class Hooked:
 
 
 @contextmanager
-def hooked(table: list[tuple[int, str]] | str | None, compression: Compression | None = None) -> Iterator[Hooked]:
+def hooked(
+    table: list[tuple[int, str]] | str | None, compression: Compression | None = None, device: torch.device = CPU
+) -> Iterator[Hooked]:
     """Wraps modules, and closes everything unless the block fails."""
-    wrapper = Hooked(table, compression)
+    wrapper = Hooked(table, compression, device)
     yield wrapper
     wrapper.close()
 
