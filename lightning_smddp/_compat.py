@@ -108,6 +108,41 @@ def new_group_among(
     return cast(dist.ProcessGroup, created)
 
 
+def abort_nccl() -> None:
+    """Abort NCCL's communicators of all groups, so that nobody waits for them; the groups stay, and are of no use.
+
+    For any thread. The public ``destroy_process_group`` waits for all that was launched, which may never end, and
+    ``_abort_process_group`` (both in torch 2.11 and 2.13) forgets the groups as well: code that still runs, and is
+    about to get NCCL's error, would get one of another kind. Remove when there is a public abort of the backends.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    names = c10d._world.pg_names
+    groups = [group for group in sorted(names, key=lambda group: names[group], reverse=True) if is_nccl(group)]
+    if not groups:
+        return
+    backend: Any = groups[0]._get_backend(torch.device("cuda"))
+    together = hasattr(backend, "_group_start")  # aborts of several communicators may wait for each other else
+    if together:
+        backend._group_start()
+    for group in groups:
+        cast(Any, group).abort()
+    if together:
+        backend._group_end()
+
+
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether this is NCCL's; other backends raise by themselves when a peer fails."""
+    return "nccl" in str(dist.get_backend(group))
+
+
+def abort_and_forget(group: dist.ProcessGroup | None = None) -> None:
+    """As ``destroy_process_group`` (None: all groups), but wait for nothing. Remove when there is a public one."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group(group)
+
+
 def swap_contents(tensor: Tensor, other: Tensor) -> None:
     """Exchange memory, device, shape, ``requires_grad`` and ``.grad`` of two tensors; the Python objects stay.
 

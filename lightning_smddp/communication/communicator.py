@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -17,7 +16,7 @@ from lightning_smddp.communication.collective import Collective
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.exchange import BalancedExchange, Exchange, RingExchange
-from lightning_smddp.communication.groups import create_group, new_name
+from lightning_smddp.communication.groups import close_group, create_group, new_name
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.powersgd import PowerSGDExchange
@@ -236,8 +235,7 @@ class Communicator:
         self._thread.shutdown()
         self._close_meshes()
         for group in self._groups.values():
-            with suppress(ValueError):  # destroyed with the default group already
-                dist.destroy_process_group(group)
+            close_group(group)
         self._groups.clear()
 
 

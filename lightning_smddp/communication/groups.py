@@ -7,19 +7,33 @@ made when its group is, by those who use it, in an order that all ranks share.
 
 from __future__ import annotations
 
+import faulthandler
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from lightning_smddp._compat import default_store, new_group_among
+from lightning_smddp._compat import abort_and_forget, abort_nccl, default_store, is_nccl, new_group_among
 from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.communication.messages import broadcast_json
 
 _LOOK_S = 0.005
+_STDERR = 2
+_NCCL_MARGIN = timedelta(seconds=60)
+_spoiled = False  # this process's groups
+_old_stores: list[dist.Store] = []
+
+
+def backend_timeout(timeout: timedelta, is_nccl: bool) -> timedelta:
+    """The timeout of a group of which each collective is to end within ``timeout``.
+
+    NCCL's ends the process that waits by SIGABRT, without a word of who is late. The supervision comes before it.
+    """
+    return timeout + _NCCL_MARGIN if is_nccl else timeout
 
 
 def new_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -49,7 +63,8 @@ def create_group(
     if device.type == "cpu":
         return new_group_among(ranks, name, timeout)
     _meet(ranks, name, timeout)
-    group = new_group_among(ranks, name, timeout, None if by_pairs else device)
+    own = backend_timeout(timeout, "nccl" in str(dist.get_backend()))
+    group = new_group_among(ranks, name, own, None if by_pairs else device)
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
 
@@ -81,3 +96,64 @@ def _meet(ranks: list[int], name: str, timeout: timedelta) -> None:
                 f"ranks {ranks}.",
             )
         time.sleep(_LOOK_S)
+
+
+# ---- the end ----
+
+
+def abort_groups() -> None:
+    """After a failure: whoever waits for NCCL, on the host or on a device, is set free, and gets an error. Any thread.
+
+    Nothing on other backends, whose collectives fail by themselves when a peer has gone.
+    """
+    if dist.is_initialized():
+        abort_nccl()
+
+
+def spoil_groups() -> None:
+    """The job has failed, as all ranks agree: some of them have aborted NCCL's groups, and nobody uses them again."""
+    global _spoiled
+    world = dist.group.WORLD
+    _spoiled = dist.is_initialized() and world is not None and is_nccl(world)
+
+
+def forget_spoiled() -> None:
+    """Before a new start in the same processes: groups of a failed job are no more. Its store stays, to meet there."""
+    global _spoiled
+    if _spoiled and dist.is_initialized():
+        _old_stores.append(default_store())
+        abort_and_forget()
+    _spoiled = False
+
+
+def close_group(group: dist.ProcessGroup) -> None:
+    """Let go of a group, if it has not gone with the default group. Waits for its messages, but not after a failure."""
+    with suppress(ValueError):
+        if _spoiled:
+            abort_and_forget(group)
+        else:
+            dist.destroy_process_group(group)
+
+
+def close_all(failed: bool) -> None:
+    """Let go of all groups at the end of the process.
+
+    After a failure without waiting, as what NCCL has launched may never end.
+    """
+    world = dist.group.WORLD
+    if not dist.is_initialized() or world is None:
+        return
+    if is_nccl(world) and (failed or _spoiled):
+        abort_and_forget()
+    else:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def ends_within(seconds: float) -> Iterator[None]:
+    """What is done here ends in time, or the process does, with exit code 1 and what each thread was doing."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

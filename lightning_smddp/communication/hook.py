@@ -20,6 +20,7 @@ from lightning_smddp.communication.algorithms import Algorithm, Native, SharedMe
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
+from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.nonfinite import NonFiniteWatch
 from lightning_smddp.communication.powersgd import PowerSGDExchange
@@ -76,6 +77,7 @@ class GradientSynchronizer:
         algorithm = self._native if tensor.is_sparse else self.algorithm_for(size)
         if self.watch.on and not self._looks_itself(algorithm):
             self.watch.look(bucket)
+        mark()
         entered = self.recorder.bucket_started(first=bucket.index() == 0)
         future = self._sparse_mean(tensor) if tensor.is_sparse else self._dense_mean(algorithm, bucket)
         intra, inter = self._traffic(algorithm, tensor, size, bucket)

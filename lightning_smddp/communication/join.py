@@ -26,6 +26,7 @@ import torch.distributed as dist
 from lightning_smddp._compat import set_group_timeout
 from lightning_smddp.communication.arrivals import Card, leave, meet
 from lightning_smddp.communication.errors import StartError
+from lightning_smddp.communication.groups import backend_timeout
 from lightning_smddp.communication.interfaces import describe_interfaces, holder_of, interface_problem
 
 DEFAULT_INIT_TIMEOUT = timedelta(minutes=10)  # or the strategy's `timeout`, if that is less
@@ -152,7 +153,7 @@ def _start_group(
     if timeout is not None:
         store.set_timeout(timeout)
         if resettable:
-            set_group_timeout(timeout)
+            set_group_timeout(backend_timeout(timeout, "nccl" in backend))
 
 
 # ---- the store ----

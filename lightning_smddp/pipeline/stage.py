@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.pipeline.backward import Roots, SplitBackward, backward
 from lightning_smddp.pipeline.spans import Recorder, action
 
@@ -199,7 +200,8 @@ class Stage:
             specs = self._incoming[fwd_chunk_id]
             inputs = tuple(self._as_input(*pair, state) for pair in zip(received, specs, strict=True))
             del received
-            outputs = self._body(fwd_chunk_id, inputs)
+            with _computing():
+                outputs = self._body(fwd_chunk_id, inputs)
         if self.is_last and not (self.has_backward and len(outputs)):
             return torch.zeros((), device=self.device)
         self._check_outputs(outputs, fwd_chunk_id)
@@ -240,10 +242,14 @@ class Stage:
         state = self._microbatches[bwd_chunk_id]
         roots, leaves = self._roots(state), [leaf for leaf in state.leaves if leaf is not None]
         if full_backward:
-            with self._announced(bwd_chunk_id), action(self.recorder, self.stage_index, "backward", bwd_chunk_id):
+            with (
+                self._announced(bwd_chunk_id),
+                action(self.recorder, self.stage_index, "backward", bwd_chunk_id),
+                _computing(),
+            ):
                 gradients = backward(roots, leaves)
         else:
-            with action(self.recorder, self.stage_index, "backward_input", bwd_chunk_id):
+            with action(self.recorder, self.stage_index, "backward_input", bwd_chunk_id), _computing():
                 state.split = SplitBackward(roots, leaves)
                 gradients = state.split.inputs()
         remaining = iter(gradients)
@@ -257,7 +263,11 @@ class Stage:
         state = self._microbatches[bwd_chunk_id]
         split, state.split = state.split, None
         assert split is not None, f"stage {self.stage_index}, micro-batch {bwd_chunk_id}: W before I"
-        with self._announced(bwd_chunk_id), action(self.recorder, self.stage_index, "backward_weight", bwd_chunk_id):
+        with (
+            self._announced(bwd_chunk_id),
+            action(self.recorder, self.stage_index, "backward_weight", bwd_chunk_id),
+            _computing(),
+        ):
             split.weights()
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -334,6 +344,14 @@ class Stage:
         peer = self.stage_index_to_group_rank[peer_stage] if 0 <= peer_stage < self.num_stages else None
         sent = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
         return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in sent]
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """What the device does here is computing, and communication follows: if it hangs, that tells whose fault it is."""
+    mark()
+    yield
+    mark(communicates=True)
 
 
 def _matches(output: Any, spec: TensorSpec, has_backward: bool) -> bool:

@@ -23,6 +23,7 @@ from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import METHODS, Compression
+from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.models import (
@@ -38,6 +39,8 @@ from lightning_smddp.strategies._compat_runs import barriers_without_groups
 from lightning_smddp.strategies.option_checks import is_positive, require_bools, require_cache
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
+_LEAVE_S = 60.0  # for the groups to end
+_LEAVE_AFTER_FAILURE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class Session:
         self.synchronizers: list[GradientSynchronizer] = []
         self.plan: Plan | None = None
         self.recorder: Recorder | None = None  # not before setup: strategies travel to spawned ranks by pickle
+        self.failed = False  # the last run
 
     def default_backend(self, device: torch.device) -> str | None:
         """The backend for ``process_group_backend="auto"``; None leaves it to Lightning (nccl, gloo)."""
@@ -131,7 +135,7 @@ class Session:
         if aws.is_active():
             barriers_without_groups(aws.is_active, aws.wait_for_all)
         elif self.options.collective_timeout is not None:
-            set_group_timeout(self.options.collective_timeout)
+            set_group_timeout(backend_timeout(self.options.collective_timeout, "nccl" in str(dist.get_backend())))
         atexit.register(_leave, weakref.ref(self))
 
     def prepare(
@@ -278,14 +282,15 @@ def _leave(reference: weakref.ref[Session]) -> None:
     """End the process group before the interpreter ends.
 
     Else a thread of gloo's that lets go of its last tensor meanwhile ends the process with SIGABRT, now and then.
-    Lightning does the same for NCCL.
+    Lightning does the same for NCCL, which waits for all that was launched: that may never end after a failure.
     """
     session = reference()
-    if session is not None:
-        session.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()
+    failed = session is not None and session.failed
+    with ends_within(_LEAVE_AFTER_FAILURE_S if failed else _LEAVE_S):
+        if session is not None:
+            session.close()
+        close_all(failed)
+        gc.collect()
 
 
 def finish_wrapping(device: torch.device) -> None:

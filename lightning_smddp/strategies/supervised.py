@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat import default_store
+from lightning_smddp.communication.device_watch import DeviceWatch, mark
 from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.groups import abort_groups, spoil_groups
 from lightning_smddp.communication.join import start_limit
 from lightning_smddp.strategies._compat_runs import (
     after_training_epoch,
@@ -59,6 +61,7 @@ class Supervised(_Base):
     _spawn_launcher: type[Any]
     _notebook_name = "smddp_notebook"
     _supervisor: Supervisor | None = None
+    _device_watch: DeviceWatch | None = None
     _stops: ExitStack | None = None
     _stopped: bool | None = None  # by a signal: whether the ranks agreed
     _failed_run = False  # the last one ended with an exception
@@ -94,7 +97,11 @@ class Supervised(_Base):
                 start_timeout=start_limit(self._reliability.init_timeout, self._timeout),
                 stop_grace=self._reliability.stop_grace,
             )
+            if self.root_device.type == "cuda":
+                self._device_watch = DeviceWatch(self.root_device, self._supervisor.progress)
+                self._supervisor.watch_device(self._device_watch)
             self._phase("setup")
+            self._supervisor.at_failure(abort_groups)
             self._supervisor.at_emergency(lambda: end_processes(self.started_ranks, patience_s=0.0))
             self.joined()
 
@@ -143,6 +150,7 @@ class Supervised(_Base):
         stop = supervisor.gate(_END)
         self._end_supervision()
         if supervisor.failure is not None:
+            spoil_groups()
             self._follow(supervisor.failure)
             raise supervisor.failure.error()
         if stop is not None:
@@ -152,13 +160,16 @@ class Supervised(_Base):
 
     def _end_supervision(self) -> None:
         supervisor, self._supervisor = self._supervisor, None
+        watch, self._device_watch = self._device_watch, None
+        if watch is not None:
+            watch.close()
         if supervisor is not None:
             supervisor.close(max(_GOODBYES_S, self.hooks_after_exception_s if self._failed_run else 0.0))
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""
         ours = cast(Any, self)
-        ended = {"_supervisor": None, "_stops": None, "started_ranks": ()}
+        ended = {"_supervisor": None, "_device_watch": None, "_stops": None, "started_ranks": ()}
         fresh = {"_session": Session(ours._session.options), "_exact_resume": ExactResume()}
         return {**super().__getstate__(), **ended, **fresh}
 
@@ -168,11 +179,13 @@ class Supervised(_Base):
     def explained_errors(self) -> Iterator[None]:
         """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
         self._stopped, self._runs, self._failed_run = None, True, False
+        cast(Any, self)._session.failed = False
         try:
             yield
             self._end_run()
         except BaseException as error:
             self._failed_run = True
+            cast(Any, self)._session.failed = not (self._stopped and is_stop(error))
             explained = self._explain(error)
             if explained is error:
                 raise
@@ -191,6 +204,8 @@ class Supervised(_Base):
             return error
         explained = supervisor.explain(error)
         failure = supervisor.failure
+        if failure is not None:
+            spoil_groups()
         if failure is not None and (explained is not error or isinstance(error, RankFailedError)):
             self._follow(failure)
         if explained is error:
@@ -255,6 +270,7 @@ class Supervised(_Base):
     def _phase(self, name: str) -> None:
         if self._supervisor is not None:
             self._supervisor.progress.phase = name
+            mark()
 
     def on_train_start(self) -> None:
         """Epochs begin, not always with one that this strategy has not seen."""
@@ -272,6 +288,7 @@ class Supervised(_Base):
             if progress.epoch != trainer.current_epoch:
                 progress.start_epoch(trainer.current_epoch)
             progress.step, progress.batches, progress.phase = trainer.global_step, batch_idx + 1, "forward"
+            mark()
             if will_step(trainer):
                 self._look_for_stop(_place(trainer, 0))
         super().on_train_batch_start(batch, batch_idx)
@@ -323,6 +340,8 @@ class Supervised(_Base):
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """A batch begins: outside of training this is where to stop."""
         trainer = cast(Any, self.lightning_module).trainer
+        if self._supervisor is not None:
+            self._supervisor.progress.moved()
         if self._supervisor is None:
             pass
         elif trainer.state.fn == "fit":

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -48,18 +49,21 @@ class Ending:
         self._thread = threading.get_ident()
         self._not_before = 0.0
         self.clean_ups: list[Callable[[], object]] = [kill_own_workers]
-        self.is_handled = False  # the training thread has an error in hand
+        self.releases: list[Callable[[], object]] = []  # set free who waits for a device
+        self.error: BaseException | None = None  # that the training thread has in hand
+        self.is_handled = False  # it has one
         self.is_over = False  # it has closed the supervisor: it ends, or goes on, as it likes
 
     # ---- for the training thread ----
 
-    def take_over(self) -> None:
-        """The training thread has an exception, and needs no other.
+    def take_over(self, error: BaseException | None = None) -> None:
+        """The training thread has an exception, and needs no other; it is printed if its end has to be forced.
 
         One that waits for it already is raised and dropped: if it were withdrawn, by setting none in its place, the
         interpreter would look for it again and again, and Python 3.11 would do nothing else under a profiler.
         """
         self.is_handled = True
+        self.error = error or self.error
         with contextlib.suppress(InterruptionError):
             _let_it_come()
 
@@ -72,6 +76,8 @@ class Ending:
     def after_failure(self, failure: Failure, code: Callable[[], int], grace: float, unwind: float) -> None:
         """Leave the training thread ``grace`` seconds to raise, and ``unwind`` to let go; then end the process."""
         self._loop.later(min(INTERRUPT_AFTER_S, grace), self.interrupt, failure)
+        self._loop.later(min(INTERRUPT_AFTER_S, grace), self._release_unless, lambda: self.is_handled)
+        self._loop.later(grace, self._release_unless, lambda: False)
         line = failure.describe()
         self._loop.later(grace, self._force_unless, lambda: self.is_handled, code, line)
         self._loop.later(max(grace, unwind), self._force_unless, lambda: False, code, line)
@@ -87,6 +93,18 @@ class Ending:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(error))
         return True
 
+    def _release_unless(self, excused: Callable[[], bool]) -> None:
+        """Set free a training thread that waits for a device; it has its error by then, or :meth:`interrupt`'s comes.
+
+        Later where it has one in hand: ranks that have failed alike, and end by themselves, need nothing of the kind.
+        In a thread, as this may take its time.
+        """
+        if self.is_over or excused():
+            return
+        releases, self.releases = self.releases, []
+        for release in releases:
+            threading.Thread(target=_run_guarded, args=(release,), name="smddp-release", daemon=True).start()
+
     def _force_unless(self, excused: Callable[[], bool], code: Callable[[], int], line: str) -> None:
         if self.is_over or excused():
             return
@@ -98,6 +116,8 @@ class Ending:
 
     def force(self, code: int, reason: str) -> None:
         """Say why in one line, tidy up, and end the process, whatever its other threads do."""
+        if self.error is not None:
+            os.write(2, "".join(traceback.format_exception(self.error)).encode(errors="replace"))
         line = f"lightning-smddp: {self._where()} is ended, exit code {code}. Cause: {' '.join(reason.split())}\n"
         os.write(2, line.encode(errors="replace"))  # not sys.stderr, whose lock another thread may hold
         deadline = time.monotonic() + ALL_CLEAN_UPS_WITHIN_S

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from lightning_smddp.supervision.door import Door
 from lightning_smddp.supervision.epochs import Rendezvous
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
+from lightning_smddp.supervision.hangs import HangRule
 from lightning_smddp.supervision.loop import Loop, Timer
 from lightning_smddp.supervision.member import Member, OomWatch
 from lightning_smddp.supervision.processes import Process
@@ -65,6 +66,7 @@ class Hub:
         self.started = False
         self._door: Door | None = None
         self._doubt: _Doubt | None = None
+        self._hangs = HangRule(limit)
         self._stops = StopVote(loop, self._all, self._tell_all, agree_within_s)
         self._epochs = Rendezvous(self._all, self._tell_all, self.declare)
 
@@ -293,6 +295,11 @@ class Hub:
             if member.silence_s > self._limit:
                 self._find_silent(member, "", lambda: None)
         self._epochs.look()
+        if self.started and self.failure is None:
+            found = self._hangs.tick(self.members.values(), seconds)
+            if found is not None:
+                late, at, text = found
+                self.declare(failure_of(late.rank, late.host, late.process.pid, at, "timeout", text))
 
     def say_bye(self) -> None:
         """To the ranks that are still there: they go on without a hub."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 PHASES = (
@@ -23,28 +23,57 @@ PHASES = (
     "teardown",
 )
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-_STEP, _PHASE, _EPOCH, _BATCHES = range(4)
-_BYTES = 4 * 8
+_STEP, _PHASE, _EPOCH, _BATCHES, _MOVES, _WAITED_MS, _AT_STEP, _AT_PHASE, _AT_COUNT, _AT_COMMUNICATES = range(10)
+_BYTES = 10 * 8
+
+
+@dataclass(frozen=True)
+class DevicePoint:
+    """How far a device has come with what the host has launched.
+
+    Attributes:
+        step: the optimizer step.
+        phase: of it.
+        count: marks of this rank before this one, see ``DeviceWatch``.
+        communicates: whether what follows the mark is communication.
+    """
+
+    step: int
+    phase: str
+    count: int
+    communicates: bool
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a rank's progress was at one moment; -1 stands for "not yet"."""
+    """What a rank's progress was at one moment; -1 stands for "not yet".
+
+    ``moves`` counts the changes of the others. ``waited_s`` says for how long neither the host nor its device have
+    moved, with work left on the device; ``device`` is where that is, None if there are no marks.
+    """
 
     step: int = -1
     phase: str = ""
     epoch: int = -1
     batches: int = 0
+    moves: int = 0
+    waited_s: float = 0.0
+    device: DevicePoint | None = None
 
     def to_json(self) -> list[Any]:
         """As plain values."""
-        return [self.step, self.phase, self.epoch, self.batches]
+        device = None if self.device is None else list(astuple(self.device))
+        return [self.step, self.phase, self.epoch, self.batches, self.moves, self.waited_s, device]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Reading:
         """The reverse; raises ``ValueError`` or ``TypeError`` for anything else."""
-        step, phase, epoch, batches = values
-        return cls(int(step), str(phase)[:40], int(epoch), int(batches))
+        step, phase, epoch, batches, moves, waited_s, device = values
+        point = None
+        if device is not None:
+            at_step, at_phase, count, communicates = device
+            point = DevicePoint(int(at_step), str(at_phase)[:40], int(count), bool(communicates))
+        return cls(int(step), str(phase)[:40], int(epoch), int(batches), int(moves), float(waited_s), point)
 
 
 class Progress:
@@ -69,7 +98,7 @@ class Progress:
             self.descriptor = -1
         self._memory = mmap.mmap(self.descriptor, _BYTES)
         self._cells = memoryview(self._memory).cast("q")
-        self._cells[_STEP] = self._cells[_EPOCH] = -1
+        self._cells[_STEP] = self._cells[_EPOCH] = self._cells[_AT_STEP] = -1
 
     @property
     def step(self) -> int:
@@ -79,6 +108,7 @@ class Progress:
     @step.setter
     def step(self, value: int) -> None:
         self._cells[_STEP] = value
+        self._cells[_MOVES] += 1
 
     @property
     def phase(self) -> str:
@@ -91,6 +121,7 @@ class Progress:
         if number is None:
             raise ValueError(f"phase={value!r} is unknown. Valid: {', '.join(map(repr, PHASES))}.")
         self._cells[_PHASE] = number
+        self._cells[_MOVES] += 1
 
     @property
     def batches(self) -> int:
@@ -100,6 +131,7 @@ class Progress:
     @batches.setter
     def batches(self, value: int) -> None:
         self._cells[_BATCHES] = value
+        self._cells[_MOVES] += 1
 
     @property
     def epoch(self) -> int:
@@ -110,6 +142,23 @@ class Progress:
         """From here on ``batches`` counts those of ``epoch``."""
         self._cells[_BATCHES] = 0  # first, lest a reader takes the last epoch's batches for the new one's
         self._cells[_EPOCH] = epoch
+
+    @property
+    def moves(self) -> int:
+        """How often any of it was set."""
+        return self._cells[_MOVES]
+
+    def moved(self) -> None:
+        """This rank goes on, in a way that the rest does not show: a batch of a validation, say."""
+        self._cells[_MOVES] += 1
+
+    def waits(self, seconds: float, device: DevicePoint | None) -> None:
+        """See :class:`Reading`; for the watching thread."""
+        self._cells[_WAITED_MS] = round(seconds * 1000)
+        self._cells[_AT_STEP] = -1 if device is None else device.step
+        if device is not None:
+            self._cells[_AT_PHASE], self._cells[_AT_COUNT] = _NUMBERS.get(device.phase, 0), device.count
+            self._cells[_AT_COMMUNICATES] = device.communicates
 
     def read(self) -> Reading:
         """All of it."""
@@ -165,6 +214,19 @@ def _copy(cells: memoryview) -> memoryview:
 
 
 def _read(cells: memoryview) -> Reading:
-    number = cells[_PHASE]
-    phase = PHASES[number] if 0 <= number < len(PHASES) else ""
-    return Reading(cells[_STEP], phase, cells[_EPOCH], cells[_BATCHES])
+    device = None
+    if cells[_AT_STEP] >= 0:
+        device = DevicePoint(cells[_AT_STEP], _phase(cells[_AT_PHASE]), cells[_AT_COUNT], bool(cells[_AT_COMMUNICATES]))
+    return Reading(
+        cells[_STEP],
+        _phase(cells[_PHASE]),
+        cells[_EPOCH],
+        cells[_BATCHES],
+        cells[_MOVES],
+        cells[_WAITED_MS] / 1000,
+        device,
+    )
+
+
+def _phase(number: int) -> str:
+    return PHASES[number] if 0 <= number < len(PHASES) else ""

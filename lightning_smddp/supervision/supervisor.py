@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.supervision.ending import InterruptionError
 from lightning_smddp.supervision.failure import Failure, Kind, is_of_communication, is_timeout, text_of
+from lightning_smddp.supervision.hangs import Device, DeviceStillness
 from lightning_smddp.supervision.stop import Stop
 from lightning_smddp.supervision.watch import Watch
 
@@ -122,7 +123,7 @@ class Supervisor:
 
     def report(self, error: BaseException) -> None:
         """This rank fails by ``error``. Returns when all ranks are being told, or after a second."""
-        self._ending.take_over()
+        self._ending.take_over(error)
         kind: Kind = "exception"
         text = text_of(error)
         if isinstance(error, SystemExit):
@@ -141,7 +142,7 @@ class Supervisor:
         Returns:
             ``error``, or a :class:`RankFailedError` that names the first cause; raise that ``from error``.
         """
-        self._ending.take_over()
+        self._ending.take_over(error)
         if isinstance(error, InterruptionError) or (self.stop_decided and not isinstance(error, Exception)):
             return error
         follows = is_of_communication(error)
@@ -160,6 +161,19 @@ class Supervisor:
     def at_emergency(self, clean_up: Callable[[], object]) -> None:
         """Call ``clean_up`` before a forced end, in a thread of its own and for a second at most; last one first."""
         self._ending.clean_ups.append(clean_up)
+
+    def at_failure(self, release: Callable[[], object]) -> None:
+        """Call ``release`` once after a failure, in a thread: it sets free a training thread that waits for a device.
+
+        That is half a second after it, if no error has come to the training thread by then; at the latest when that
+        has had its time to raise.
+        """
+        self._ending.releases.append(release)
+
+    def watch_device(self, device: Device) -> None:
+        """Find hangs of this rank's device, which raise nothing: see ``supervision/hangs.py``."""
+        watch = self._watch
+        watch.stillness = DeviceStillness(self.progress, device, watch.period)
 
     def postpone(self, seconds: float) -> None:
         """No forced end because of a failure within ``seconds`` from now: something is being saved."""

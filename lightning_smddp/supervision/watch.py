@@ -16,6 +16,7 @@ from lightning_smddp.supervision.client import Client, ParentWatch, State
 from lightning_smddp.supervision.door import connect, listen
 from lightning_smddp.supervision.ending import Ending
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
+from lightning_smddp.supervision.hangs import DeviceStillness
 from lightning_smddp.supervision.hub import Hub
 from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.member import Member, OomWatch
@@ -78,6 +79,7 @@ class Watch:
             self._stop_asked,
         )
         self.hub: Hub | None = None
+        self.stillness: DeviceStillness | None = None
         self._signals: Signals | None = None
         self._parent = None if parent_pid is None else ParentWatch(self._loop, parent_pid, self.client.parent_ended)
         self._thread = threading.Thread(target=self._run, name="smddp-supervisor", daemon=True)
@@ -256,6 +258,8 @@ class Watch:
         now = time.monotonic()
         seen, self._ticked_at = min(now - self._ticked_at, 1.5 * self.period), now
         self._oom.tick()
+        if self.stillness is not None:
+            self.stillness.tick(seen)
         self.client.tick(seen)
         if self.hub is not None:
             self.hub.tick(seen)

@@ -51,3 +51,12 @@ def limit_launches(count: int) -> None:
     from tests.simulated_cuda import torch_cuda
 
     torch_cuda._device.set_depth(count)
+
+
+def hang() -> None:
+    """Launch a kernel on the current stream that never ends."""
+    import threading
+
+    from tests.simulated_cuda import torch_cuda
+
+    torch_cuda._device.launch(torch_cuda._device.current_stream(), "a kernel that never ends", threading.Event().wait)

@@ -99,6 +99,8 @@ def test_a_failed_rank_that_hangs_while_it_tidies_up_is_ended(tmp_path: Path) ->
         check_survivors(started, 1, "failed", "KeyError: 'the first cause'")
         assert started.ranks[1].code == 1
         assert "is ended, exit code 1. Cause: rank 1" in started.ranks[1].last_line
+        assert "Traceback (most recent call last)" in started.ranks[1].err
+        assert "KeyError: 'the first cause'\n" in started.ranks[1].err
 
 
 # ---- stopped processes ----

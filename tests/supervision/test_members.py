@@ -21,7 +21,8 @@ from lightning_smddp.supervision.wire import Connection, Message
 
 HERE = Process.of(os.getpid())
 ELSEWHERE = replace(HERE, namespace="another boot/another namespace")
-ENDED = {"type": "ended", "rank": 2, "how": "its process was killed by SIGKILL", "progress": [7, "forward", 0, 7]}
+AT = Reading(7, "forward", 0, 7).to_json()
+ENDED = {"type": "ended", "rank": 2, "how": "its process was killed by SIGKILL", "progress": AT}
 
 
 class Oom(OomWatch):
@@ -80,7 +81,7 @@ def run_until_failure(loop: Loop, hub: Hub) -> str:
 
 STOPPED = ": it is stopped, as other ranks of its host are heard"
 CUT = ", nor from any rank of host b: that is down, or the network between the hosts is cut"
-BEAT = {"type": "beat", "progress": [7, "forward", 0, 7]}
+BEAT = {"type": "beat", "progress": AT}
 TIMEOUT = {"type": "timeout", "message": "it timed out"}
 
 

@@ -1,0 +1,86 @@
+"""How far a CUDA device has come, as seen from a thread that must not wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from lightning_smddp.supervision.progress import DevicePoint, Progress
+
+_LOOK_S = 0.05
+_KEPT = 512  # marks that may be under way
+_current: DeviceWatch | None = None  # a rank has one device
+
+
+def mark(communicates: bool = False) -> None:
+    """What was launched so far belongs to what was before; ``communicates``: what follows is communication.
+
+    Nothing on other devices, or where nobody watches. Costs an event on the current stream, and no wait.
+    """
+    if _current is not None:
+        _current.mark(communicates)
+
+
+class DeviceWatch:
+    """Marks of the training thread on its stream, and looks of the watching thread at how many have been passed.
+
+    Every call of CUDA may block where the device hangs, so the looks are done by a thread that nobody waits for.
+
+    Args:
+        device: of this rank.
+        progress: says what a mark stands for.
+    """
+
+    def __init__(self, device: torch.device, progress: Progress) -> None:
+        global _current
+        self._device, self._progress = device, progress
+        self._marks: deque[tuple[Any, DevicePoint]] = deque(maxlen=_KEPT)
+        self._count, self._number = 0, 0
+        self._at: DevicePoint | None = None
+        self._looking: threading.Thread | None = None
+        _current = self
+
+    def mark(self, communicates: bool) -> None:
+        """See :func:`mark`."""
+        self._count += 1
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        progress = self._progress
+        point = DevicePoint(max(progress.step, 0), progress.phase, self._count, communicates)
+        self._marks.append((event, point))
+
+    def look(self) -> int | None:
+        """See :class:`~lightning_smddp.supervision.hangs.Device`: a thread waits for what was launched by now."""
+        if self._looking is not None and self._looking.is_alive():
+            return self._number
+        self._number += 1
+        self._looking = threading.Thread(target=self._wait, name="smddp-device", daemon=True)
+        self._looking.start()
+        return None
+
+    def where(self) -> DevicePoint | None:
+        """The last mark that the device was seen to have passed."""
+        return self._at
+
+    def close(self) -> None:
+        """No more marks."""
+        global _current
+        if _current is self:
+            _current = None
+        self._marks.clear()
+
+    def _wait(self) -> None:
+        """Until the device has done all that was launched before, and note which marks it passes."""
+        end = torch.cuda.Event()
+        end.record(torch.cuda.default_stream(self._device))
+        while not end.query():
+            self._pass_marks()
+            time.sleep(_LOOK_S)
+
+    def _pass_marks(self) -> None:
+        while self._marks and self._marks[0][0].query():
+            _, self._at = self._marks.popleft()

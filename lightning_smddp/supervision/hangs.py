@@ -1,0 +1,136 @@
+"""Hangs of devices: NCCL raises nothing, so who waits for whom is found out from how far all ranks have come.
+
+Two conditions make a hang, of which the first is each rank's to find out (:class:`DeviceStillness`), and the second the
+hub's (:class:`HangRule`):
+
+- A rank *waits* if for ``collective_timeout`` neither its host has moved, nor its device, and there is work left on
+  the device. A rank that compiles, saves, loads data or runs a user's hook leaves nothing to do on its device after a
+  moment: it does not wait, however long it takes.
+- Some rank waits, and no rank has moved for ``collective_timeout``. A rank that does move, as in a validation of its
+  own, gets ``LENIENCY_S`` more; then NCCL's own limit would end the process that waits, without a word of who is late.
+
+The one *behind* is the cause: it does not wait where others do; else its device is in an earlier step, or computes
+where others' devices communicate, or is in an earlier phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from lightning_smddp.supervision.member import Member
+from lightning_smddp.supervision.progress import DevicePoint, Progress, Reading
+
+LENIENCY_S = 30.0
+_QUIET_PERIODS = 2  # without a move of the host, before its device is looked at
+_ORDER = ("", "setup", "forward", "backward", "communication", "optimizer", "data", "validation", "checkpoint")
+
+
+class Device(Protocol):
+    """What the watching thread asks of a device; must not block."""
+
+    def look(self) -> int | None:
+        """A number that is the same as long as the device is at one point; None: all that was launched is done."""
+        ...
+
+    def where(self) -> DevicePoint | None:
+        """The last mark that it has passed."""
+        ...
+
+
+class DeviceStillness:
+    """For how long this rank waits for its device. Belongs to the watching thread."""
+
+    def __init__(self, progress: Progress, device: Device, period: float) -> None:
+        self._progress, self._device, self._quiet_s = progress, device, _QUIET_PERIODS * period
+        self._moves, self._still_s = -1, 0.0
+        self._point: int | None = None
+        self._waited_s = 0.0
+
+    def tick(self, seconds: float) -> None:
+        """So much time has gone by."""
+        moves = self._progress.moves
+        if moves != self._moves:
+            self._moves, self._still_s, self._point = moves, 0.0, None
+        self._still_s += seconds
+        point = self._device.look() if self._still_s > self._quiet_s else None
+        if point is None or point != self._point:
+            self._waited_s = 0.0
+        else:
+            self._waited_s += seconds
+        self._point = point
+        self._progress.waits(self._waited_s, self._device.where() if self._waited_s else None)
+
+
+class HangRule:
+    """Belongs to the hub's thread.
+
+    Args:
+        limit: ``collective_timeout``, in seconds.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._moves: dict[int, int] = {}
+        self._still_s: dict[int, float] = {}
+
+    def tick(self, members: Iterable[Member], seconds: float) -> tuple[Member, Reading, str] | None:
+        """So much time has gone by. If there is a hang: who is behind, where, and what is known of it."""
+        present = [member for member in members if member.counts]
+        readings = {member.rank: member.progress.read() for member in present}
+        for rank, reading in readings.items():
+            moved = self._moves.get(rank) != reading.moves
+            self._moves[rank] = reading.moves
+            self._still_s[rank] = 0.0 if moved else self._still_s[rank] + seconds
+        longest = max((reading.waited_s for reading in readings.values()), default=0.0)
+        nobody_moves = all(self._still_s[rank] >= self._limit for rank in readings)
+        if longest < self._limit + (0.0 if nobody_moves else LENIENCY_S) or len(present) == 1:
+            return None
+        return _judge(present, readings)
+
+
+def _judge(present: Sequence[Member], readings: dict[int, Reading]) -> tuple[Member, Reading, str]:
+    late = _behind(present, readings)
+    waiting = [member for member in present if member is not late and readings[member.rank].waited_s > 0]
+    by = max(waiting, key=lambda member: readings[member.rank].waited_s) if waiting else present[0]
+    at = readings[by.rank]
+    text = f"{by.name} waited for it for {at.waited_s:.0f} s{_place(at.step, at.phase)}, with its device"
+    if late is None:
+        return by, at, f"its device has not moved for {at.waited_s:.0f} s; no rank is behind: all are at the same point"
+    reading = readings[late.rank]
+    if reading.waited_s == 0:
+        return late, reading, f"{text}; this rank's own has nothing left to do, it is its host that does not go on"
+    point = reading.device
+    if point is None:
+        return late, reading, f"{text}; this rank's own has not passed any mark"
+    does = "is in communication" if point.communicates else "computes"
+    place = Reading(point.step, point.phase)
+    return late, place, f"{text}; this rank's own {does} and does not come to an end"
+
+
+def _behind(present: Sequence[Member], readings: dict[int, Reading]) -> Member | None:
+    """Who is waited for; None if that cannot be told."""
+    elsewhere = [member for member in present if readings[member.rank].waited_s == 0]
+    if elsewhere:
+        return min(elsewhere, key=lambda member: _order(readings[member.rank].step, readings[member.rank].phase))
+    keys = {member.rank: _device_order(readings[member.rank]) for member in present}
+    first = min(keys.values())
+    if all(key == first for key in keys.values()):
+        return None
+    return next(member for member in present if keys[member.rank] == first)
+
+
+def _device_order(reading: Reading) -> tuple[int, bool, int, int]:
+    point = reading.device
+    if point is None:
+        return (-1, False, 0, 0)
+    step, phase = _order(point.step, point.phase)
+    return (step, point.communicates, phase, 0 if point.communicates else point.count)
+
+
+def _order(step: int, phase: str) -> tuple[int, int]:
+    return step, _ORDER.index(phase) if phase in _ORDER else len(_ORDER)
+
+
+def _place(step: int, phase: str) -> str:
+    return f" at step {step}{f' ({phase})' if phase else ''}" if step >= 0 else ""

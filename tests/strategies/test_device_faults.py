@@ -1,0 +1,220 @@
+"""On simulated CUDA devices: a rank fails, and all of them end in time, naming it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_smddp import PipelineStrategy
+from lightning_smddp.strategies import session
+from tests import rank_processes, simulated_cuda
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.learners import Learner, fit, silent
+from tests.strategies.pipeline_learners import Net
+
+pytestmark = pytest.mark.simulated_cuda
+
+LIMIT_S = 3.0  # collective_timeout
+END_S = 10.0  # from the verdict to the last process's end
+FAULTY, STEP = 1, 2
+
+
+class Faulty(Callback):
+    """One rank fails at one step."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind, self.directory = kind, directory
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEP and trainer.global_rank == FAULTY:
+            torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.strike())
+
+    def strike(self) -> None:
+        if (self.directory / "struck").exists():
+            return
+        (self.directory / "struck").write_text(str(time.time()))
+        if self.kind == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "raises":
+            raise KeyError("the first cause")
+        elif self.kind == "hangs in a kernel":
+            simulated_cuda.hang()
+        elif self.kind == "hangs on the host":
+            time.sleep(100)
+
+
+def train(strategy: str, kind: str, directory: str) -> None:
+    rank = os.environ["RANK"]
+    os.dup2(os.open(f"{directory}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    simulated_cuda.limit_waits(100.0)
+    made, module = strategy_and_module(strategy, LIMIT_S)
+    fit(made, module, max_epochs=1, callbacks=[Faulty(kind, Path(directory))])
+
+
+@dataclass
+class Ended:
+    """How a job has ended: each rank's traceback or end, and what it wrote; seconds from the fault on."""
+
+    ends: dict[int, str]
+    written: dict[int, str]
+    seconds: float
+
+    def everything(self, rank: int) -> str:
+        return self.ends[rank] + self.written[rank]
+
+
+def run(strategy: str, kind: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Ended:
+    monkeypatch.setattr(rank_processes, "GRACE_S", END_S + LIMIT_S)
+    with pytest.raises(RanksFailedError) as caught:
+        run_trainer_ranks(train, 2, strategy, kind, str(directory))
+    seconds = time.time() - float((directory / "struck").read_text())
+    assert caught.value.hung == {}
+    written = {rank: (directory / f"{rank}.err").read_text() for rank in (0, 1)}
+    return Ended(caught.value.tracebacks, written, seconds)
+
+
+def strategy_and_module(strategy: str, limit_s: float) -> tuple[Any, Any]:
+    if strategy == "smddp":
+        return silent(collective_timeout=limit_s), Learner()
+    return PipelineStrategy(verbose=False, tuning_cache=False, collective_timeout=limit_s), Net()
+
+
+STRATEGIES = pytest.mark.parametrize("strategy", ["smddp", "smddp_pipeline"])
+NAMED = r"[Rr]ank 1 \(host \S+, process \d+\) "
+
+
+@STRATEGIES
+def test_a_rank_that_dies(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run(strategy, "dies", tmp_path, monkeypatch)
+    assert re.search(NAMED + r"died at step 2 \(forward\): its process was killed by SIGKILL", ended.everything(0))
+    assert "RankFailedError: Rank 1" in ended.ends[0]
+    assert ended.seconds < END_S
+
+
+@STRATEGIES
+def test_a_rank_that_raises(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run(strategy, "raises", tmp_path, monkeypatch)
+    assert "KeyError: 'the first cause'" in ended.ends[1]
+    assert re.search("RankFailedError: " + NAMED + r"failed at step 2 \(forward\): KeyError: 'the first", ended.ends[0])
+    assert ended.seconds < END_S
+
+
+@STRATEGIES
+def test_a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run(strategy, "stops", tmp_path, monkeypatch)
+    assert re.search("RankFailedError: " + NAMED + r"fell silent at step 2 \(forward\)", ended.ends[0])
+    assert ended.seconds < LIMIT_S + END_S
+
+
+@STRATEGIES
+def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing raises by itself; both hosts wait for their devices, and both say that they are in the same step."""
+    ended = run(strategy, "hangs in a kernel", tmp_path, monkeypatch)
+    assert re.search("RankFailedError: " + NAMED + r"did not come at step 2 \(forward\): rank 0", ended.ends[0])
+    assert "this rank's own computes and does not come to an end" in ended.everything(1)
+    assert ended.seconds < 2 * LIMIT_S + END_S
+
+
+@pytest.mark.slow
+@STRATEGIES
+def test_a_host_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run(strategy, "hangs on the host", tmp_path, monkeypatch)
+    assert re.search("RankFailedError: " + NAMED + r"did not come at step 2 \(forward\): rank 0", ended.ends[0])
+    assert "it is its host that does not go on" in ended.everything(1)
+    assert ended.seconds < 2 * LIMIT_S + END_S
+
+
+# ---- what is no hang ----
+
+
+class Slow(Callback):
+    """All ranks do something for longer than the limit, outside of communication."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEP:
+            time.sleep(self.seconds)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        time.sleep(self.seconds)
+
+
+def train_slowly(strategy: str) -> tuple[int, float]:
+    made, module = strategy_and_module(strategy, 1.5)
+    fit(made, module, max_epochs=1, callbacks=[Slow(5.0)])
+    assert dist.group.WORLD is not None
+    return module.trainer.global_step, dist.group.WORLD._timeout.total_seconds()
+
+
+@pytest.mark.slow
+@STRATEGIES
+def test_long_phases_are_no_hangs_and_nccl_waits_longer_than_the_supervision(strategy: str) -> None:
+    for steps, limit_s in run_trainer_ranks(train_slowly, 2, strategy):
+        assert steps > STEP
+        assert limit_s == 61.5
+
+
+# ---- the end of a process ----
+
+
+def leave_with_a_message_that_never_comes(failed: bool, directory: str) -> bool:
+    rank, device = int(os.environ["RANK"]), torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    os.dup2(os.open(f"{directory}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=rank, world_size=2, device_id=device)
+    dist.barrier()
+    ours = silent()._session
+    ours.failed = failed
+    if rank == 0:
+        dist.irecv(torch.zeros(1, device=device), 1)
+        session._LEAVE_S = 1.0
+        session._leave(weakref.ref(ours))
+    return dist.is_initialized()
+
+
+def test_a_process_that_cannot_let_go_of_its_groups_ends_and_says_where(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_trainer_ranks(leave_with_a_message_that_never_comes, 2, False, str(tmp_path))
+    assert "exited with code 1" in caught.value.tracebacks[0]
+    written = (tmp_path / "0.err").read_text()
+    assert "Timeout (0:00:01)!" in written
+    assert "in destroy_process_group" in written
+
+
+def test_after_a_failure_nothing_is_waited_for(tmp_path: Path) -> None:
+    left, other = run_trainer_ranks(leave_with_a_message_that_never_comes, 2, True, str(tmp_path))
+    assert not left
+    assert other
+
+
+def fit_again() -> list[Any]:
+    """After a run whose groups were aborted, in the same processes."""
+    with pytest.raises((KeyError, RuntimeError)):
+        fit(silent(), Learner(), max_epochs=1, callbacks=[Raising()])
+    return fit(silent(), Learner(), max_epochs=1).losses
+
+
+class Raising(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEP and trainer.global_rank == FAULTY:
+            raise KeyError("the first cause")
+
+
+def test_groups_that_were_aborted_are_made_anew() -> None:
+    for losses in run_trainer_ranks(fit_again, 2):
+        assert len(losses) > STEP
