@@ -5,7 +5,7 @@ INSTALLED := .venv/installed.stamp
 PUBLIC := .venv-public/installed.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick exhaustive public lint types bench clean
+.PHONY: help demo test quick exhaustive public gpu lint types bench clean
 
 help:
 	@echo "make demo   train on this machine and show what the strategy does"
@@ -13,6 +13,8 @@ help:
 	@echo "make quick  the everyday part of the test suite"
 	@echo "make exhaustive  every kill, layout and resumed step, beside the test suite"
 	@echo "make public  modules of public packages under pipelines, in an environment of their own"
+	@echo "make gpu    what is promised on GPUs, on those of this machine, and a page of results (gpu.md);"
+	@echo "            SIMULATED=1: on simulated devices"
 	@echo "make lint   ruff check, ruff format --check"
 	@echo "make types  mypy --strict on the package"
 	@echo "make bench  list the benchmark commands"
@@ -45,6 +47,10 @@ exhaustive: $(INSTALLED)
 
 public: $(PUBLIC)
 	.venv-public/bin/python -m pytest tests/public
+
+gpu: $(INSTALLED)
+	LIGHTNING_SMDDP_GPU_PAGE=$(if $(SIMULATED),gpu-simulated.md,gpu.md) $(BIN)/python -m pytest tests/gpu \
+		-m $(if $(SIMULATED),simulated_cuda,gpus)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -138,12 +138,19 @@ def work_in_inference_mode() -> None:
     assert gathered.tolist() == [2, 2]
 
 
+def resize_results_on_a_busy_stream() -> None:
+    one = torch.ones(4, 5, device=device())
+    torch_cuda._device.launch(torch.cuda.current_stream().stream_id, "a nap", lambda: time.sleep(0.1))
+    assert nn.functional.mse_loss(one, one + 2).item() == 4
+
+
 def device_body() -> list[str]:
     refuse_operands()
     draw_from_its_own_generator()
     run_cells()
     copy_deeply()
     work_in_inference_mode()
+    resize_results_on_a_busy_stream()
     kinds = count_waits()
     run_out_of_memory()
     return kinds

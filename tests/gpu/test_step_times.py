@@ -1,0 +1,140 @@
+"""How long a step takes, against ``ddp`` and against pipelining by hand with torch. On simulated devices: that it runs.
+
+Arms take turns, so that a slow minute hits all. Ratios go on the page of results; nothing is asserted of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_smddp import PipelineStrategy
+from tests import devices
+from tests.devices import on_gpus
+from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import make_trainer, silent
+
+TURNS, WARM, STEPS, MICROBATCHES = 3, 6, 30, 4  # of steps in a turn the first WARM are left out
+# (width, layers, rows of a batch): some 130 M parameters on GPUs
+SIZES = {"gpu": (4096, 8, 512), "simulated": (16, 8, 8)}
+
+
+class Chain(LightningModule):
+    """Linear layers, the same on all ranks; one batch, again and again."""
+
+    def __init__(self, width: int, layers: int, rows: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
+        self.batch = (torch.randn(rows, width), torch.randn(rows, width))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([self.batch] * (WARM + STEPS), batch_size=None)
+
+
+class Timed(Callback):
+    """Seconds of each step, behind the first ones, and the last loss."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.loss = 0.0
+        self._began = 0.0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.synchronize()
+        self._began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.synchronize()
+        if batch_idx >= WARM:
+            self.seconds.append(time.perf_counter() - self._began)
+        self.loss = float(outputs["loss"])
+
+
+def fitted(strategy: Any, **options: Any) -> Timed:
+    timed = Timed()
+    options = {"use_distributed_sampler": False, "num_sanity_val_steps": 0, "max_epochs": 1, **options}
+    make_trainer(strategy, callbacks=[timed], **options).fit(Chain(*SIZES[devices.kind()]))
+    return timed
+
+
+def against_ddp() -> dict[str, tuple[float, float]]:
+    """Median seconds and last loss of each arm."""
+    arms: dict[str, list[Timed]] = {"ddp": [], "smddp": []}
+    for _ in range(TURNS):
+        arms["ddp"].append(fitted("ddp"))
+        arms["smddp"].append(fitted(silent()))
+    return {name: medians(turns) for name, turns in arms.items()}
+
+
+def medians(turns: list[Timed]) -> tuple[float, float]:
+    return statistics.median([seconds for turn in turns for seconds in turn.seconds]), turns[-1].loss
+
+
+def by_hand() -> Timed:
+    """Two stages as the documentation of ``torch.distributed.pipelining`` shows, within a process group that exists."""
+    rank = dist.get_rank()
+    device = torch.device("cuda", torch.cuda.current_device())
+    chain, timed = Chain(*SIZES[devices.kind()]), Timed()
+    half = len(chain.net) // 2
+    module = chain.net[rank * half : (rank + 1) * half].to(device)
+    stage = PipelineStage(module, rank, 2, device, group=dist.group.WORLD)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    inputs, target = (tensor.to(device) for tensor in chain.batch)
+    for index in range(WARM + STEPS):
+        timed.on_train_batch_start(None, None, None, index)
+        optimizer.zero_grad()
+        losses: list[Tensor] = []
+        schedule.step(inputs) if rank == 0 else schedule.step(target=target, losses=losses)
+        optimizer.step()
+        loss = torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
+        timed.on_train_batch_end(None, None, {"loss": loss}, None, index)
+    return timed
+
+
+def against_hand_written() -> dict[str, tuple[float, float]]:
+    options = {"schedule": "1f1b", "num_microbatches": MICROBATCHES, "split": ["net.4"]}
+    arms: dict[str, list[Timed]] = {"by hand": [], "smddp_pipeline": []}
+    for _ in range(TURNS):
+        arms["smddp_pipeline"].append(fitted(PipelineStrategy(verbose=False, tuning_cache=False, **options)))
+        arms["by hand"].append(by_hand())  # in the process group that Lightning leaves there
+    return {name: medians(turns) for name, turns in arms.items()}
+
+
+def note(record: Any, results: list[dict[str, tuple[float, float]]]) -> None:
+    """Put the slowest rank's medians and their ratio on the page."""
+    stock, ours = results[0]
+    times = {name: max(result[name][0] for result in results) for name in (stock, ours)}
+    if devices.kind() == "gpu":
+        record(f"{stock}", f"{times[stock] * 1e3:.2f} ms a step")
+        record(f"{ours}", f"{times[ours] * 1e3:.2f} ms a step, {times[ours] / times[stock]:.3f} times {stock}")
+    assert results[-1][ours][1] == pytest.approx(results[-1][stock][1], rel=1e-4)  # trained the same
+
+
+@pytest.mark.slow
+@on_gpus(2)
+def test_against_ddp(device: str, record_property: Any) -> None:
+    note(record_property, run_trainer_ranks(against_ddp, 2, timeout=110))
+
+
+@pytest.mark.slow
+@on_gpus(2)
+def test_against_pipelining_by_hand(device: str, record_property: Any) -> None:
+    note(record_property, run_trainer_ranks(against_hand_written, 2, timeout=110))
