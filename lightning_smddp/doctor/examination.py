@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,14 @@ def _measured_here() -> dict[str, Any]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="smddp-doctor-") as directory:
         path = os.path.join(directory, "measured.json")
-        mp.start_processes(_local_rank, (ranks, store.port, gpus > 1, path), nprocs=ranks, start_method="spawn")
+        arguments = (ranks, store.port, gpus > 1, path)
+        try:
+            mp.start_processes(_local_rank, arguments, nprocs=ranks, start_method="spawn")
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            if not Path(f"{path}.at").exists():
+                raise
+            reason = str(error).strip().splitlines()[-1]
+            raise RuntimeError(f"{reason} (while trying {Path(f'{path}.at').read_text()})") from error
         measured: dict[str, Any] = json.loads(Path(path).read_text())
     return measured
 
@@ -137,14 +144,25 @@ def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str)
     torch.set_num_threads(1)
     device = _device(rank, world_size) if on_gpus else torch.device("cpu")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("nccl" if on_gpus else "gloo", store=store, rank=rank, world_size=world_size)
+    limit, bound = timedelta(seconds=_START_S), device if on_gpus else None
+    backend = "nccl" if on_gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=bound)
     try:
         assert dist.group.WORLD is not None
-        measured = measure(dist.group.WORLD, device, "this one")
+        measured = measure(dist.group.WORLD, device, "this one", _note(path) if rank == 0 else lambda what: None)
     finally:
         dist.destroy_process_group()
     if rank == 0:
         Path(path).write_text(json.dumps(measured))
+
+
+def _note(path: str) -> Callable[[str], None]:
+    """Keeps what is tried, for the case that ranks end there."""
+
+    def note(what: str) -> None:
+        Path(f"{path}.at").write_text(what)
+
+    return note
 
 
 def _print(

@@ -50,6 +50,7 @@ def find(facts: Mapping[str, Any], measured: Mapping[str, Any] | None = None) ->
         for level, look in _LOOKS
         for what, cure in look(facts)
     ]  # fmt: skip
+    found += [Finding("error", what, cure) for what, cure in _paths(measured or {})]
     found += [Finding("warning", what, cure) for what, cure in _links(measured or {})]
     return sorted(found, key=lambda finding: finding.level)
 
@@ -222,6 +223,16 @@ def _efa(facts: Mapping[str, Any]) -> _Found:
         )
 
 
+def _paths(measured: Mapping[str, Any]) -> _Found:
+    for what, problem in measured.get("paths", {}).items():
+        if problem is not None:
+            yield (
+                f"The self-test of {what} failed: {problem}.",
+                "Training would give wrong numbers. On GPUs look at the driver, and at NCCL: NCCL_DEBUG=INFO says what "
+                "it does, NCCL_P2P_DISABLE=1 leaves out the direct way between GPUs.",
+            )
+
+
 def _links(measured: Mapping[str, Any]) -> _Found:
     links = measured.get("links", [])
     if len(links) > 1:
@@ -231,6 +242,17 @@ def _links(measured: Mapping[str, Any]) -> _Found:
                 yield (
                     f"The link to {link['host']} carries {link['gigabytes_per_s']:.2f} GB/s, others {usual:.2f}.",
                     ("Look at that host's network; a job is as fast as its slowest link."),
+                )
+    neighbours = measured.get("neighbours", [])
+    if len(neighbours) > 2 and len(measured.get("nodes", [])) == 1:
+        usual = sorted(link["gigabytes_per_s"] for link in neighbours)[len(neighbours) // 2]
+        for link in neighbours:
+            if link["gigabytes_per_s"] * _SLOW_LINK < usual:
+                first, second = link["ranks"]
+                yield (
+                    f"The link between ranks {first} and {second} carries {link['gigabytes_per_s']:.2f} GB/s, "
+                    f"others of this node {usual:.2f}.",
+                    "On GPUs `nvidia-smi topo -m` shows how they are connected.",
                 )
     for note in measured.get("notes", []):
         yield f"{note[0].upper()}{note[1:].rstrip('.')}.", "Ranks of a node average through the backend instead."

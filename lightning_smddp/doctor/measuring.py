@@ -12,6 +12,7 @@ from lightning_smddp.communication.autotune import memory_link, time_algorithm
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.communication.round_trips import round_trips
+from lightning_smddp.doctor.paths import At, try_paths
 
 SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes
 _LINK_BYTES = 4 * 2**20
@@ -20,15 +21,25 @@ _MOST_LINKS = 16  # the first nodes stand for the others
 _TIMEOUT = timedelta(seconds=60)
 
 
-def measure(group: dist.ProcessGroup, device: torch.device, host: str) -> dict[str, Any]:
-    """Medians of the slowest rank; the same on every rank. Collective over ``group``.
+def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = lambda what: None) -> dict[str, Any]:
+    """Medians of the slowest rank; the same on every rank. Collective over ``group``, which is the world.
+
+    Args:
+        group: all ranks.
+        device: this rank's.
+        host: this rank's, for messages.
+        at: is told what comes next.
 
     Returns:
         ``all_reduce``: algorithm -> seconds for each of ``sizes`` (bytes); ``links``: from rank 0 to the first rank of
-        other nodes (or to the next rank of its own node); ``memory_gb_s``: of a copy; ``notes``: what was not possible.
+        other nodes (or to the next rank of its own node); ``memory_gb_s``: of a copy; ``notes``: what was not possible;
+        ``paths`` and ``neighbours``: see :func:`~lightning_smddp.doctor.paths.try_paths`.
     """
+    at("the communication of gradients")
     communicator = Communicator(group, device, _TIMEOUT)
     try:
+        tried = try_paths(group, device, communicator.topology.nodes, _TIMEOUT, at)
+        at("the algorithms")
         names = communicator.available()
         times = {name: time_algorithm(name, communicator, None, list(SIZES)) for name in names}
         nodes = communicator.topology.nodes
@@ -45,6 +56,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str) -> dict[s
             "links": links,
             "memory_gb_s": min(copies) / 1e9,
             "notes": [note for note in communicator.notes if note.startswith("no shared memory")],
+            **tried,
         }
     finally:
         communicator.close()

@@ -52,6 +52,11 @@ def _measured(measured: Mapping[str, Any]) -> list[str]:
     for link in measured["links"]:
         speed = f"{_time(link['latency_us'] / 1e6)}, {link['gigabytes_per_s']:.2f} GB/s"
         lines.append(f"  {'link':<{_WIDTH}}to rank {link['rank']} (host {link['host']}): {speed}")
+    for what, problem in measured.get("paths", {}).items():
+        lines.append(f"  {'self-test':<{_WIDTH}}{what}: {problem or 'right'}")
+    for link in measured.get("neighbours", []):
+        speed = f"{_time(link['latency_us'] / 1e6)}, {link['gigabytes_per_s']:.2f} GB/s"
+        lines.append(f"  {'neighbours':<{_WIDTH}}ranks {link['ranks'][0]} and {link['ranks'][1]}: {speed}")
     return [*lines, f"  {'memory':<{_WIDTH}}{measured['memory_gb_s']:.1f} GB/s copied by a rank"]
 
 

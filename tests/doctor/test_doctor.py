@@ -11,12 +11,14 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_smddp.cli import main
 from lightning_smddp.doctor import examination
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Finding, find, merged
 from lightning_smddp.doctor.report import as_json, as_text
+from tests.devices import on_gpus
 from tests.ranks import run_trainer_ranks
 
 HEALTHY: dict[str, Any] = {
@@ -174,6 +176,44 @@ def test_the_ranks_of_a_job_are_examined_together() -> None:
     assert all(seconds > 0 for times in found["measured"]["all_reduce"].values() for seconds in times)
     assert [link["rank"] for link in found["measured"]["links"]] == [1]
     assert any("500 files open" in finding["what"] for finding in found["findings"])
+
+
+def with_wrong_messages() -> tuple[int, str]:
+    """What rank 1 sends arrives with other values."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if os.environ["RANK"] == "1":
+            plain = dist.send
+            monkeypatch.setattr(dist, "send", lambda tensor, *args, **kwargs: plain(tensor + 1, *args, **kwargs))
+        return examined()
+
+
+@on_gpus(2)
+def test_a_path_that_brings_other_values_is_an_error(device: str) -> None:
+    (code, text), (other, nothing) = run_trainer_ranks(with_wrong_messages, 2)
+    assert (code, other, nothing) == (1, 1, "")
+    assert "messages between neighbours: rank 0: 1000 of 1000 numbers arrived with other values" in text
+    assert "ERROR: The self-test of messages between neighbours failed: rank 0: 1000 of" in text
+
+
+@pytest.mark.slow
+@on_gpus(4)
+def test_on_devices_the_paths_of_training_are_tried(device: str) -> None:
+    for nodes, kinds in ((["a"] * 4, {"node's ranks"}), (["a", "a", "b", "b"], {"node's ranks", "across nodes"})):
+        (code, text), *_ = run_trainer_ranks(examined, 4, "--json", node_ids=nodes)
+        measured = json.loads(text)["measured"]
+        assert (code, measured["device"]) == (0, "cuda")
+        assert all(problem is None for problem in measured["paths"].values())
+        tried = " ".join(measured["paths"])
+        assert all(kind in tried for kind in ("all-reduce", "messages between neighbours", *kinds))
+        assert [link["ranks"] for link in measured["neighbours"]] == [[0, 1], [1, 2], [2, 3]]
+        assert all(link["gigabytes_per_s"] > 0 for link in measured["neighbours"])
+
+
+def test_a_slow_link_inside_a_node_is_named() -> None:
+    links = [{"ranks": [i, i + 1], "latency_us": 9, "gigabytes_per_s": 2 if i == 2 else 150} for i in range(5)]
+    [finding] = find(HEALTHY, {"neighbours": links, "nodes": [[0, 1, 2, 3, 4, 5]]})
+    assert "between ranks 2 and 3 carries 2.00 GB/s, others of this node 150.00" in finding.what
+    assert find(HEALTHY, {"neighbours": links, "nodes": [[0, 1, 2], [3, 4, 5]]}) == []
 
 
 def test_ranks_that_cannot_meet_say_why() -> None:
