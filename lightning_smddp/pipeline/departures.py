@@ -55,17 +55,26 @@ def _has_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def require_no_departure(failures: Mapping[int, str], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise :class:`LeftCourseError` on every rank if one has ``failures``. Collective over the pipeline."""
+def require_no_departure(
+    failures: Mapping[int, str], group: dist.ProcessGroup, device: torch.device, news: bool = False
+) -> bool:
+    """Raise :class:`LeftCourseError` on every rank if one has ``failures``. Collective over the pipeline.
+
+    Returns:
+        On every rank whether one has ``news``.
+    """
     if group.size() == 1:
         if failures:
             raise LeftCourseError(failures)
-        return
-    # `failures` differ where there are any: stages of two ranks are not at the same place
-    if same_everywhere([group.rank(), sorted(failures.items())] if failures else [], group, device):
-        return
+        return news
+    # ranks differ where there is anything: the number of one is in it
+    if same_everywhere([group.rank(), sorted(failures.items())] if failures or news else [], group, device):
+        return False
     found: dict[int, str] = {}
-    for theirs in gather_json(sorted(failures.items()), group, device):
+    everyones = gather_json([sorted(failures.items()), news], group, device)
+    for theirs, _ in everyones:
         for index, text in theirs:
             found.setdefault(index, text)
-    raise LeftCourseError(found)
+    if found:
+        raise LeftCourseError(found)
+    return any(news for _, news in everyones)

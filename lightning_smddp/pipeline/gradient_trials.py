@@ -93,7 +93,8 @@ def _note(found: Gradients, name: str, parameter: Tensor) -> None:
     for index, (cosine, sine, norm) in enumerate(torch.stack(numbers).tolist()):
         total += complex(cosine, sine) * complex(math.cos(_TURN * index), math.sin(_TURN * index))
         squares += norm**2
-    found.sums[name], found.norms[name] = total, math.sqrt(squares)
+    found.sums[name] = found.sums.get(name, 0j) + total  # gradients may come in pieces
+    found.norms[name] = found.norms.get(name, 0.0) + math.sqrt(squares)
 
 
 @functools.cache
@@ -115,10 +116,21 @@ def tolerances_on(device: torch.device) -> tuple[float, float]:
     return (EXACT if device.type == "cpu" else 20 * EXACT), MIXED
 
 
-def misfit_of(whole: Gradients, parts: Sequence[Gradients], weights: Sequence[float]) -> Misfit:
-    """The largest difference between the gradients of rows and the weighted ones of their parts; 0 without any."""
+def misfit_of(
+    whole: Gradients, parts: Sequence[Gradients], weights: Sequence[float], largest: float | None = None
+) -> Misfit:
+    """The largest difference between the gradients of rows and the weighted ones of their parts; 0 without any.
+
+    Args:
+        whole: of all rows.
+        parts: of their parts.
+        weights: of ``parts``.
+        largest: norm of any parameter's gradient, where some are on other ranks.
+    """
     counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
-    least = _SMALL * max([*whole.norms.values(), *(n for part, _ in counted for n in part.norms.values())], default=0)
+    if largest is None:
+        largest = max([*whole.norms.values(), *(n for part, _ in counted for n in part.norms.values())], default=0.0)
+    least = _SMALL * largest
     worst = Misfit("", 0.0)
     for name in dict.fromkeys([*whole.sums, *(name for part, _ in counted for name in part.sums)]):
         made = sum(weight * part.sums.get(name, 0j) for part, weight in counted)

@@ -25,6 +25,7 @@ from lightning_smddp.pipeline.patches import patched_forwards
 from lightning_smddp.pipeline.program import Program
 from lightning_smddp.pipeline.python_random import PythonRandom
 from lightning_smddp.pipeline.stage_run import Observer, Run, StageDone
+from lightning_smddp.pipeline.tails import Tail
 from lightning_smddp.pipeline.told import read_told, write_told
 
 __all__ = [
@@ -105,6 +106,7 @@ class Replay:
         record: Shapes | None = None,
         reads: list[str] | None = None,
         answers: Answers | None = None,
+        tail: Tail | None = None,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Run ``step`` for this stage, units patched by :func:`patched_units`.
 
@@ -117,6 +119,7 @@ class Replay:
                 the earlier stages, so that stage after stage can find the shapes of a new signature.
             reads: takes down what Python code reads of the batch.
             answers: what runs of the step on this micro-batch have read of it before.
+            tail: takes down what runs behind the last unit.
 
         Returns:
             What the next stage receives (empty on the last), and what the step returned (None unless last).
@@ -128,12 +131,15 @@ class Replay:
         received = received[: len(self.plan.receives)]
         given = dict(zip(self.plan.receives, map(self._prepare, self.plan.receives, received), strict=True))
         run = Run(self, given, shapes, observe, record, reads, told, answers)
+        run.tail = tail
         outer, _active.run = getattr(_active, "run", None), run
         result = None
         try:
             with Eager(), run:
                 result = step()
             self._check_end(run)
+            if tail is not None:
+                tail.end()
             if self.is_last:
                 ((result,), _) = run.present((result,), {})
         except StageDone:

@@ -21,6 +21,7 @@ from lightning_smddp.pipeline.schedules import Schedule
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.splitting import Splitting
 from lightning_smddp.pipeline.structure import map_leaves
+from lightning_smddp.pipeline.tails import Tail
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, rehearsal_plan
 
@@ -67,6 +68,7 @@ class _Running:
     results: list[Any]
     observe: Observer | None
     failures: dict[int, str] = field(default_factory=dict)  # by micro-batch, where a stage here left its course
+    tails: list[tuple[StagedStep, Tail]] | None = None  # where the step ends here, of each micro-batch
 
 
 class PipelineRuntime:
@@ -102,6 +104,8 @@ class PipelineRuntime:
         bodies = {stage: _Body(stage, stage_parameters[stage], self) for stage in self.here}
         self.engine = PipelineEngine(groups.neighbours, device, schedule, num_stages, bodies, recorder=recorder)
         self._running: _Running | None = None
+        self._tails: list[tuple[StagedStep, Tail]] = []  # since they were accepted
+        self.tail_is_new = False  # on all ranks alike: there was one that is not known
 
     @property
     def ends_here(self) -> bool:
@@ -122,6 +126,7 @@ class PipelineRuntime:
         microbatches: Sequence[MicroBatch],
         train: bool,
         observe: Observer | None = None,
+        looks: bool = False,
     ) -> list[Any]:
         """Run one step: forward, and in training backward, of all micro-batches. Collective over the pipeline.
 
@@ -131,6 +136,7 @@ class PipelineRuntime:
             microbatches: of one batch.
             train: whether there is a backward.
             observe: called around each item that is done here.
+            looks: whether to look for what is new behind the last unit; then :attr:`tail_is_new` says so.
 
         Returns:
             What the step returned for each micro-batch, on the rank where it ends; else an empty list.
@@ -142,7 +148,8 @@ class PipelineRuntime:
         edges = range(self.num_stages - 1)
         boundaries = [[staged.boundary(edge, shapes, train) for edge in edges] for staged, shapes in courses]
         count = len(microbatches)
-        self._running = _Running(courses, step, microbatches, train, [None] * count, observe)
+        self._running = running = _Running(courses, step, microbatches, train, [None] * count, observe)
+        running.tails = [] if looks and self.ends_here else None
         units = dict.fromkeys(unit for staged, _ in courses for unit in staged.program.units)
         try:
             with patched_units(self.root, tuple(units)):
@@ -150,10 +157,18 @@ class PipelineRuntime:
                     self.engine.train(count, boundaries)
                 else:
                     self.engine.evaluate(count, boundaries)
-            require_no_departure(self._running.failures, *self.groups.host)
-            return self._running.results if self.ends_here else []
+            news = any(staged.tails is not None and tail.pairs - staged.tails for staged, tail in running.tails or ())
+            self.tail_is_new |= require_no_departure(running.failures, *self.groups.host, news)
+            self._tails += running.tails or ()
+            return running.results if self.ends_here else []
         finally:
             self._running = None
+
+    def accept_tails(self) -> None:
+        """What ran behind the last unit since this was called is known from here on."""
+        for staged, tail in self._tails:
+            staged.tails = tail.pairs | (staged.tails or set())
+        self._tails, self.tail_is_new = [], False
 
     def run_stage(self, stage: int, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage's part of one micro-batch of the running step."""
@@ -175,10 +190,18 @@ class PipelineRuntime:
     ) -> tuple[Tensor, ...]:
         microbatch, is_last = running.microbatches[index], stage == self.num_stages - 1
         staged, shapes = running.courses[index]
+        tail = Tail() if is_last and running.tails is not None else None
         with running.step.around(index, microbatch, keep=is_last):
             sent, result = staged.replays[stage].run(
-                lambda: running.step(microbatch), received, shapes, running.observe, answers=microbatch.answers
+                lambda: running.step(microbatch),
+                received,
+                shapes,
+                running.observe,
+                answers=microbatch.answers,
+                tail=tail,
             )
+        if running.tails is not None and tail is not None:
+            running.tails.append((staged, tail))
         if not is_last:
             return sent
         loss = running.step.loss(microbatch, result) if running.train else None

@@ -22,6 +22,7 @@ from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.program import Item
 from lightning_smddp.pipeline.python_random import digest
 from lightning_smddp.pipeline.structure import leaves, map_leaves, rebuild
+from lightning_smddp.pipeline.tails import Tail
 from lightning_smddp.pipeline.value_sizes import deciding_tensors
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Run(TorchFunctionMode):
         self.holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
         self.cursor, self.inside, self.diverged, self.done = 0, False, False, False
         self.random, self.shares_draws = replay.python_random, replay.program.shares_draws
+        self.tail: Tail | None = None  # where somebody wants to know what runs behind the last unit
         self.seed: int | None = None  # what items draw follows from the state at the first one, alike on all stages
 
     # ---- what user code calls ----
@@ -69,7 +71,7 @@ class Run(TorchFunctionMode):
         """A call of unit ``name``."""
         item = self._next(name, None)
         if item is None:  # behind the last traced item
-            return self._do(forward, args, kwargs)
+            return self._unforeseen_unit(name, forward, args, kwargs)
         if item.index not in self.replay.mine:
             return self._stand_in(item, args, kwargs)
         if item.inputs:
@@ -80,6 +82,16 @@ class Run(TorchFunctionMode):
         with self.random.put_back():  # what units draw is not drawn on other stages
             self.random.seed(self.seed + 1 + item.index)
             return self._unit(item, forward, args, kwargs)
+
+    def _unforeseen_unit(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do it if all of it is here; else it belongs to a course that stages have to know of."""
+        args, kwargs = self.present(args, kwargs)
+        held = [*self.replay.root.get_submodule(name).parameters(), *leaves((args, kwargs))]
+        if any(type(leaf) is Ghost or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in held):
+            raise ReplayError(f"The step calls module {name!r} at {user_place()}, behind its last one. {OTHER_COURSE}")
+        return self._do(forward, args, kwargs)
 
     def _unit(self, item: Item, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module of this stage, checkpointed where that is asked for."""
@@ -106,6 +118,8 @@ class Run(TorchFunctionMode):
             return self._watch(function, args, kwargs)
         if kind is Kind.LIKE and not self._touches(args[1:] if args else list(kwargs.values())[1:]):
             return self._like(function, args, kwargs)
+        if self.tail is not None and self.cursor > self.replay.last_unit:
+            self.tail.note(function, args, kwargs)
         if not (self._touches(args) or (kwargs and self._touches(kwargs.values()))):
             if self.shares_draws or function not in self.replay.program.random_functions:
                 return self._free(function, args, kwargs)
@@ -116,6 +130,8 @@ class Run(TorchFunctionMode):
             return self._stand_in(item, args, kwargs)
         args, kwargs = self.present(args, kwargs)
         if item is None:
+            if kind is Kind.BACKWARD:  # much of its graph is elsewhere
+                raise ReplayError(f"The step runs a backward pass of its own at {user_place()}. {OTHER_COURSE}")
             return function(*args, **kwargs)
         if self.random is None or not self.shares_draws:
             return self._operation(item, function, args, kwargs)

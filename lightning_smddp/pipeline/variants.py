@@ -24,6 +24,7 @@ from lightning_smddp.pipeline.program import Program, SplitError
 from lightning_smddp.pipeline.replay import Replay, StagePlan, patched_units
 from lightning_smddp.pipeline.splitting import Splitting
 from lightning_smddp.pipeline.stage import Boundary, TensorSpec
+from lightning_smddp.pipeline.tails import Pairs
 from lightning_smddp.pipeline.told import count
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class StagedStep:
     splitting: Splitting
     replays: dict[int, Replay]
     rehearsal: Replay  # without any item
+    tails: Pairs | None = None  # where it ends: what is known to run behind its last unit; None before the first batch
 
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
         """What ``stage`` sends."""

@@ -8,20 +8,34 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.messages import broadcast_json
+from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.constant_random import ConstantRandom
+from lightning_smddp.pipeline.departures import LeftCourseError
+from lightning_smddp.pipeline.gradient_trials import Gradients, Misfit, misfit_of, noted_gradients, tolerances_on
 from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.weight_trials import EXACT, MIXED
 from lightning_smddp.strategies.batch_cutting import BatchCutter
 from lightning_smddp.strategies.divided_module import DividedModule
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
+
+_MOST_TAILS = 16
+_CHANGING = (
+    "What the training step does behind its last module is something else in too many batches, so that nobody knows "
+    "whether the weights of micro-batches fit."
+)
+_LATE = (
+    "That was in a batch that counts already, as gradients are accumulated or averaged over replicas. Give `fit` the "
+    "last checkpoint as `ckpt_path`: weights are found again then, for the step as it is at that time."
+)
 
 
 def find_courses(
@@ -39,13 +53,20 @@ def find_courses(
     """
     microbatches = cutter.weighted(divided.weighting, cutter.cut(batch, step, can_try=False))
     courses = divided.courses(step, microbatches)
-    if not divided.take_unforeseen(step) or is_first or not check or not divided.weighting.fits:
+    is_new = divided.take_unforeseen(step) or divided.doubts_tail
+    if not is_new or is_first or not check or not divided.weighting.fits:
         return microbatches, courses
+    counts, divided.keeps_doubt = divided.keeps_doubt, False
     pair = cutter.pair(batch, microbatches)
-    problem = None if pair is None else misfit(divided, step.unscaled(), pair)
+    problem = None
+    if pair is not None:
+        problem = _CHANGING if divided.new_tails > _MOST_TAILS else misfit(divided, step.unscaled(), pair)
     divided.take_unforeseen(step)  # of the trial
+    divided.doubts_tail = False
     if problem is None:
         return microbatches, courses
+    if counts and divided.options.num_microbatches is None:
+        raise RuntimeError(f"{problem} {_LATE}")
     divided.weighting = replace(divided.weighting, fits=False)
     cutter.looks_across_rows = True
     if dist.get_rank() == 0:
@@ -77,13 +98,57 @@ def misfit(divided: DividedModule, step: LightningStep, pair: MicroBatch) -> str
         by_chance = abs(whole - again) > tolerance * scale or not math.isfinite(whole)
         found = None if by_chance or abs(predicted - whole) <= tolerance * scale else [whole, predicted]
     found = broadcast_json(found, divided.groups.pipeline, divided.device, divided.runtime.last_rank)
+    since = f"Since {step.place()} the training step does something else than in the first batch"
     if found is None:
-        return None
+        gradients = None if divided.replicas is not None else _misfit_of_gradients(divided, step, pair, parts)
+        if gradients is None:
+            return None
+        return (
+            f"{since}: for {pair.size} rows the gradient of {gradients.parameter!r} differs by {gradients.error:.2g} "
+            "of its size from those of their two halves, weighted as at first. So a part of the loss looks across "
+            "rows, or needs other weights."
+        )
     return (
-        f"Since {step.place()} the training step does something else than in the first batch: the loss of {pair.size} "
-        f"rows is {found[0]:.6g}, but those of its two halves, weighted as at first, make {found[1]:.6g}. So the loss "
-        "of a batch is not the mean over its micro-batches any more."
+        f"{since}: the loss of {pair.size} rows is {found[0]:.6g}, but those of its two halves, weighted as at first, "
+        f"make {found[1]:.6g}. So the loss of a batch is not the mean over its micro-batches any more."
     )
+
+
+def _misfit_of_gradients(
+    divided: DividedModule, step: LightningStep, pair: MicroBatch, parts: Sequence[MicroBatch]
+) -> Misfit | None:
+    """How far gradients of parts are from making up the pair's; None if they do, or nothing can be said. Collective."""
+    runs = [_gradients(divided, step, rows, seed) for seed, rows in enumerate((pair, pair, *parts))]
+    mine = [run for run in runs if run is not None]
+    if len(mine) < len(runs):  # on every rank
+        return None
+    group, device = divided.groups.pipeline, divided.device
+    largest = max(gather_json(max([0.0, *mine[0].norms.values()]), group, device))
+    exact, mixed = tolerances_on(device)
+    is_exact, is_finite = all(run.is_exact for run in mine), all(run.is_finite() for run in mine)
+    chance = misfit_of(mine[0], [mine[1]], [1.0], largest)
+    found = misfit_of(mine[0], mine[2:], [part.weight for part in parts], largest)
+    everyones = gather_json([found.parameter, found.error, chance.error, is_exact, is_finite], group, device)
+    tolerance = exact if all(entry[3] for entry in everyones) else mixed
+    if not all(entry[4] and entry[2] <= tolerance for entry in everyones):
+        return None
+    name, error = max(((entry[0], entry[1]) for entry in everyones), key=lambda entry: entry[1])
+    return Misfit(name, error) if error > tolerance else None
+
+
+def _gradients(divided: DividedModule, step: LightningStep, rows: MicroBatch, seed: int) -> Gradients | None:
+    """Of this rank's parameters; None on every rank if the step leaves its course. Collective."""
+    alone, trial = replace(rows, weight=1.0), step.unscaled()
+    with untouched(divided.module, divided.device), ConstantRandom():
+        torch.manual_seed(seed)
+        with noted_gradients(divided.window.parameters) as found, divided.runtime.engine.unrecorded():
+            try:
+                divided.runtime.run(divided.courses(trial, [alone]), trial, [alone], True)
+            except LeftCourseError:
+                return None
+            finally:
+                trial.forget()
+    return found
 
 
 def _loss(divided: DividedModule, step: LightningStep, rows: MicroBatch, seed: int) -> float:

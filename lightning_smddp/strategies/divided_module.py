@@ -142,6 +142,9 @@ class DividedModule:
         self.buffers = SharedBuffers(self.view, ownership, ranks)
         self._variants: dict[Any, Variants] = {}
         self._count = len(microbatches)  # of the batch that is worked on
+        self.doubts_tail = False  # something new has run behind the last module since weights were compared,
+        self.keeps_doubt = False  # in a batch that counts
+        self.new_tails = 0  # batches in which it has
         staged = self._stage(self.division.program, self.division.splitting)
         self.findings: list[Finding] = []
         try:
@@ -203,6 +206,18 @@ class DividedModule:
         variants = self._variants[step.key]
         unforeseen, variants.unforeseen = variants.unforeseen, False
         return unforeseen
+
+    def take_tails(self, microbatches: Sequence[MicroBatch], may_drop: bool) -> bool:
+        """Accept what has run behind the last module; False if it was new, and the batch should not count.
+
+        Where ``may_drop`` is False, the batch counts, and :attr:`doubts_tail` remains for the next one.
+        """
+        matters = len(microbatches) > 1 and self.weighting.fits and self.options.check
+        is_new = self.runtime.tail_is_new and matters
+        self.doubts_tail, self.new_tails = self.doubts_tail or is_new, self.new_tails + is_new
+        self.keeps_doubt = is_new and not may_drop
+        self.runtime.accept_tails()
+        return not is_new or not may_drop
 
     def try_out(
         self, step: LightningStep, microbatches: Sequence[MicroBatch], state: KeptState | None = None

@@ -37,8 +37,7 @@ def run_rounds(
     with _casting_once(divided, step, options, context, courses):
         for begin in range(0, len(microbatches), size):
             step.offset, now = begin, slice(begin, begin + size)
-            outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains)
-    divided.go_on(step)
+            outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains, looks=step.trains)
     return outputs
 
 

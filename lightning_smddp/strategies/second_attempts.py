@@ -34,6 +34,13 @@ _CURE = (
 )
 
 
+class NewTailError(LeftCourseError):
+    """Raised on every rank: what the step does behind its last module is new, and its weights may not fit it."""
+
+    def __init__(self) -> None:
+        super().__init__({0: "The step does something else behind its last module than before."})
+
+
 def run_batch(
     divided: DividedModule,
     step: LightningStep,
@@ -43,7 +50,7 @@ def run_batch(
     begin: Callable[[int], None] = lambda _: None,
     drop: Callable[[], None] | None = lambda: None,
 ) -> list[Any]:
-    """Run all micro-batches; again where one of them takes a new course behind its last module. Collective.
+    """Run all micro-batches; again where one of them does something new behind its last module. Collective.
 
     Args:
         divided: the module.
@@ -66,7 +73,17 @@ def run_batch(
         begin(len(microbatches))
         try:
             with _undone_if_left(divided.module, courses, divided.device):
-                return run(microbatches, courses)
+                outputs = run(microbatches, courses)
+                if step.trains and not divided.take_tails(microbatches, drop is not None):
+                    raise NewTailError
+            divided.go_on(step)
+            return outputs
+        except NewTailError:
+            assert drop is not None
+            step.forget()
+            step.offset = 0
+            drop()
+            found = find()  # compares the weights again
         except LeftCourseError as error:
             step.forget()
             failures = {step.offset + index: text for index, text in error.failures.items()}
