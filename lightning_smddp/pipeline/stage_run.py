@@ -185,11 +185,12 @@ class Run(TorchFunctionMode):
         cursor, replay = self.cursor, self.replay
         if self.random is not None and self.seed is None:
             self.seed = digest(self.random.get())
-        if cursor == self.plan.end and not replay.is_last:
+        item = self.items[cursor] if cursor < len(self.items) else None
+        is_next = item is not None and item.module == module and (module or item.function == function)
+        if cursor == self.plan.end and not replay.is_last and (is_next or not replay.is_rehearsal):
             self.done = True
             raise StageDone
-        item = self.items[cursor] if cursor < len(self.items) else None
-        if item is not None and not self.diverged and item.module == module and (module or item.function == function):
+        if item is not None and is_next and not self.diverged:
             self.cursor += 1
             return item
         if replay.is_last and cursor >= self.plan.begin and cursor > replay.last_unit:

@@ -122,13 +122,12 @@ def _misfit_of_gradients(
     mine = [run for run in runs if run is not None]
     if len(mine) < len(runs):  # on every rank
         return None
-    group, device = divided.groups.pipeline, divided.device
-    largest = max(gather_json(max([0.0, *mine[0].norms.values()]), group, device))
-    exact, mixed = tolerances_on(device)
+    largest = max(gather_json(max([0.0, *mine[0].norms.values()]), *divided.groups.host))
+    exact, mixed = tolerances_on(divided.device)
     is_exact, is_finite = all(run.is_exact for run in mine), all(run.is_finite() for run in mine)
     chance = misfit_of(mine[0], [mine[1]], [1.0], largest)
     found = misfit_of(mine[0], mine[2:], [part.weight for part in parts], largest)
-    everyones = gather_json([found.parameter, found.error, chance.error, is_exact, is_finite], group, device)
+    everyones = gather_json([found.parameter, found.error, chance.error, is_exact, is_finite], *divided.groups.host)
     tolerance = exact if all(entry[3] for entry in everyones) else mixed
     if not all(entry[4] and entry[2] <= tolerance for entry in everyones):
         return None

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from tests.ranks import run_trainer_ranks
+from tests.strategies.learners import CLASSES, samples
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, name_of
 
 
@@ -131,6 +133,35 @@ def annealed(bench: Bench) -> Any:
     return bench.fit(Annealed(layers=6), max_epochs=4)
 
 
+class Tasks(Net):
+    """A head for each task, by a word in the batch: where rehearsals leave the step."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.heads = nn.ModuleDict({task: nn.Linear(CLASSES, CLASSES) for task in ("a", "b")})
+
+    def training_step(self, batch: tuple[str, Tensor, Tensor], batch_idx: int) -> Tensor:
+        task, inputs, targets = batch
+        loss = F.cross_entropy(self.heads[task](self.net(inputs)), targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def train_dataloader(self) -> Any:
+        def collate(rows: list[Any]) -> tuple[str, Tensor, Tensor]:
+            inputs, targets = zip(*rows, strict=True)
+            inputs = torch.stack(inputs)
+            return "ab"[int(inputs[0, 0] > 0)], inputs, torch.stack(targets)
+
+        return DataLoader(samples(96), batch_size=4, collate_fn=collate)
+
+
+def tasks(bench: Bench) -> Any:
+    """Where a course cannot be left, as gradients are accumulated."""
+    return bench.fit(Tasks(), {"fallback": "error"}, accumulate_grad_batches=2)
+
+
 class Keeping(Net):
     """Keeps activations of earlier stages on itself, for hooks."""
 
@@ -151,7 +182,7 @@ def keeping(bench: Bench) -> Any:
     return bench.fit(Keeping(layers=6))
 
 
-CASES = [numbered, mixed, selected, kept, annealed, keeping]
+CASES = [numbered, mixed, selected, kept, annealed, keeping, tasks]
 TWO = Matrix(CASES, pipeline={"num_microbatches": 4})
 
 
