@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_smddp.communication.host_copies import CHUNK_BYTES, Landing, to_host
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.trees import dtype_of, name_of_dtype
 
-CHUNK_BYTES = 64 * 2**20
+_TAG = 0
 _ALIGNMENT = 16  # bytes; the widest element (complex128)
 CPU = torch.device("cpu")
 
@@ -86,6 +89,42 @@ def broadcast_tensors(
                 tensor.detach().copy_(flat.view(tensor.shape))
 
 
+def _send_tensors(
+    specs: Sequence[Spec], tensors: Sequence[Tensor], group: dist.ProcessGroup, target: int, device: torch.device
+) -> None:
+    """Send ``tensors`` to rank ``target``, which calls :func:`_receive_tensors`."""
+    flats = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+    under_way: deque[torch.cuda.Event] = deque()
+    for parts, size in _chunks(specs):
+        chunk = torch.empty(size, dtype=torch.uint8, device=device)
+        for part in parts:
+            _view(chunk, part, specs).copy_(flats[part.index][part.begin : part.end])
+        group.send([chunk], target, _TAG).wait()  # also of groups that torch.distributed has no names for
+        if device.type == "cuda":  # the host runs ahead by two chunks, not by all of them
+            under_way.append(torch.cuda.Event())
+            under_way[-1].record()
+            if len(under_way) > 2:
+                under_way.popleft().synchronize()
+
+
+def _receive_tensors(
+    specs: Sequence[Spec], group: dist.ProcessGroup, source: int, device: torch.device
+) -> list[Tensor]:
+    """What rank ``source`` sends with :func:`_send_tensors`, on the CPU."""
+    tensors, landing = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs], Landing()
+
+    def place(chunk: Tensor, parts: Sequence[_Part]) -> None:
+        for part in parts:
+            tensors[part.index].view(-1)[part.begin : part.end].copy_(_view(chunk, part, specs))
+
+    for parts, size in _chunks(specs):
+        chunk = torch.empty(size, dtype=torch.uint8, device=device)
+        group.recv([chunk], source, _TAG).wait()
+        landing.land(chunk, partial(place, parts=parts))
+    landing.finish()
+    return tensors
+
+
 def gather_tensors(
     mine: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
 ) -> dict[str, Tensor]:
@@ -110,20 +149,20 @@ def gathered_shares(
     mine: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
 ) -> Iterator[dict[str, Tensor]]:
     """What :func:`gather_tensors` gives, of one rank after the other. Collective: to be gone through to its end."""
+    rank = group.rank()
     announced = gather_json([[name, Spec.of(tensor).to_json()] for name, tensor in mine.items()], group, device)
-    wanted = to_all or group.rank() == 0
     for source, entries in enumerate(announced):
         specs = [Spec.from_json(entry) for _, entry in entries]
-        tensors: list[Tensor] | None = None
-        if source == group.rank():
-            tensors = [tensor.detach() for tensor in mine.values()]
-        elif wanted:
-            tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-        if to_all or source != 0:
+        tensors = [tensor.detach() for tensor in mine.values()] if source == rank else []
+        if to_all:
+            tensors = tensors if source == rank else [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
             broadcast_tensors(specs, tensors, group, source, device)
-        if wanted:
-            assert tensors is not None
-            yield dict(zip((name for name, _ in entries), (tensor.cpu() for tensor in tensors), strict=True))
+        elif source == rank != 0:
+            _send_tensors(specs, tensors, group, 0, device)
+        elif source != rank == 0:
+            tensors = _receive_tensors(specs, group, source, device)
+        if to_all or rank == 0:
+            yield dict(zip((name for name, _ in entries), to_host(tensors), strict=True))
 
 
 def _view(chunk: Tensor, part: _Part, specs: Sequence[Spec]) -> Tensor:

@@ -58,6 +58,37 @@ def test_a_snapshot_is_not_changed_afterwards(tmp_path: Path) -> None:
     assert_equal(read_checkpoint(tmp_path / "a.ckpt"), example())
 
 
+def test_a_snapshot_is_no_file_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = {**example(), "columns": torch.arange(12.0).view(3, 4)[:, 1:3], "none": torch.empty(0, 3)}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", None)
+        snapshot = Snapshot(checkpoint)
+    checkpoint["columns"].zero_()
+    write_file(snapshot.dump, str(tmp_path / "a.ckpt"), snapshot.size)
+    loaded = read_checkpoint(tmp_path / "a.ckpt")
+    assert loaded["state_dict"]["tied"].data_ptr() == loaded["state_dict"]["weight"].data_ptr()
+    assert torch.equal(loaded["columns"], torch.tensor([[1.0, 2.0], [5.0, 6.0], [9.0, 10.0]]))
+    assert loaded["columns"].untyped_storage().nbytes() == 48  # as `torch.save` has it
+
+
+class Uncopied:
+    """Can be made a file of, and nothing else."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("no copies")
+
+
+def test_a_snapshot_of_what_cannot_be_copied(tmp_path: Path) -> None:
+    checkpoint = {**example(), "object": Uncopied()}
+    snapshot = Snapshot(checkpoint)
+    checkpoint["state_dict"]["weight"].zero_()
+    write_file(snapshot.dump, str(tmp_path / "a.ckpt"), snapshot.size)
+    assert os.path.getsize(tmp_path / "a.ckpt") >= snapshot.size
+    loaded = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert torch.equal(loaded["state_dict"]["weight"], example()["state_dict"]["weight"])
+    assert type(loaded["object"]) is Uncopied
+
+
 @pytest.mark.parametrize("pieces", [[b"abcdefg"], [b"a", b"b", b"", b"c", b"d", b"efg"]], ids=len)
 def test_the_hash_covers_pieces_of_any_size(pieces: list[bytes], tmp_path: Path) -> None:
     def dump(file: Any) -> None:
