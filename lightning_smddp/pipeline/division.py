@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.messages import broadcast_json, gather_json
+from lightning_smddp.pipeline.own_dropout import without_own_dropout
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.program import Item, Modules, Program, SplitError, build_program
 from lightning_smddp.pipeline.reference import Reference, fastest, run_plain, run_reference
@@ -138,7 +139,8 @@ def divide(
     require_same(program, group, device)
 
     def decide() -> dict[str, Any]:
-        reference = _refer(program, trial, root, device) if with_reference else None
+        with without_own_dropout(root, device):
+            reference = _refer(program, trial, root, device) if with_reference else None
         measured = None if reference is None else asdict(reference)
         if known is not None:
             return {**known, "reference": measured}

@@ -30,6 +30,7 @@ from lightning_smddp.pipeline.full_state import gather_full, release, set_conten
 from lightning_smddp.pipeline.gradient_window import GradientWindow
 from lightning_smddp.pipeline.materialise import materialise
 from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.own_dropout import without_own_dropout
 from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.placement import Channel, Groups
@@ -457,7 +458,7 @@ class DividedModule:
         division = self.division
         alone, trial = replace(first, weight=1.0), step.unscaled()
         trial.offset = index
-        with untouched(self.module, self.device):
+        with untouched(self.module, self.device), without_own_dropout(self.module, self.device):
             outputs = self.runtime.run(self.courses_of(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
             self.window.tied.sum()
             norms = gradient_norms(self.window.parameters.items())
