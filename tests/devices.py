@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 from tests import simulated_cuda
 
@@ -36,6 +37,14 @@ def on_gpus(count: int) -> Any:
         pytest.param("gpu", marks=pytest.mark.gpus(count)),
     ]
     return pytest.mark.parametrize("device", kinds)
+
+
+def hang() -> None:
+    """Launch a kernel that does not end while a test runs."""
+    if kind() == "simulated":
+        simulated_cuda.hang()
+    else:
+        torch.cuda._sleep(2**42)  # clock cycles: half an hour
 
 
 def rank_environment(rank: int, nodes: list[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 
 from lightning_smddp import PipelineStrategy
 from lightning_smddp.strategies import session
-from tests import rank_processes, simulated_cuda
+from tests import devices, rank_processes, simulated_cuda
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import Learner, fit, silent
 from tests.strategies.pipeline_learners import Net
@@ -51,7 +51,7 @@ class Faulty(Callback):
         elif self.kind == "raises":
             raise KeyError("the first cause")
         elif self.kind == "hangs in a kernel":
-            simulated_cuda.hang()
+            devices.hang()
         elif self.kind == "hangs on the host":
             time.sleep(100)
 
@@ -59,7 +59,8 @@ class Faulty(Callback):
 def train(strategy: str, kind: str, directory: str) -> None:
     rank = os.environ["RANK"]
     os.dup2(os.open(f"{directory}/{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
-    simulated_cuda.limit_waits(100.0)
+    if devices.kind() == "simulated":
+        simulated_cuda.limit_waits(100.0)
     made, module = strategy_and_module(strategy, LIMIT_S)
     fit(made, module, max_epochs=1, callbacks=[Faulty(kind, Path(directory))])
 
