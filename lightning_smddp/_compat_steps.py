@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 
 @contextmanager
@@ -53,6 +54,26 @@ def behind_backwards(action: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         setattr(torch.autograd, "backward", original)  # noqa: B010
+
+
+@contextmanager
+def modes_within_backwards(mode: TorchFunctionMode) -> Iterator[None]:
+    """In this context ``mode`` sees what a backward pass runs of the user's: checkpointed functions, hooks of tensors.
+
+    Torch hands ``backward`` and ``grad`` to function modes, and runs the pass without them. Remove when the engine
+    keeps them.
+    """
+    original = torch.autograd._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return original(*args, **kwargs)
+
+    setattr(torch.autograd, "_engine_run_backward", run_backward)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, "_engine_run_backward", original)  # noqa: B010
 
 
 def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -22,6 +22,7 @@ from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.python_random import PythonRandom
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.verification import Finding, VerificationError, compare, gradient_norms, require_equal
+from lightning_smddp.pipeline.view.tensor import SharedViewError
 from lightning_smddp.strategies.divided_module import DividedModule
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 
@@ -90,18 +91,21 @@ class SecondCheck:
         trial, run, sources = step.unscaled(), _Run(), PythonRandom(self.divided.module)
         with untouched(self.divided.module, self.divided.device):
             torch.manual_seed(seed)
-            with self.inside_view(), ConstantRandom(), sources.put_back():
-                try:
-                    with trial.around(0, microbatch, keep=False):
-                        if seed != _FIRST_SEED:  # modules draw in Python, too, on the rank that has them alone
-                            sources.seed(seed)
-                        loss = loss_of(trial(microbatch), step.hook)
-                    loss.backward()
-                    run.loss = float(loss.detach())
-                except RankFailedError:
-                    raise
-                except Exception as error:
-                    run.failed = repr(error)
+            try:
+                with self.inside_view(), ConstantRandom(), sources.put_back():
+                    try:
+                        with trial.around(0, microbatch, keep=False):
+                            if seed != _FIRST_SEED:  # modules draw in Python, too, on the rank that has them alone
+                                sources.seed(seed)
+                            loss = loss_of(trial(microbatch), step.hook)
+                        loss.backward()
+                        run.loss = float(loss.detach())
+                    except (RankFailedError, SharedViewError):
+                        raise
+                    except Exception as error:
+                        run.failed = repr(error)
+            except SharedViewError as error:  # no rank waits for another at the view's end
+                run.failed = str(error)
             run.norms = self._norms()
         trial.forget()
         return run

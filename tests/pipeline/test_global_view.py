@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.pipeline.full_state import gather_full, release
 from lightning_smddp.pipeline.ownership import Ownership
@@ -211,6 +212,25 @@ def backward(net: Net) -> Any:
     return [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
 
 
+def backward_of_checkpoints(net: Net) -> Any:
+    x = torch.linspace(-1, 1, 18).view(3, 6)
+    net.zero_grad()
+    made = checkpoint(net.student[:3], x, use_reentrant=False)
+    F.cross_entropy(checkpoint(net.student[3:], made, use_reentrant=False), torch.tensor([1, 2, 3])).backward()
+    return [None if p.grad is None else p.grad.tolist() for p in net.student.parameters()]
+
+
+def spectra(net: Net) -> Any:
+    """Complex numbers between layers."""
+    x = torch.linspace(-1, 1, 18).view(3, 6)
+    net.zero_grad()
+    made = torch.fft.fft(net.student[:3](x)).real
+    made = torch.fft.rfft(made)
+    made = torch.fft.irfft(made * made.abs() + (made * made.conj()).imag, n=8)
+    F.cross_entropy(net.student[3:](made), torch.tensor([1, 2, 3])).backward()
+    return [None if p.grad is None else p.grad.tolist() for p in net.student.parameters()]
+
+
 def dropout(net: Net) -> Any:
     torch.manual_seed(5)
     with torch.no_grad():
@@ -267,7 +287,8 @@ CASES = [
     norms, lightnings_grad_norm, clip, clip_value, clip_by_foreach, ema_by_data, ema_by_no_grad, ema_by_assignment,
     ema_by_foreach,
     ema_of_other_places, ema_across_ranks, averaged, ema_buffers, noise, initialise, freeze, count, compare, save, load,
-    swap, forward, forward_with_statistics, backward, dropout, copies, vector, gradients_by_hand, print_it, masked,
+    swap, forward, forward_with_statistics, backward, backward_of_checkpoints,
+    spectra, dropout, copies, vector, gradients_by_hand, print_it, masked,
     prune,
 ]  # fmt: skip
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.view.tensor import GlobalViewError
+from lightning_smddp.pipeline.view.tensor import SharedViewError
 
 
 class Ask(enum.IntEnum):
@@ -63,7 +63,7 @@ class Agreement:
             What is to be done together; the ranks that asked for it; the highest ``serial``.
 
         Raises:
-            GlobalViewError: on every rank, if a rank alone asks for what others cannot give.
+            SharedViewError: on every rank, if a rank alone asks for what others cannot give.
         """
         words = [int(ask), zlib.crc32(f"{detail} {exactly}".encode()), serial]
         mine = from_numbers(words, torch.int64, self.device)
@@ -83,8 +83,8 @@ class Agreement:
             self._serve(Ask(kind), ranks)
 
     def tell(self, problem: str | None) -> None:
-        """Raise ``GlobalViewError`` on every rank if one of them has a problem. Collective."""
+        """Raise ``SharedViewError`` on every rank if one of them has a problem. Collective."""
         problems: Sequence[str | None] = gather_json(problem, self.group, self.device)
         first = next((text for text in problems if text is not None), None)
         if first is not None:
-            raise GlobalViewError(first)
+            raise SharedViewError(first)

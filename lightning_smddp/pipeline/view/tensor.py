@@ -20,6 +20,10 @@ class GlobalViewError(RuntimeError):
     """A tensor of another rank was used where its rank does not take part."""
 
 
+class SharedViewError(GlobalViewError):
+    """The same one on every rank of the pipeline, wherever each is in the hook."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a value was made of others: for a rank that asks for it alone, when its home never made it.
