@@ -41,6 +41,7 @@ class Item:
         tells: whether that are numbers, which go with the tensors to later stages, and decide on nothing.
         varies: whether it makes a tensor whose size depends on values that a module made.
         checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
+        draws_in_python: whether it is a unit whose code draws from the sources of ``PythonRandom``.
     """
 
     index: int
@@ -64,6 +65,7 @@ class Item:
     activation_bytes: int
     tells: bool = False
     varies: bool = False
+    draws_in_python: bool = False
 
     @property
     def blinds(self) -> bool:
@@ -356,6 +358,9 @@ class _Builder:
         parameters = tuple(dict.fromkeys((*held, *used)))
         self._add(call, events, call.returned, outputs, rebinds, parameters, call.seconds)
 
+    def _draws_in_python(self, call: Call) -> bool:
+        return call.draws_in_python or any(map(self._draws_in_python, self.children[call.index]))
+
     def _add(
         self,
         call: Call | None,
@@ -391,6 +396,7 @@ class _Builder:
                 reads=call is None and first.reads,
                 tells=call is None and tells(first),
                 varies=any(value in self.modules.varying for value in outputs),
+                draws_in_python=call is not None and self._draws_in_python(call),
                 free=call is None and first.free,
                 checkpointed=call.checkpointed if call else first.checkpointed,
                 name=call.module if call else f"{first.name} at {_short(first.place)}",

@@ -1,6 +1,7 @@
 """Random numbers that Python code draws: from ``random``, from numpy, and from generators that modules hold.
 
-Torch's own are among them where Python reads what torch draws: then all ranks have to draw the same.
+Generators of torch that modules hold are taken for such, too. Torch's default ones are among them where Python reads
+what torch draws: then all ranks have to draw the same.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ class PythonRandom:
             torch.manual_seed(number)
         for position, (_, module, name) in enumerate(self._held, start=1):
             generator = getattr(module, name, None)
-            if isinstance(generator, random.Random) or hasattr(generator, "get_state"):
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(number + position)
+            elif isinstance(generator, random.Random) or hasattr(generator, "get_state"):
                 generator.seed((number + position) % 2**32)  # type: ignore[union-attr]
             elif generator is not None:
                 bits = type(generator.bit_generator)((number + position) % 2**32)
@@ -184,7 +187,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _is_generator(value: Any) -> bool:
-    if isinstance(value, random.Random):
+    if isinstance(value, (random.Random, torch.Generator)):
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
@@ -209,6 +212,9 @@ def _set_states_of_torch(states: Mapping[str, Any], device: torch.device) -> Non
 def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        with without_torch_functions():
+            return generator.get_state().numpy()
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
     return generator.get_state() if _is_generator(generator) else None
@@ -217,6 +223,9 @@ def _state_of(generator: Any) -> Any:
 def _set_state_of(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        with without_torch_functions():
+            generator.set_state(torch.from_numpy(state))
     elif hasattr(generator, "bit_generator"):
         generator.bit_generator.state = state
     else:

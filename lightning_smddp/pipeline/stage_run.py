@@ -72,6 +72,15 @@ class Run(TorchFunctionMode):
         item = self._next(name, None)
         if item is None:  # behind the last traced item
             return self._unforeseen_unit(name, forward, args, kwargs)
+        try:
+            return self._own_unit(item, forward, args, kwargs)
+        finally:
+            if self.random is not None and item.draws_in_python:
+                assert self.seed is not None
+                self.random.seed(self.seed + 1 + len(self.items) + item.index)  # all stages go on from there, alike
+
+    def _own_unit(self, item: Item, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do it, if it is this stage's."""
         if item.index not in self.replay.mine:
             return self._stand_in(item, args, kwargs)
         if item.inputs:

@@ -174,8 +174,62 @@ def many(bench: Bench) -> Any:
     return bench.fit(model, {"num_microbatches": 4}, max_epochs=2), model.drawn  # type: ignore[attr-defined]
 
 
-CASES = [mixup, mixup_with_a_generator, course, layer_drop, shuffled, masked]
-TWO = Matrix([*CASES, many, layer_drop_with_dropout])
+class Diffusion(Net):
+    """Noise comes from a generator of torch that the module holds, between modules and behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=5)
+        self.generator = torch.Generator().manual_seed(3)
+        self.drawn: list[Any] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        inner = self.net[:4](x + torch.randn(x.shape, generator=self.generator))
+        out = self.net[4:](inner * (1 + torch.rand(len(x), 1, generator=self.generator)))
+        loss = F.cross_entropy(out, y) * (1 + torch.rand((), generator=self.generator))
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.drawn.append(float(torch.rand((), generator=self.generator)))
+
+
+def with_a_generator_of_torch(bench: Bench) -> Any:
+    model = Diffusion()
+    return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=2), model.drawn
+
+
+class Leaf(nn.Module):
+    """Draws in a module that is placed whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.drawn.append(random.random())
+        return x * self.weight * (1 + self.drawn[-1])
+
+
+class Drawing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = Leaf()
+        self.drawn: list[list[float]] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.drawn.append([*self.net[3].drawn])
+        self.net[3].drawn.clear()
+
+
+def whole_modules_draw(bench: Bench) -> Any:
+    model = seeded(Drawing())
+    return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=2), model.drawn  # type: ignore[attr-defined]
+
+
+CASES = [mixup, mixup_with_a_generator, course, layer_drop, shuffled, masked, with_a_generator_of_torch]
+TWO = Matrix([*CASES, many, layer_drop_with_dropout, whole_modules_draw])
 
 
 @pytest.mark.slow
@@ -192,3 +246,10 @@ def test_ranks_draw_the_same() -> None:
     assert len(set(first["losses"])) == len(first["losses"])
     first, second = TWO.results(layer_drop_with_dropout)
     assert_same(first, second, 0.0)
+
+
+@pytest.mark.slow
+def test_modules_that_are_placed_whole_draw_other_numbers_for_each_batch() -> None:
+    (_, drawn), (_, others) = TWO.results(whole_modules_draw)
+    assert drawn == others
+    assert len({number for numbers in drawn for number in numbers}) == len(drawn)
