@@ -18,6 +18,7 @@ from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.program import Item, Modules, Program, SplitError, build_program
 from lightning_smddp.pipeline.reference import Reference, fastest, run_plain, run_reference
 from lightning_smddp.pipeline.replay import ReplayError
+from lightning_smddp.pipeline.room import explained_shortage
 from lightning_smddp.pipeline.splitting import (
     Resources,
     Splitting,
@@ -102,7 +103,7 @@ def record(
         return fetch(name)
 
     def attempt() -> Trace:
-        with untouched(root, device), kept_parameters(root):
+        with explained_shortage(fetch is None), untouched(root, device), kept_parameters(root):
             return trace(step, root, device, None if fetch is None else fetch_together)
 
     return together.run(attempt)
@@ -139,7 +140,7 @@ def divide(
     require_same(program, group, device)
 
     def decide() -> dict[str, Any]:
-        with without_own_dropout(root, device):
+        with explained_shortage(is_whole=True), without_own_dropout(root, device):
             reference = _refer(program, trial, root, device) if with_reference else None
         measured = None if reference is None else asdict(reference)
         if known is not None:

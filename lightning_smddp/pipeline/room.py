@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -54,3 +55,27 @@ def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup, device: torch.dev
         wanted[host] += theirs
         available[host] = min(available[host], free)
     return all(_MARGIN * wanted[host] <= available[host] for host in wanted)
+
+
+@contextmanager
+def explained_shortage(is_whole: bool) -> Iterator[None]:
+    """Around a run of the training step on one device: where that is out of memory, the error says what to do.
+
+    Args:
+        is_whole: whether the device holds the whole model.
+
+    Raises:
+        torch.OutOfMemoryError: as it came, with the cure.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        cure = "More micro-batches (`num_microbatches=`) make each of them smaller."
+        if is_whole:
+            cure = (
+                "The whole model is on each device then. With `PipelineStrategy(meta_init=True)` and layers made in "
+                f"`configure_model` it never is. {cure}"
+            )
+        raise torch.OutOfMemoryError(
+            f"{error} This was a run of the step on one micro-batch, by which a pipeline is planned. {cure}"
+        ) from error
