@@ -24,8 +24,12 @@ from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.weight_trials import EXACT, MIXED
 from lightning_smddp.strategies.batch_cutting import BatchCutter
-from lightning_smddp.strategies.divided_module import DividedModule
+from lightning_smddp.strategies.divided_module import DividedModule, PartFailedError
+from lightning_smddp.strategies.kept_state import KeptState
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
+from lightning_smddp.strategies.result_trials import RETURNED, Findings, tolerance_of, try_results
+from lightning_smddp.strategies.step_results import Observed
+from lightning_smddp.strategies.step_values import is_loss
 
 _MOST_TAILS = 16
 _CHANGING = (
@@ -34,7 +38,8 @@ _CHANGING = (
 )
 _LATE = (
     "That was in a batch that counts already, as gradients are accumulated or averaged over replicas. Give `fit` the "
-    "last checkpoint as `ckpt_path`: weights are found again then, for the step as it is at that time."
+    "last checkpoint as `ckpt_path`: weights are found again then, for the step as it is at that time. If it changes "
+    "to and fro, use num_microbatches=1."
 )
 
 
@@ -61,16 +66,20 @@ def find_courses(
     problem = None
     if pair is not None:
         problem = _CHANGING if divided.new_tails > _MOST_TAILS else misfit(divided, step.unscaled(), pair)
-    divided.take_unforeseen(step)  # of the trial
     divided.doubts_tail = False
-    if problem is None:
+    if problem is not None:
+        if counts and divided.options.num_microbatches is None:
+            raise RuntimeError(f"{problem} {_LATE}")
+        divided.weighting = replace(divided.weighting, fits=False)
+        cutter.looks_across_rows = True
+    elif pair is None or (problem := _unlike(divided, step.unscaled(), pair)) is None:
+        divided.take_unforeseen(step)
         return microbatches, courses
-    if counts and divided.options.num_microbatches is None:
-        raise RuntimeError(f"{problem} {_LATE}")
-    divided.weighting = replace(divided.weighting, fits=False)
-    cutter.looks_across_rows = True
+    elif divided.options.num_microbatches is None:
+        cutter.keep_whole(step)
     if dist.get_rank() == 0:
         warnings.warn(f"{problem} {cutter.consequence()}", stacklevel=2)
+    divided.take_unforeseen(step)  # of the trials
     microbatches = cutter.weighted(divided.weighting, cutter.cut(batch, step, can_try=False))
     return microbatches, divided.courses(step, microbatches)
 
@@ -111,6 +120,36 @@ def misfit(divided: DividedModule, step: LightningStep, pair: MicroBatch) -> str
     return (
         f"{since}: the loss of {pair.size} rows is {found[0]:.6g}, but those of its two halves, weighted as at first, "
         f"make {found[1]:.6g}. So the loss of a batch is not the mean over its micro-batches any more."
+    )
+
+
+def _unlike(divided: DividedModule, step: LightningStep, pair: MicroBatch) -> str | None:
+    """What the step shows now, and parts do not make up; rules for what it shows for the first time. Collective."""
+    parts = divided.weighting.apply(pair.split(2))
+    if len(parts) < 2 or (step.random is not None and step.random.sources.with_torch):
+        return None
+    capture, known = step.capture, dict(step.capture.rules)
+
+    def run(some: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
+        with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
+            return divided.try_out(step, some, state)
+
+    try:
+        tolerance, by_rows = tolerance_of(divided.is_exact(), divided.device), divided.weighting.kind == "rows"
+        found = try_results(run, lambda _: None, pair, parts, capture, step.key, tolerance, by_rows)
+    except PartFailedError:  # on every rank
+        found = Findings()
+    group, last = divided.groups.pipeline, divided.runtime.last_rank
+    found = Findings.from_json(broadcast_json(found.to_json(), group, divided.device, last))
+    replace(found, rules={**found.rules, **known}).teach(capture, step.key)
+    found.differences = {
+        place: texts for place, texts in found.differences.items() if not is_loss(place) and place != RETURNED
+    }
+    if not found.differences or divided.warnings:  # or it was said at the start
+        return None
+    return (
+        f"Since {step.place()} the training step shows what parts of a batch do not make up: {found.text()}. A "
+        "torchmetrics object sees whole batches."
     )
 
 

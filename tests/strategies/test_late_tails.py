@@ -72,6 +72,27 @@ class Harmless(Net):
         return loss
 
 
+class Logging(Net):
+    """Logs from the second batch on, and more in the second epoch: what is no mean over rows."""
+
+    spreads = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1])
+        if batch_idx >= 1:
+            self.log("total", out.detach().abs().sum(), reduce_fx="max")
+        if self.current_epoch and self.spreads:
+            self.log("spread", out[:, 0].std(correction=0))
+        return loss
+
+
+class LoggingSpread(Logging):
+    """Also what no rule makes of micro-batches'."""
+
+    spreads = True
+
+
 class CallingAgain(Net):
     """Calls its first modules again, behind the last one, in the second epoch."""
 
@@ -113,6 +134,8 @@ CASES = {
     "accumulating": functools.partial(told, model=Accumulating, expected=SOMETHING_ELSE, accumulate_grad_batches=2),
     "harmless": functools.partial(told, model=Harmless, expected=""),
     "harmless, accumulated": functools.partial(told, model=Harmless, expected="", accumulate_grad_batches=2),
+    "logging": functools.partial(told, model=Logging, expected=""),
+    "logging more": functools.partial(told, model=LoggingSpread, expected="shows what parts of a batch do not make up"),
     "calling again": functools.partial(told, model=CallingAgain, expected="is run as a whole on every rank"),
     "differentiating": functools.partial(told, model=Differentiating, expected="is run as a whole on every rank"),
 }
