@@ -39,19 +39,19 @@ class DeviceWatch:
         global _current
         self._device, self._progress = device, progress
         self._marks: deque[tuple[Any, DevicePoint]] = deque(maxlen=_KEPT)
-        self._count, self._number = 0, 0
+        self._phase, self._count, self._number = (-1, ""), 0, 0
         self._at: DevicePoint | None = None
         self._looking: threading.Thread | None = None
         _current = self
 
     def mark(self, communicates: bool) -> None:
         """See :func:`mark`."""
-        self._count += 1
+        step, phase = max(self._progress.step, 0), self._progress.phase
+        self._count = self._count + 1 if self._phase == (step, phase) else 0
+        self._phase = step, phase
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        progress = self._progress
-        point = DevicePoint(max(progress.step, 0), progress.phase, self._count, communicates)
-        self._marks.append((event, point))
+        self._marks.append((event, DevicePoint(step, phase, self._count, communicates)))
 
     def look(self) -> int | None:
         """See :class:`~lightning_smddp.supervision.hangs.Device`: a thread waits for what was launched by now."""

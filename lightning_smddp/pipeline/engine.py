@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat import pipeline_schedule_class, run_pipeline_schedule
+from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.spans import Recorder
@@ -119,6 +120,7 @@ class PipelineEngine:
                 f"stages: give {count} rows of {self._num_stages - 1}"
             )
         self._connect()
+        mark(communicates=True)  # a message comes first, but in the first stage
         schedule = self._schedule_of(count, has_backward)
         for stage in self._stages:
             index = stage.stage_index

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat import new_group_among
-from lightning_smddp.communication.groups import create_group, new_name
+from lightning_smddp.communication.groups import backend_timeout, create_group, new_name
 
 _CPU = torch.device("cpu")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
@@ -119,6 +119,7 @@ class Groups:
         if device.type != "cpu":
             neighbours = create_group(mine, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
         if dist.get_backend(pipeline) == "nccl" and dist.is_gloo_available():
-            host = Channel(new_group_among(mine, f"{name}-host-{replica}", limit, backend="gloo"), _CPU)
+            patience = backend_timeout(limit, is_nccl=True)  # who waits for a device here says nothing of who is late
+            host = Channel(new_group_among(mine, f"{name}-host-{replica}", patience, backend="gloo"), _CPU)
         replicas = create_group(equals, f"{name}-replicas-{place}", limit, device)
         return cls(grid, replica, place, pipeline, neighbours, replicas, host)

@@ -3,9 +3,9 @@
 Two conditions make a hang, of which the first is each rank's to find out (:class:`DeviceStillness`), and the second the
 hub's (:class:`HangRule`):
 
-- A rank *waits* if for ``collective_timeout`` neither its host has moved, nor its device, and there is work left on
-  the device. A rank that compiles, saves, loads data or runs a user's hook leaves nothing to do on its device after a
-  moment: it does not wait, however long it takes.
+- A rank *waits* if for ``collective_timeout`` its host has not moved, and either its device has not, with work left, or
+  its host sits in a collective itself (of gloo). A rank that compiles, saves, loads data or runs a user's hook leaves
+  nothing to do on its device after a moment: it does not wait, however long it takes.
 - Some rank waits, and no rank has moved for ``collective_timeout``. A rank that does move, as in a validation of its
   own, gets ``LENIENCY_S`` more; then NCCL's own limit would end the process that waits, without a word of who is late.
 
@@ -15,7 +15,8 @@ where others' devices communicate, or is in an earlier phase.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from lightning_smddp.supervision.member import Member
@@ -39,27 +40,50 @@ class Device(Protocol):
 
 
 class DeviceStillness:
-    """For how long this rank waits for its device. Belongs to the watching thread."""
+    """For how long this rank waits. Belongs to the watching thread.
 
-    def __init__(self, progress: Progress, device: Device, period: float) -> None:
+    Args:
+        progress: of this rank.
+        device: of this rank.
+        period: seconds between ticks.
+        in_collective: whether the training thread is in one.
+    """
+
+    def __init__(
+        self, progress: Progress, device: Device, period: float, in_collective: Callable[[], bool] = lambda: False
+    ) -> None:
         self._progress, self._device, self._quiet_s = progress, device, _QUIET_PERIODS * period
+        self._in_collective = in_collective
         self._moves, self._still_s = -1, 0.0
         self._point: int | None = None
+        self._host_was = False  # in a collective, at the last tick
         self._waited_s = 0.0
 
     def tick(self, seconds: float) -> None:
         """So much time has gone by."""
         moves = self._progress.moves
         if moves != self._moves:
-            self._moves, self._still_s, self._point = moves, 0.0, None
+            self._moves, self._still_s, self._point, self._host_was = moves, 0.0, None, False
         self._still_s += seconds
-        point = self._device.look() if self._still_s > self._quiet_s else None
-        if point is None or point != self._point:
-            self._waited_s = 0.0
-        else:
-            self._waited_s += seconds
-        self._point = point
-        self._progress.waits(self._waited_s, self._device.where() if self._waited_s else None)
+        is_quiet = self._still_s > self._quiet_s
+        point = self._device.look() if is_quiet else None
+        host_is = is_quiet and self._in_collective()
+        device_waits = point is not None and point == self._point
+        waits = device_waits or (host_is and self._host_was)
+        self._point, self._host_was = point, host_is
+        self._waited_s = self._waited_s + seconds if waits else 0.0
+        here = None
+        if device_waits:
+            here = self._device.where()
+        elif waits:  # the device has done all
+            here = DevicePoint(max(self._progress.step, 0), self._progress.phase, 0, True)
+        self._progress.waits(self._waited_s, here)
+
+
+def in_collective(thread: int) -> bool:
+    """Whether ``thread`` is in a function of ``torch.distributed``, and so in one that waits for other ranks."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d"
 
 
 class HangRule:
@@ -94,18 +118,17 @@ def _judge(present: Sequence[Member], readings: dict[int, Reading]) -> tuple[Mem
     waiting = [member for member in present if member is not late and readings[member.rank].waited_s > 0]
     by = max(waiting, key=lambda member: readings[member.rank].waited_s) if waiting else present[0]
     at = readings[by.rank]
-    text = f"{by.name} waited for it for {at.waited_s:.0f} s{_place(at.step, at.phase)}, with its device"
+    text = f"{by.name} waited for it for {at.waited_s:.0f} s{_place(at.step, at.phase)}"
     if late is None:
-        return by, at, f"its device has not moved for {at.waited_s:.0f} s; no rank is behind: all are at the same point"
+        return by, at, f"it has waited for {at.waited_s:.0f} s; no rank is behind: all are at the same point"
     reading = readings[late.rank]
     if reading.waited_s == 0:
-        return late, reading, f"{text}; this rank's own has nothing left to do, it is its host that does not go on"
+        return late, reading, f"{text}; its device has nothing left to do, it is its host that does not go on"
     point = reading.device
     if point is None:
-        return late, reading, f"{text}; this rank's own has not passed any mark"
-    does = "is in communication" if point.communicates else "computes"
-    place = Reading(point.step, point.phase)
-    return late, place, f"{text}; this rank's own {does} and does not come to an end"
+        return late, reading, f"{text}; its device has not passed any mark"
+    does = "waits for others, too" if point.communicates else "computes and does not come to an end"
+    return late, Reading(point.step, point.phase), f"{text}; its device {does}"
 
 
 def _behind(present: Sequence[Member], readings: dict[int, Reading]) -> Member | None:

@@ -34,7 +34,7 @@ class DevicePoint:
     Attributes:
         step: the optimizer step.
         phase: of it.
-        count: marks of this rank before this one, see ``DeviceWatch``.
+        count: marks in this phase before this one, see ``DeviceWatch``.
         communicates: whether what follows the mark is communication.
     """
 

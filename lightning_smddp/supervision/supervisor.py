@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.supervision.ending import InterruptionError
 from lightning_smddp.supervision.failure import Failure, Kind, is_of_communication, is_timeout, text_of
-from lightning_smddp.supervision.hangs import Device, DeviceStillness
+from lightning_smddp.supervision.hangs import Device, DeviceStillness, in_collective
 from lightning_smddp.supervision.stop import Stop
 from lightning_smddp.supervision.watch import Watch
 
@@ -173,7 +174,8 @@ class Supervisor:
     def watch_device(self, device: Device) -> None:
         """Find hangs of this rank's device, which raise nothing: see ``supervision/hangs.py``."""
         watch = self._watch
-        watch.stillness = DeviceStillness(self.progress, device, watch.period)
+        thread = threading.get_ident()
+        watch.stillness = DeviceStillness(self.progress, device, watch.period, lambda: in_collective(thread))
 
     def postpone(self, seconds: float) -> None:
         """No forced end because of a failure within ``seconds`` from now: something is being saved."""

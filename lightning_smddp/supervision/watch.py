@@ -269,7 +269,10 @@ class Watch:
 
     def _failed(self, failure: Failure) -> None:
         if self.state.welcomed:
-            self.ending.after_failure(failure, self._exit_code, *self._patience)
+            grace, unwind = self._patience
+            if self.stillness is not None and failure.kind == "timeout" and failure.rank == self.rank:
+                grace /= 3  # it hangs: its end sets hosts free that wait for it by gloo, before their own time is over
+            self.ending.after_failure(failure, self._exit_code, grace, unwind)
 
     def _exit_code(self) -> int:
         return 1 if self.stop_signal is None else 128 + self.stop_signal

@@ -27,17 +27,17 @@ pytestmark = pytest.mark.simulated_cuda
 
 LIMIT_S = 3.0  # collective_timeout
 END_S = 10.0  # from the verdict to the last process's end
-FAULTY, STEP = 1, 2
+STEP = 2
 
 
 class Faulty(Callback):
     """One rank fails at one step."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
-        self.kind, self.directory = kind, directory
+    def __init__(self, kind: str, directory: Path, faulty: int = 1) -> None:
+        self.kind, self.directory, self.faulty = kind, directory, faulty
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == STEP and trainer.global_rank == FAULTY:
+        if batch_idx == STEP and trainer.global_rank == self.faulty:
             torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self.strike())
 
     def strike(self) -> None:
@@ -125,7 +125,7 @@ def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.
     """Nothing raises by itself; both hosts wait for their devices, and both say that they are in the same step."""
     ended = run(strategy, "hangs in a kernel", tmp_path, monkeypatch)
     assert re.search("RankFailedError: " + NAMED + r"did not come at step 2 \(forward\): rank 0", ended.ends[0])
-    assert "this rank's own computes and does not come to an end" in ended.everything(1)
+    assert "its device computes and does not come to an end" in ended.everything(1)
     assert ended.seconds < 2 * LIMIT_S + END_S
 
 
@@ -136,6 +136,32 @@ def test_a_host_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert re.search("RankFailedError: " + NAMED + r"did not come at step 2 \(forward\): rank 0", ended.ends[0])
     assert "it is its host that does not go on" in ended.everything(1)
     assert ended.seconds < 2 * LIMIT_S + END_S
+
+
+def train_four(layout: dict[str, Any], directory: str) -> None:
+    simulated_cuda.limit_waits(100.0)
+    os.dup2(os.open(f"{directory}/{os.environ['RANK']}.err", os.O_WRONLY | os.O_CREAT), 2)
+    strategy = PipelineStrategy(verbose=False, tuning_cache=False, collective_timeout=LIMIT_S, **layout)
+    faulty = Faulty("hangs in a kernel", Path(directory), faulty=2)
+    fit(strategy, Net(layers=10, count=64, batch_size=8), max_epochs=1, callbacks=[faulty])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [{"pipeline_parallel_size": 2}, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}]
+)
+def test_a_stage_that_hangs_is_told_from_those_that_wait_for_its_messages(
+    layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among ranks that all wait, on streams and in collectives of hosts."""
+    monkeypatch.setattr(rank_processes, "GRACE_S", END_S + LIMIT_S)
+    with pytest.raises(RanksFailedError) as caught:
+        run_trainer_ranks(train_four, 4, layout, str(tmp_path))
+    assert caught.value.hung == {}
+    texts = [text + (tmp_path / f"{rank}.err").read_text() for rank, text in caught.value.tracebacks.items()]
+    for text in texts:
+        assert re.search(r"[Rr]ank 2 \(host \S+, process \d+\) did not come at step 2 \(forward\)", text)
+        assert "its device computes and does not come to an end" in text
 
 
 # ---- what is no hang ----
@@ -212,7 +238,7 @@ def fit_again() -> list[Any]:
 
 class Raising(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == STEP and trainer.global_rank == FAULTY:
+        if batch_idx == STEP and trainer.global_rank == 1:
             raise KeyError("the first cause")
 
 

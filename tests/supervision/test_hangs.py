@@ -46,6 +46,17 @@ def test_a_rank_waits_where_neither_host_nor_device_move(progress: Progress) -> 
     progress.close()
 
 
+def test_a_host_in_a_collective_waits_too(progress: Progress) -> None:
+    stillness = DeviceStillness(progress, FakeDevice(), 1.0, lambda: True)
+    for _ in range(8):
+        stillness.tick(1.0)
+    reading = progress.read()
+    assert 4.0 <= reading.waited_s <= 6.0
+    assert reading.device is not None
+    assert reading.device.communicates
+    progress.close()
+
+
 @pytest.mark.parametrize("what", ["the host moves", "the device moves", "the device is done"])
 def test_other_ranks_do_not(progress: Progress, what: str) -> None:
     """Long phases are none: an evaluation's batches, slow kernels, and everything that the host does alone."""
@@ -103,6 +114,7 @@ def judged(ranks: list[Rank], seconds: float = 2 * LIMIT_S) -> tuple[int, Readin
         ([waits(7, "backward", at(7, "backward", 12)), waits(7, "backward", at(7, "backward", 11))], 1),
         ([waits(7, "forward", at(7, "forward", 3, True)), waits(7, "forward", at(7, "forward", 8))], 1),
         ([waits(7, "backward"), waits(7, "backward", at(7, "backward", 11))], 0),
+        ([waits(7, "data", at(7, "data", 0, True)), waits(7, "data", at(7, "forward", 3, False))], 1),
     ],
 )
 def test_who_is_behind(ranks: list[Rank], late: int) -> None:
