@@ -31,6 +31,11 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 # The operator of copies in another type, autocast's too. Remove when one has a public name.
 CAST = torch.ops.aten._to_copy.default
+# What torch makes as a view with a mark that kernels heed, and the operator that computes it. Remove as above.
+WITHOUT_MARKS = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
 
 
 def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:

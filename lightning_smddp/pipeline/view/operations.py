@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_smddp._compat import OperatorFacts, operator_facts, storage_key
+from lightning_smddp._compat import WITHOUT_MARKS, OperatorFacts, operator_facts, storage_key
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.view.tensor import (
     GlobalTensor,
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 _DRAW_BY_VALUE = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
 # Tensors of several elements in, one Python value out: it is told, so that the tensors need not be sent.
 _TOLD = {"aten::equal", "aten::_fused_sdp_choice"}
-# What torch makes as a view with a mark that kernels heed. Memory does not tell: values that are sent would lose it.
-_WITHOUT_MARKS = {
-    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
-    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
-}
 _SMALL = 64  # elements of a tensor that a recipe may keep alive
 
 
@@ -53,8 +48,8 @@ class Operations:
                 self.view.share_random_state()
             return function(*args, **kwargs)
         self.view.note_operation(facts.name, found)
-        if function in _WITHOUT_MARKS:
-            return self._at_home(_WITHOUT_MARKS[function], args, kwargs, found, facts)
+        if function in WITHOUT_MARKS:  # memory does not tell the mark: values that are sent would lose it
+            return self._at_home(WITHOUT_MARKS[function], args, kwargs, found, facts)
         if facts.changes_shape:
             raise GlobalViewError(
                 f"{facts.name} at {user_place()} changes the shape of {found[0].describe()} in place, which a pipeline "
