@@ -24,7 +24,8 @@ from tests.devices import on_gpus
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import make_trainer, silent
 
-TURNS, WARM, STEPS, MICROBATCHES = 3, 6, 30, 4  # of steps in a turn the first WARM are left out
+WARM, MICROBATCHES = 3, 4  # of steps in a turn the first WARM are left out
+TURNS, STEPS = {"gpu": 3, "simulated": 1}, {"gpu": 40, "simulated": 5}
 # (width, layers, rows of a batch): some 130 M parameters on GPUs
 SIZES = {"gpu": (4096, 8, 512), "simulated": (16, 8, 8)}
 
@@ -45,7 +46,7 @@ class Chain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> Any:
-        return DataLoader([self.batch] * (WARM + STEPS), batch_size=None)
+        return DataLoader([self.batch] * STEPS[devices.kind()], batch_size=None)
 
 
 class Timed(Callback):
@@ -77,7 +78,7 @@ def fitted(strategy: Any, **options: Any) -> Timed:
 def against_ddp() -> dict[str, tuple[float, float]]:
     """Median seconds and last loss of each arm."""
     arms: dict[str, list[Timed]] = {"ddp": [], "smddp": []}
-    for _ in range(TURNS):
+    for _ in range(TURNS[devices.kind()]):
         arms["ddp"].append(fitted("ddp"))
         arms["smddp"].append(fitted(silent()))
     return {name: medians(turns) for name, turns in arms.items()}
@@ -98,7 +99,7 @@ def by_hand() -> Timed:
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     inputs, target = (tensor.to(device) for tensor in chain.batch)
-    for index in range(WARM + STEPS):
+    for index in range(STEPS[devices.kind()]):
         timed.on_train_batch_start(None, None, None, index)
         optimizer.zero_grad()
         losses: list[Tensor] = []
@@ -112,7 +113,7 @@ def by_hand() -> Timed:
 def against_hand_written() -> dict[str, tuple[float, float]]:
     options = {"schedule": "1f1b", "num_microbatches": MICROBATCHES, "split": ["net.4"]}
     arms: dict[str, list[Timed]] = {"by hand": [], "smddp_pipeline": []}
-    for _ in range(TURNS):
+    for _ in range(TURNS[devices.kind()]):
         arms["smddp_pipeline"].append(fitted(PipelineStrategy(verbose=False, tuning_cache=False, **options)))
         arms["by hand"].append(by_hand())  # in the process group that Lightning leaves there
     return {name: medians(turns) for name, turns in arms.items()}
