@@ -39,6 +39,7 @@ from lightning_smddp.pipeline.python_random import PythonRandom, SharedRandom, f
 from lightning_smddp.pipeline.reference import Reference, seeding
 from lightning_smddp.pipeline.replicas import ReplicaGradients
 from lightning_smddp.pipeline.runtime import PipelineRuntime
+from lightning_smddp.pipeline.separate_draws import separate_draws
 from lightning_smddp.pipeline.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.splitting import Resources, Splitting, follow, is_within
@@ -142,6 +143,7 @@ class DividedModule:
         self.view = GlobalView(module, ownership, groups.pipeline, device, groups.host)
         self.buffers = SharedBuffers(self.view, ownership, ranks)
         self._variants: dict[Any, Variants] = {}
+        self._draws_are_separate = False
         self._count = len(microbatches)  # of the batch that is worked on
         self.doubts_tail = False  # something new has run behind the last module since weights were compared,
         self.keeps_doubt = False  # in a batch that counts
@@ -196,11 +198,21 @@ class DividedModule:
         states = broadcast_json(to_json(sources.get()), *channel)
         return SharedRandom(sources, from_json(states))
 
+    def separate_draws(self) -> None:
+        """See :func:`separate_draws`; once there is a step in which stages draw. Collective over the pipeline."""
+        steps = [staged for variants in self._variants.values() for staged in variants.steps]
+        if not self._draws_are_separate and any(item.random for staged in steps for item in staged.program.items):
+            self._draws_are_separate = True
+            separate_draws(self.groups.pipeline, self.device)
+
     def go_on(self, step: LightningStep) -> None:
         """What Python draws after ``step`` follows what it drew in it. Collective over the pipeline."""
         if step.random is not None:
             end = broadcast_json(to_json(step.random.end), *self.groups.host, self.runtime.last_rank)
             step.random.sources.set(from_json(end))
+            staged = self._variants[step.key].steps
+            if step.random.sources.with_torch and not any(one.program.shares_draws for one in staged):
+                self._draws_are_separate = False  # it was traced: all ranks go on alike
 
     def take_unforeseen(self, step: LightningStep) -> bool:
         """Whether ``step`` took a course, since this was asked, that the shapes of its batches do not explain."""

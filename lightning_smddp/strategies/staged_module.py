@@ -196,6 +196,7 @@ class StagedModule:
             found = find(is_first)
             if self.second is not None and not continues:
                 self.second.run(step, found[0][0], self.module.trainer.global_step)
+            divided.separate_draws()
             outputs = run_batch(
                 divided,
                 step,
@@ -341,6 +342,7 @@ class StagedModule:
     def _attempt(
         self, divided: DividedModule, step: LightningStep, microbatches: list[MicroBatch], courses: list[Course]
     ) -> list[Any]:
+        divided.separate_draws()
         return run_batch(
             divided,
             step,

@@ -253,3 +253,54 @@ def test_modules_that_are_placed_whole_draw_other_numbers_for_each_batch() -> No
     (_, drawn), (_, others) = TWO.results(whole_modules_draw)
     assert drawn == others
     assert len({number for numbers in drawn for number in numbers}) == len(drawn)
+
+
+class Masking(nn.Module):
+    """Keeps its masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.masks = nn.Linear(16, 16), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = F.dropout(torch.ones(8, 16), 0.5)
+        self.masks.append(mask.detach())
+        return self.linear(x) * mask[: len(x)]
+
+
+class DroppedTwice(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1], self.net[3] = Masking(), Masking()
+        self.same: list[float] = []
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        first, second = self.net[1].masks, self.net[3].masks
+        self.same.append(float((first[0] == second[0]).float().mean()))
+        for masks in (first, second):
+            masks.clear()
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        for index in (1, 3):
+            self.net[index].masks.clear()
+
+
+def dropout_on_two_stages(bench: Bench) -> Any:
+    torch.manual_seed(3)
+    model = DroppedTwice()
+    return bench.fit(model, {**ONE, "split": ["net.3"], "fallback": "error"}, max_epochs=2), model.same
+
+
+DROPOUT = Matrix([dropout_on_two_stages])
+
+
+def test_stages_draw_other_numbers_than_each_other() -> None:
+    (_, same), (_, others) = DROPOUT.results(dropout_on_two_stages)
+    assert same == others
+    assert all(0.3 < share < 0.7 for share in same), same

@@ -1,0 +1,22 @@
+"""What stages draw by themselves (dropout, noise) is independent, although all ranks begin with the same seed."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp.communication.messages import gather_json
+
+
+def separate_draws(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let torch's generators on ranks of a pipeline that would draw the same as an earlier rank go on from elsewhere.
+
+    Ranks that differ, as in a run that is resumed, are left alone; so is the first one. Collective over ``group``.
+    """
+    mine = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    everyones = gather_json(mine, group, device)
+    if everyones[group.rank()] in everyones[: group.rank()]:
+        seed = int(torch.randint(2**62, ()))  # the same as on that rank, which does not draw it
+        torch.manual_seed(seed + group.rank())
