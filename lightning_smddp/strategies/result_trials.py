@@ -119,7 +119,8 @@ def try_results(
         findings.rules, findings.doubts = dict(learned.rules), dict(learned.doubts)
         findings.joins = _find_joins(whole.results.output, [result.output for result in results])
         set_to = [result.attributes for result in results]
-        learn_steps(vars(capture.module), whole.results.attributes, set_to, capture.per_row)
+        before = {name: getattr(capture.module, name, None) for name in whole.results.attributes}  # or of its class
+        learn_steps(before, whole.results.attributes, set_to, capture.per_row)
         findings.per_row = [(list(place), flag) for place, flag in capture.per_row.items() if _is_plain(place)]
         findings.teach(capture, key)
     by_chance = set() if whole is None or again is None else set(_differences(whole, again, tolerance))

@@ -97,7 +97,8 @@ class AttributeWatch:
             if type(after) is list and type(before) is list and _begins_with(after, before):
                 changes.appended[name,] = after[len(before) :]  # `self.list = self.list + [item]`
             else:
-                changes.values[name,] = (before, after)
+                was = getattr(type(self.module), name, _MISSING) if before is _MISSING else before
+                changes.values[name,] = (was, after)
                 if name in self.in_place and isinstance(before, Tensor) and isinstance(after, Tensor):
                     changes.in_place |= {(name,)} if before.shape == after.shape else set()
             if before is _MISSING:
@@ -190,7 +191,7 @@ def _combine_steps(place: Place, steps: list[int], sizes: list[int], per_row: di
         per_row[place] = steps == sizes
     if len(set(steps)) > 1:
         per_row[adds_up(place)] = True
-    return sum(steps) if per_row.get(place, False) or per_row.get(adds_up(place), steps[0] != 1) else steps[0]
+    return sum(steps) if per_row.get(place, False) or per_row.get(adds_up(place), abs(steps[0]) != 1) else steps[0]
 
 
 def adds_up(place: Place) -> Place:
