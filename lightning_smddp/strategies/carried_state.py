@@ -14,7 +14,7 @@ from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.structure import copied
 from lightning_smddp.pipeline.untouched import kept_parameters, untouched
-from lightning_smddp.strategies.kept_tensors import changed_attributes, tensor_attributes
+from lightning_smddp.strategies.kept_tensors import changed_attributes, tensor_attributes, written_in_submodules
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 
 _CARRIED = (
@@ -40,10 +40,7 @@ def require_no_state(
     assert world is not None
     carried = first_decides(lambda: _find_carried(step, microbatches[0], device), world, device)
     if carried is not None:
-        raise SplitError(
-            f"The step keeps tensors in {carried} for the next step: run a second time on the same rows it gives "
-            f"another loss. {_CARRIED}"
-        )
+        raise SplitError(carried)
     step.capture.keeping_attributes |= set(step.keeps)
 
 
@@ -70,7 +67,7 @@ def refuse_changes(changes: Sequence[str], num_microbatches: int) -> None:
 
 
 def _find_carried(step: LightningStep, microbatch: MicroBatch, device: torch.device) -> str | None:
-    """The attribute that an earlier run of the step on the same rows shows in; None if there is none."""
+    """What is wrong with the attribute that an earlier run of the step shows in; None if there is none."""
     module = step.module
     if any(parameter.device.type != device.type for parameter in module.parameters()):
         return None  # it is not whole
@@ -79,17 +76,30 @@ def _find_carried(step: LightningStep, microbatch: MicroBatch, device: torch.dev
             with step.around(0, microbatch, keep=False):
                 before = tensor_attributes(module)
                 first = _loss(step, microbatch)
-                changed = changed_attributes(before, tensor_attributes(module))
+                now = tensor_attributes(module)
+                if written := written_in_submodules(before, now):
+                    return (
+                        f"The step writes the tensor in {written[0]} in place, which a pipeline cannot follow: hooks "
+                        "would see it on one rank, after some of the rows. Assign a new tensor, or make it a buffer."
+                    )
+                changed = changed_attributes(before, now)
                 if not changed or first is None:
                     return None
                 try:
                     second = _loss(step, microbatch)
                 except Exception:  # as with what it has kept nothing else has changed, this is the cause
-                    return changed[0]
+                    return _carried_in(changed[0])
         finally:
             step.forget()
     same = second is not None and abs(second - first) <= _ROUNDING * max(abs(first), abs(second))
-    return None if same or first != first else changed[0]
+    return None if same or first != first else _carried_in(changed[0])
+
+
+def _carried_in(attribute: str) -> str:
+    return (
+        f"The step keeps tensors in {attribute} for the next step: run a second time on the same rows it gives another "
+        f"loss. {_CARRIED}"
+    )
 
 
 def _loss(step: LightningStep, microbatch: MicroBatch) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_smddp._compat import write_count
 from lightning_smddp.pipeline.structure import tensors
@@ -18,6 +19,8 @@ def tensor_attributes(module: nn.Module) -> Kept:
     """Each attribute of a module in which there are tensors, but parameters and buffers, and which ones."""
     found: Kept = {}
     for path, part in module.named_modules():
+        if isinstance(part, Metric):
+            continue  # its calls are recorded
         for name, value in vars(part).items():
             if name.startswith("_") and name in _OWN:
                 continue
@@ -31,6 +34,16 @@ def tensor_attributes(module: nn.Module) -> Kept:
 def changed_attributes(before: Kept, now: Kept) -> list[str]:
     """Names of those that have other tensors now, or in which one was written."""
     return [name for name, found in now.items() if not _same(before.get(name), found)]
+
+
+def written_in_submodules(before: Kept, now: Kept) -> list[str]:
+    """Names of attributes of submodules with a tensor that was written in place."""
+    found = []
+    for name, tensors_now in now.items():
+        counts = {id(tensor): writes for tensor, writes in before.get(name, ())}
+        if name.count(".") > 1 and any(counts.get(id(tensor), writes) != writes for tensor, writes in tensors_now):
+            found.append(name)
+    return found
 
 
 def _same(before: list[tuple[Tensor, int]] | None, now: list[tuple[Tensor, int]]) -> bool:

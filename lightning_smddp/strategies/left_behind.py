@@ -110,6 +110,7 @@ class LeftBehind:
         self.changing: dict[str, None] = {}
         self._owners: dict[str, Any] = {}
         self.is_learning = False
+        self._is_off = False
         self._pass: _Pass | None = None
         self._notes: dict[tuple[int, str], dict[int, _Note]] = defaultdict(dict)  # by stage and owner, by micro-batch
         self._held: dict[int, dict[int, _Note]] = defaultdict(dict)  # by stage: values for later stages' notes
@@ -133,8 +134,20 @@ class LeftBehind:
         self.changing = dict.fromkeys(name for part in found for name in part)
 
     @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Around a step that every rank runs as a whole, once: what it does stays done."""
+        before, self._is_off = self._is_off, True
+        try:
+            yield
+        finally:
+            self._is_off = before
+
+    @contextmanager
     def watched(self, index: int, size: int, weight: float) -> Iterator[None]:
         """Around one run of the step on micro-batch ``index``: what it does to numbers and lists is undone."""
+        if self._is_off:
+            yield
+            return
         if self.is_learning:
             self._owners = owners_in(self.module, with_helpers=True)
         names = self._owners if self.is_learning else self.changing

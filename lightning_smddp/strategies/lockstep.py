@@ -50,7 +50,7 @@ class Lockstep:
         """What the step logs and returns for ``batch``, of ``size`` rows, on every rank. Collective."""
         microbatch = MicroBatch(batch, size, 1.0)
         try:
-            with step.around(0, microbatch, keep=True):
+            with step.capture.left.unwatched(), step.around(0, microbatch, keep=True):
                 output = step(microbatch)
             return step.capture.results([output], view.plain)
         finally:

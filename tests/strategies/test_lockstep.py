@@ -96,13 +96,23 @@ class Samples(Net):
 
 
 class InputGradient(Net):
-    """Takes a gradient in the step."""
+    """Takes a gradient in the step; counts, in a dict and in a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"rows": 0}
+        self.net[1].calls = 0
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.counts["rows"] += len(batch[0])
+        self.net[1].calls += 1
         with torch.inference_mode(False), torch.enable_grad():
             x = batch[0].clone().requires_grad_()
             (gradient,) = torch.autograd.grad(self.net(x).logsumexp(1).sum(), x)
         self.log("saliency", gradient.abs().mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.losses += [self.counts["rows"], self.net[1].calls]
 
     val_dataloader = Evaluated.val_dataloader
 

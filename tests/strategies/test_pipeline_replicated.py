@@ -283,6 +283,34 @@ def carried(bench: Bench) -> Any:
     return fit(bench, Carried())
 
 
+class Used(nn.Linear):
+    """Counts in place how often each of its outputs is positive."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 16)
+        self.used = torch.zeros(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        self.used += (made > 0).sum(0)
+        return made
+
+
+class Counted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.net[2] = Used()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses += self.net[2].used.tolist()
+
+
+def counted(bench: Bench) -> Any:
+    return fit(bench, Counted())
+
+
 class Mined(Net):
     """Goes on with the rows that are hard: how many depends on values."""
 
@@ -346,7 +374,7 @@ def unseen(bench: Bench) -> Any:
 
 CASES: list[Case] = [
     manual, gan, penalty, functools.partial(momentum, rebinds=True), functools.partial(momentum, rebinds=False),
-    momentum_in_a_module, queue, rebound_buffer, center, carried,
+    momentum_in_a_module, queue, rebound_buffer, center, carried, counted,
     functools.partial(mined, by_module=False), functools.partial(mined, by_module=True), closures, unseen,
 ]  # fmt: skip
 ONE = Matrix(CASES)
