@@ -109,6 +109,13 @@ def record(
     return together.run(attempt)
 
 
+def build_on_all(
+    traced: Trace, modules: Modules, is_small: Callable[[str], bool], group: dist.ProcessGroup, device: torch.device
+) -> Program:
+    """:func:`build_program` on every rank. Collective: an error on one rank is raised on all."""
+    return Together(group, device).run(lambda: build_program(traced, modules, is_small))
+
+
 def divide(
     trial: Trial,
     root: nn.Module,
@@ -132,11 +139,13 @@ def divide(
     traced = record(trial.traced, root, device, group, fetch)
     modules = Modules(traced, root)
     program = _program_of(known, traced, modules, root) if known is not None and split is None else None
+    if not all(gather_json(program is not None, group, device)):  # all ranks go the same way from here
+        program = None
     if program is None or known is None or len(known["stage_seconds"]) != resources.num_stages:
         units = first_decides(
             lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device
         )
-        program, known = build_program(traced, modules, is_within(units)), None
+        program, known = build_on_all(traced, modules, is_within(units), group, device), None
     require_same(program, group, device)
 
     def decide() -> dict[str, Any]:

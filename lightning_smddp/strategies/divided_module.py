@@ -20,6 +20,7 @@ from lightning_smddp.pipeline.division import (
     CHECK_SEED,
     Division,
     Trial,
+    build_on_all,
     divide,
     first_decides,
     own_error,
@@ -34,7 +35,7 @@ from lightning_smddp.pipeline.own_dropout import without_own_dropout
 from lightning_smddp.pipeline.ownership import held_parameters
 from lightning_smddp.pipeline.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.placement import Channel, Groups
-from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
+from lightning_smddp.pipeline.program import Modules, Program, SplitError
 from lightning_smddp.pipeline.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.reference import Reference, seeding
 from lightning_smddp.pipeline.replicas import ReplicaGradients
@@ -287,7 +288,7 @@ class DividedModule:
                 traced = record(step.alone(microbatch, index), self.module, self.device, group, self._fetch)
         except SplitError as error:
             raise own_error(error) from None
-        program = build_program(traced, Modules(traced, self.module), is_within(self._units()))
+        program = build_on_all(traced, Modules(traced, self.module), is_within(self._units()), group, self.device)
         require_same(program, group, self.device)
         step.capture.left.agree(group, self.device)
         if step.trains:

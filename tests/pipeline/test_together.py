@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smddp.pipeline.division import build_on_all
 from lightning_smddp.pipeline.ghosts import Shape, Shapes
-from lightning_smddp.pipeline.program import SplitError
+from lightning_smddp.pipeline.program import Modules, SplitError
+from lightning_smddp.pipeline.records import Trace
 from lightning_smddp.pipeline.together import Together
 from lightning_smddp.pipeline.untouched import untouched
 from tests.ranks import run_in_threads
@@ -69,6 +71,22 @@ def body(group: dist.ProcessGroup, attempt: Callable[..., Any]) -> str:
 def test_what_ends_one_ends_all(attempt: Callable[..., Any], message: str) -> None:
     for told in run_in_threads(body, 2, attempt):
         assert message in told
+
+
+def build(group: dist.ProcessGroup) -> str:
+    """On one rank alone the record has a collective of the user's."""
+    root = nn.Sequential(nn.Linear(2, 2))
+    found = Trace(collective_places=["module.py:7"] if group.rank() == 1 else [])
+    try:
+        build_on_all(found, Modules(found, root), lambda name: True, group, CPU)
+    except SplitError as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_record_that_one_rank_cannot_use_is_refused_on_all() -> None:
+    for told in run_in_threads(build, 2):
+        assert "calls a collective of its own at module.py:7" in told
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
