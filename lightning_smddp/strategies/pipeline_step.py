@@ -18,7 +18,9 @@ from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.objects import with_same_memory
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.python_random import SharedRandom
+from lightning_smddp.pipeline.replay import active_run
 from lightning_smddp.pipeline.structure import copied, map_leaves, tensors
+from lightning_smddp.pipeline.view.tensor import OutsideViewError
 from lightning_smddp.strategies.kept_tensors import changed_attributes, tensor_attributes
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_results import Observed
@@ -109,6 +111,10 @@ class LightningStep:
             self.capture.runs_step = True
             try:
                 result = getattr(self.module, self.hook)(value, *self.arguments)
+            except OutsideViewError as error:  # of what a hook has kept: a trace will come to it on all ranks
+                if active_run() is None:
+                    raise SplitError(str(error)) from error
+                raise ReplayError(str(error)) from error
             except Exception as error:
                 if not self._is_on_trial or isinstance(error, ReplayError):
                     raise

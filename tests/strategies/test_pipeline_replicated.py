@@ -474,7 +474,34 @@ def helped(bench: Bench) -> Any:
     return fit(bench, Helped(7))
 
 
-LATE = [late_buffer, late_penalty, late_state, helped]
+class Consolidated(Net):
+    """Elastic weight consolidation: what hooks keep of weights and gradients is used by the steps of later epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fisher: dict[str, Tensor] = {}
+
+    def on_train_epoch_start(self) -> None:
+        self.old = {name: p.detach().clone() for name, p in self.named_parameters()}
+        if not self.fisher:
+            self.fisher = {name: torch.zeros_like(p) for name, p in self.named_parameters()}
+
+    def on_after_backward(self) -> None:
+        for name, parameter in self.named_parameters():
+            self.fisher[name] += parameter.grad.square()
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        for name, parameter in self.named_parameters():
+            loss = loss + 0.5 * (self.fisher[name] * (parameter - self.old[name]).square()).sum()
+        return loss
+
+
+def consolidated(bench: Bench) -> Any:
+    return fit(bench, Consolidated(), max_epochs=3)
+
+
+LATE = [late_buffer, late_penalty, late_state, helped, consolidated]
 FROM_THE_MIDDLE = Matrix(LATE)
 
 

@@ -20,6 +20,10 @@ class GlobalViewError(RuntimeError):
     """A tensor of another rank was used where its rank does not take part."""
 
 
+class OutsideViewError(GlobalViewError):
+    """What a hook has kept was used elsewhere."""
+
+
 class SharedViewError(GlobalViewError):
     """The same one on every rank of the pipeline, wherever each is in the hook."""
 
@@ -105,10 +109,11 @@ class GlobalTensor(Tensor):
             return tensor.global_view.operations.run(function, tuple(args), dict(kwargs or {}))
         if function is torch.ops.aten.detach.default:  # autograd's own, which reads nothing
             return tensor.global_view.alias(tensor)
-        raise GlobalViewError(
+        raise OutsideViewError(
             f"{function} at {user_place()} uses {tensor.describe()}, whose values are on rank {tensor.home} of the "
             "pipeline. Other ranks' tensors can be used in hooks and callbacks, where all ranks run the same code, but "
-            "not here. Do it in a hook such as `on_train_batch_end`."
+            "not here. Do it in a hook such as `on_train_batch_end`, or keep it in a buffer, which hooks may change "
+            "in place and steps may use."
         )
 
     def describe(self) -> str:
