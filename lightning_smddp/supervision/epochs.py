@@ -8,7 +8,10 @@ from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.member import Member
 from lightning_smddp.supervision.wire import Message
 
-_CURE = "Give every rank the same number of batches: equally many samples, or `drop_last=True`."
+_CURE = (
+    "Give every rank the same number of batches: equally many samples, or `drop_last=True`. If code of yours sets "
+    "`trainer.should_stop`, all ranks have to: `trainer.strategy.reduce_boolean_decision(stop, all=False)`."
+)
 
 
 class Rendezvous:

@@ -69,6 +69,7 @@ def test_uneven_epochs_fail_and_name_both_numbers(tmp_path: Path, meet: bool, fe
             few, many = f"(host host{fewer}) ended epoch {first} after 3", f"ended epoch {first} after 5"
             assert few in rank.last_line
             assert many in rank.last_line or re.search("is in batch [45] of it", rank.last_line)
+            assert "`trainer.should_stop`, all ranks have to" in rank.last_line
 
 
 def test_a_rank_that_ends_its_run_while_others_wait_for_it_has_left(tmp_path: Path) -> None:
