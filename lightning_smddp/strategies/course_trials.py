@@ -1,7 +1,8 @@
 """Whether the weights of micro-batches, found at the first batch, fit a course that the step takes later, too.
 
 A step may join rows of a memory to its batch once it has some, or add a loss between rows after a warm-up. Then it
-takes another course on batches of the same shapes, and its loss may be another kind of mean.
+takes another course on batches of the same shapes, and its loss may be another kind of mean. Or all labels count until
+rows are padded: then the first batch does not show whether a part of the loss needs other weights.
 """
 
 from __future__ import annotations
@@ -58,14 +59,19 @@ def find_courses(
     """
     microbatches = cutter.weighted(divided.weighting, cutter.cut(batch, step, can_try=False))
     courses = divided.courses(step, microbatches)
-    is_new = divided.take_unforeseen(step) or divided.doubts_tail
-    if not is_new or is_first or not check or not divided.weighting.fits:
+    since = f"At {step.place()} what counts in micro-batches is unlike their rows for the first time"
+    weighs_newly = divided.weighs_newly(microbatches)
+    if divided.take_unforeseen(step) or divided.doubts_tail:
+        since = f"Since {step.place()} the training step does something else than in the first batch"
+    elif not weighs_newly:
+        return microbatches, courses
+    if is_first or not check or not divided.weighting.fits:
         return microbatches, courses
     counts, divided.keeps_doubt = divided.keeps_doubt, False
     pair = cutter.pair(batch, microbatches)
     problem = None
     if pair is not None:
-        problem = _CHANGING if divided.new_tails > _MOST_TAILS else misfit(divided, step.unscaled(), pair)
+        problem = _CHANGING if divided.new_tails > _MOST_TAILS else misfit(divided, step.unscaled(), pair, since)
     divided.doubts_tail = False
     if problem is not None:
         if counts and divided.options.num_microbatches is None:
@@ -84,13 +90,14 @@ def find_courses(
     return microbatches, divided.courses(step, microbatches)
 
 
-def misfit(divided: DividedModule, step: LightningStep, pair: MicroBatch) -> str | None:
+def misfit(divided: DividedModule, step: LightningStep, pair: MicroBatch, since: str) -> str | None:
     """What is wrong with the weights on the rows of ``pair``, forward only; None if they fit. Collective.
 
     Args:
         divided: the module.
         step: a training step, without a scale.
         pair: about two micro-batches.
+        since: when and why they are looked at, in words.
     """
     parts = pair.split(2)
     if len(parts) < 2:
@@ -107,7 +114,6 @@ def misfit(divided: DividedModule, step: LightningStep, pair: MicroBatch) -> str
         by_chance = abs(whole - again) > tolerance * scale or not math.isfinite(whole)
         found = None if by_chance or abs(predicted - whole) <= tolerance * scale else [whole, predicted]
     found = broadcast_json(found, divided.groups.pipeline, divided.device, divided.runtime.last_rank)
-    since = f"Since {step.place()} the training step does something else than in the first batch"
     if found is None:
         gradients = None if divided.replicas is not None else _misfit_of_gradients(divided, step, pair, parts)
         if gradients is None:

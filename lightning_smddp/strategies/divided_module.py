@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -148,6 +149,7 @@ class DividedModule:
         self._count = len(microbatches)  # of the batch that is worked on
         self.doubts_tail = False  # something new has run behind the last module since weights were compared,
         self.keeps_doubt = False  # in a batch that counts
+        self._weighs_unevenly = False
         self.new_tails = 0  # batches in which it has
         staged = self._stage(self.division.program, self.division.splitting)
         self.findings: list[Finding] = []
@@ -220,6 +222,15 @@ class DividedModule:
         variants = self._variants[step.key]
         unforeseen, variants.unforeseen = variants.unforeseen, False
         return unforeseen
+
+    def weighs_newly(self, microbatches: Sequence[MicroBatch]) -> bool:
+        """Whether these are the first whose weights are not their shares of the rows: no trial has seen such ones."""
+        if self._weighs_unevenly:
+            return False
+        rows = sum(microbatch.size for microbatch in microbatches)
+        shares = [(microbatch.weight, microbatch.size / rows) for microbatch in microbatches]
+        self._weighs_unevenly = any(not math.isclose(weight, share) for weight, share in shares)
+        return self._weighs_unevenly
 
     def take_tails(self, microbatches: Sequence[MicroBatch], may_drop: bool) -> bool:
         """Accept what has run behind the last module; False if it was new, and the batch should not count.

@@ -81,6 +81,23 @@ class Experts(LightningModule):
         return DataLoader(rows_of("right", masked=False), batch_size=8)
 
 
+class PaddedLater(Penalised):
+    """All labels of the first batch count."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([*rows_of("none", masked=False)[:8], *rows_of("right", masked=False)], batch_size=8)
+
+
+def told_later(bench: Bench) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = bench.fit(PaddedLater(), max_epochs=2)
+    said = [str(warning.message) for warning in caught if "halves" in str(warning.message)]
+    first = bench.pipeline is not None and dist.get_rank() == 0
+    assert ["is unlike their rows for the first time" in text for text in said] == [True] * first, said
+    return result
+
+
 class UnbalancedExperts(Experts):
     balanced = False
 
@@ -98,10 +115,15 @@ def told(bench: Bench, model: type[LightningModule], expected: bool = True) -> A
 
 FOUND = [functools.partial(told, model=model) for model in (Penalised, Spread, PenalisedInTraining, Experts)]
 UNTOLD = functools.partial(told, model=UnbalancedExperts, expected=False)
-TWO_RANKS = Matrix([*FOUND, UNTOLD], timeout=240.0)
+TWO_RANKS = Matrix([*FOUND, UNTOLD, told_later], timeout=240.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*FOUND, UNTOLD], ids=lambda case: case.keywords["model"].__name__)
 def test_equals_one_process(case: Case) -> None:
     TWO_RANKS.compare(case)
+
+
+@pytest.mark.slow
+def test_a_first_batch_without_padding() -> None:
+    TWO_RANKS.compare(told_later)
