@@ -138,9 +138,7 @@ def divide(
     """
     traced = record(trial.traced, root, device, group, fetch)
     modules = Modules(traced, root)
-    program = _program_of(known, traced, modules, root) if known is not None and split is None else None
-    if not all(gather_json(program is not None, group, device)):  # all ranks go the same way from here
-        program = None
+    program = _known_program(known if split is None else None, traced, modules, root, group, device)
     if program is None or known is None or len(known["stage_seconds"]) != resources.num_stages:
         units = first_decides(
             lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device
@@ -210,6 +208,19 @@ def _refer(program: Program, trial: Trial, root: nn.Module, device: torch.device
         plain = run_plain(step, trial.loss_of, root, device, CHECK_SEED)
     reference.plain_loss, reference.plain_norms = plain
     return reference
+
+
+def _known_program(
+    known: Mapping[str, Any] | None,
+    traced: Trace,
+    modules: Modules,
+    root: nn.Module,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Program | None:
+    """:func:`_program_of` if it is one on all ranks, which go the same way from there. Collective."""
+    program = None if known is None else _program_of(known, traced, modules, root)
+    return program if all(gather_json(program is not None, group, device)) else None
 
 
 def _program_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> Program | None:

@@ -60,19 +60,20 @@ def find_courses(
     microbatches = cutter.weighted(divided.weighting, cutter.cut(batch, step, can_try=False))
     courses = divided.courses(step, microbatches)
     since = f"At {step.place()} what counts in micro-batches is unlike their rows for the first time"
-    weighs_newly = divided.weighs_newly(microbatches)
-    if divided.take_unforeseen(step) or divided.doubts_tail:
+    weighs_newly = divided.doubts.of_weights(microbatches)
+    if divided.take_unforeseen(step) or divided.doubts.of_tail:
         since = f"Since {step.place()} the training step does something else than in the first batch"
     elif not weighs_newly:
         return microbatches, courses
     if is_first or not check or not divided.weighting.fits:
         return microbatches, courses
-    counts, divided.keeps_doubt = divided.keeps_doubt, False
+    counts = divided.doubts.in_a_batch_that_counts
+    divided.doubts.in_a_batch_that_counts = False
     pair = cutter.pair(batch, microbatches)
     problem = None
     if pair is not None:
-        problem = _CHANGING if divided.new_tails > _MOST_TAILS else misfit(divided, step.unscaled(), pair, since)
-    divided.doubts_tail = False
+        problem = _CHANGING if divided.doubts.new_tails > _MOST_TAILS else misfit(divided, step.unscaled(), pair, since)
+    divided.doubts.of_tail = False
     if problem is not None:
         if counts and divided.options.num_microbatches is None:
             raise RuntimeError(f"{problem} {_LATE}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -65,6 +64,7 @@ from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 from lightning_smddp.strategies.step_results import Observed
 from lightning_smddp.strategies.weighing import Weighed, Weighing
+from lightning_smddp.strategies.weight_doubts import WeightDoubts
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -147,10 +147,7 @@ class DividedModule:
         self._variants: dict[Any, Variants] = {}
         self._draws_are_separate = False
         self._count = len(microbatches)  # of the batch that is worked on
-        self.doubts_tail = False  # something new has run behind the last module since weights were compared,
-        self.keeps_doubt = False  # in a batch that counts
-        self._weighs_unevenly = False
-        self.new_tails = 0  # batches in which it has
+        self.doubts = WeightDoubts()
         staged = self._stage(self.division.program, self.division.splitting)
         self.findings: list[Finding] = []
         try:
@@ -223,24 +220,14 @@ class DividedModule:
         unforeseen, variants.unforeseen = variants.unforeseen, False
         return unforeseen
 
-    def weighs_newly(self, microbatches: Sequence[MicroBatch]) -> bool:
-        """Whether these are the first whose weights are not their shares of the rows: no trial has seen such ones."""
-        if self._weighs_unevenly:
-            return False
-        rows = sum(microbatch.size for microbatch in microbatches)
-        shares = [(microbatch.weight, microbatch.size / rows) for microbatch in microbatches]
-        self._weighs_unevenly = any(not math.isclose(weight, share) for weight, share in shares)
-        return self._weighs_unevenly
-
     def take_tails(self, microbatches: Sequence[MicroBatch], may_drop: bool) -> bool:
         """Accept what has run behind the last module; False if it was new, and the batch should not count.
 
-        Where ``may_drop`` is False, the batch counts, and :attr:`doubts_tail` remains for the next one.
+        Where ``may_drop`` is False, the batch counts, and the doubt remains for the next one.
         """
         matters = len(microbatches) > 1 and self.weighting.fits and self.options.check
         is_new = self.runtime.tail_is_new and matters
-        self.doubts_tail, self.new_tails = self.doubts_tail or is_new, self.new_tails + is_new
-        self.keeps_doubt = is_new and not may_drop
+        self.doubts.note_tail(is_new, may_drop)
         self.runtime.accept_tails()
         return not is_new or not may_drop
 
