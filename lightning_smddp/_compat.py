@@ -136,8 +136,8 @@ def abort_nccl() -> None:
         backend._group_end()
 
 
-def is_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether this is NCCL's; other backends raise by themselves when a peer fails."""
+def is_nccl(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this is NCCL's (None: the default group); other backends raise by themselves when a peer fails."""
     return "nccl" in str(dist.get_backend(group))
 
 

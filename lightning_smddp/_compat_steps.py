@@ -57,7 +57,7 @@ def behind_backwards(action: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def modes_within_backwards(mode: TorchFunctionMode) -> Iterator[None]:
+def mode_within_backwards(mode: TorchFunctionMode) -> Iterator[None]:
     """In this context ``mode`` sees what a backward pass runs of the user's: checkpointed functions, hooks of tensors.
 
     Torch hands ``backward`` and ``grad`` to function modes, and runs the pass without them. Remove when the engine

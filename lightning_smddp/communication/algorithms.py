@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_smddp._compat import is_nccl
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.collective import Collective
 from lightning_smddp.communication.exchange import Exchange
@@ -89,7 +90,7 @@ class Native:
 
     def _can_average(self, tensor: Tensor) -> bool:
         """Whether the backend divides on its way, which spares a pass over memory."""
-        return tensor.is_cuda and tensor.is_floating_point() and dist.get_backend(self.group) == "nccl"
+        return tensor.is_cuda and tensor.is_floating_point() and is_nccl(self.group)
 
     def close(self) -> None:
         """Nothing to free: the group belongs to the caller."""

@@ -67,7 +67,7 @@ class DeviceWatch:
         return self._at
 
     def close(self) -> None:
-        """No more marks."""
+        """Steps that come set no marks: nobody reads them."""
         global _current
         if _current is self:
             _current = None

@@ -28,12 +28,12 @@ _spoiled = False  # this process's groups
 _old_stores: list[dist.Store] = []
 
 
-def backend_timeout(timeout: timedelta, is_nccl: bool) -> timedelta:
+def backend_timeout(timeout: timedelta, of_nccl: bool) -> timedelta:
     """The timeout of a group of which each collective is to end within ``timeout``.
 
     NCCL's ends the process that waits by SIGABRT, without a word of who is late. The supervision comes before it.
     """
-    return timeout + _NCCL_MARGIN if is_nccl else timeout
+    return timeout + _NCCL_MARGIN if of_nccl else timeout
 
 
 def new_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -63,7 +63,7 @@ def create_group(
     if device.type == "cpu":
         return new_group_among(ranks, name, timeout)
     _meet(ranks, name, timeout)
-    own = backend_timeout(timeout, "nccl" in str(dist.get_backend()))
+    own = backend_timeout(timeout, is_nccl())
     group = new_group_among(ranks, name, own, None if by_pairs else device)
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group

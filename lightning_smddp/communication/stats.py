@@ -135,7 +135,8 @@ class DeviceStep:
     def times(self) -> tuple[float, float]:
         """Seconds that backward stood still at its end, and that at least one bucket was in flight."""
         first = self.came[0]
-        spans = [(first.elapsed_time(a) / 1e3, first.elapsed_time(b) / 1e3) for a, b in zip(self.came, self.done)]  # noqa: B905
+        pairs = zip(self.came, self.done, strict=True)
+        spans = [(first.elapsed_time(came) / 1e3, first.elapsed_time(done) / 1e3) for came, done in pairs]
         busy, end = 0.0, 0.0
         for began, ended in sorted(spans):
             busy += max(0.0, ended - max(began, end))

@@ -49,7 +49,7 @@ class HeaderCache:
         return self.nbytes if self.nbytes <= _SMALL else _ALIGNMENT
 
     def forget(self) -> None:
-        """As new."""
+        """The next value is sent with a header of its own, however like the last one it is."""
         self.header, self.parsed, self.nbytes = "", {}, _ALIGNMENT
 
 
@@ -259,7 +259,7 @@ class _Packing:
     numbers: list[bytes] = field(default_factory=list)
 
     def header(self, value: Any) -> dict[str, Any]:
-        """As JSON."""
+        """What the others need to make room for ``value``: its structure, and the shapes of its tensors."""
         tree = self.encode(value, ())
         return {"tree": tree, "tensors": self.specs, "numbers": self.count, "apart": self.specs_apart}
 

@@ -41,7 +41,7 @@ class HostValues:
             yield
 
     def forget(self) -> None:
-        """Know nothing more."""
+        """Copies are of a batch that is worked on no more."""
         self._copies.clear()
 
     def of(self, tensor: Tensor) -> Tensor | None:

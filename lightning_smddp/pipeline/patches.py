@@ -1,4 +1,4 @@
-"""Modules with another ``forward`` for a while, and where in the user's code we are."""
+"""Modules with another ``forward``, objects with another attribute, for a while; where in the user's code we are."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ def _with_forward(module: nn.Module, own: Any, call: Callable[..., Any]) -> Call
             module.__dict__["forward"] = wrapper
 
     return called
+
+
+@contextmanager
+def set_within(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """In this context the attribute ``name`` of ``owner`` is ``value``; behind it, what it was before."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def user_place() -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_smddp._compat import new_group_among
+from lightning_smddp._compat import is_nccl, new_group_among
 from lightning_smddp.communication.groups import backend_timeout, create_group, new_name
 
 _CPU = torch.device("cpu")
@@ -118,8 +118,8 @@ class Groups:
         neighbours, host = pipeline, Channel(pipeline, device)
         if device.type != "cpu":
             neighbours = create_group(mine, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
-        if dist.get_backend(pipeline) == "nccl" and dist.is_gloo_available():
-            patience = backend_timeout(limit, is_nccl=True)  # who waits for a device here says nothing of who is late
+        if is_nccl(pipeline) and dist.is_gloo_available():
+            patience = backend_timeout(limit, of_nccl=True)  # who waits for a device here says nothing of who is late
             host = Channel(new_group_among(mine, f"{name}-host-{replica}", patience, backend="gloo"), _CPU)
         replicas = create_group(equals, f"{name}-replicas-{place}", limit, device)
         return cls(grid, replica, place, pipeline, neighbours, replicas, host)

@@ -80,7 +80,7 @@ class Run(TorchFunctionMode):
                 self.random.seed(self.seed + 1 + len(self.items) + item.index)  # all stages go on from there, alike
 
     def _own_unit(self, item: Item, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do it, if it is this stage's."""
+        """The result of ``item``: computed where it is this stage's, else a stand-in of its shape."""
         if item.index not in self.replay.mine:
             return self._stand_in(item, args, kwargs)
         if item.inputs:

@@ -59,14 +59,13 @@ def find_courses(
     """
     microbatches = cutter.weighted(divided.weighting, cutter.cut(batch, step, can_try=False))
     courses = divided.courses(step, microbatches)
-    since = f"At {step.place()} what counts in micro-batches is unlike their rows for the first time"
     weighs_newly = divided.doubts.of_weights(microbatches)
-    if divided.take_unforeseen(step) or divided.doubts.of_tail:
+    does_something_else = divided.take_unforeseen(step) or divided.doubts.of_tail
+    if is_first or not check or not divided.weighting.fits or not (weighs_newly or does_something_else):
+        return microbatches, courses
+    since = f"At {step.place()} what counts in micro-batches is unlike their rows for the first time"
+    if does_something_else:
         since = f"Since {step.place()} the training step does something else than in the first batch"
-    elif not weighs_newly:
-        return microbatches, courses
-    if is_first or not check or not divided.weighting.fits:
-        return microbatches, courses
     counts = divided.doubts.in_a_batch_that_counts
     divided.doubts.in_a_batch_that_counts = False
     pair = cutter.pair(batch, microbatches)

@@ -145,7 +145,7 @@ class DividedModule:
         self.view = GlobalView(module, ownership, groups.pipeline, device, groups.host)
         self.buffers = SharedBuffers(self.view, ownership, ranks)
         self._variants: dict[Any, Variants] = {}
-        self._draws_are_separate = False
+        self._may_draw_alike = False
         self._count = len(microbatches)  # of the batch that is worked on
         self.doubts = WeightDoubts()
         staged = self._stage(self.division.program, self.division.splitting)
@@ -199,10 +199,9 @@ class DividedModule:
         return SharedRandom(sources, from_json(states))
 
     def separate_draws(self) -> None:
-        """See :func:`separate_draws`; once there is a step in which stages draw. Collective over the pipeline."""
-        steps = [staged for variants in self._variants.values() for staged in variants.steps]
-        if not self._draws_are_separate and any(item.random for staged in steps for item in staged.program.items):
-            self._draws_are_separate = True
+        """See :func:`separate_draws`; behind traces of steps in which stages draw. Collective over the pipeline."""
+        if self._may_draw_alike:
+            self._may_draw_alike = False
             separate_draws(self.groups.pipeline, self.device)
 
     def go_on(self, step: LightningStep) -> None:
@@ -210,9 +209,9 @@ class DividedModule:
         if step.random is not None:
             end = broadcast_json(to_json(step.random.end), *self.groups.host, self.runtime.last_rank)
             step.random.sources.set(from_json(end))
-            staged = self._variants[step.key].steps
-            if step.random.sources.with_torch and not any(one.program.shares_draws for one in staged):
-                self._draws_are_separate = False  # it was traced: all ranks go on alike
+            programs = [staged.program for staged in self._variants[step.key].steps]
+            if step.random.sources.with_torch and not any(program.shares_draws for program in programs):
+                self._may_draw_alike |= any(map(_has_draws, programs))  # it was traced: all ranks go on alike
 
     def take_unforeseen(self, step: LightningStep) -> bool:
         """Whether ``step`` took a course, since this was asked, that the shapes of its batches do not explain."""
@@ -294,6 +293,7 @@ class DividedModule:
         return self._stage(program, follow(program, self.division.homes, self.runtime.num_stages))
 
     def _stage(self, program: Program, splitting: Splitting) -> StagedStep:
+        self._may_draw_alike |= _has_draws(program)
         self.buffers.learn(program, splitting)
         return self.runtime.stage(program, splitting)
 
@@ -518,6 +518,11 @@ class DividedModule:
 def is_whole(module: nn.Module, device: torch.device) -> bool:
     """Whether all parameters have memory on ``device``."""
     return all(parameter.device.type == device.type for parameter in module.parameters())
+
+
+def _has_draws(program: Program) -> bool:
+    """Whether torch draws random numbers in it, on the stages."""
+    return any(item.random for item in program.items)
 
 
 def _parents(name: str) -> list[str]:

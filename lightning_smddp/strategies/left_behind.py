@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_smddp._compat import without_torch_functions
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.trees import UnknownTypeError, dtype_of, name_of_dtype, put_back, take_out
 from lightning_smddp.pipeline.ghosts import Ghost
+from lightning_smddp.pipeline.patches import set_within
 from lightning_smddp.pipeline.replay import active_run
 from lightning_smddp.pipeline.structure import tensors
 from lightning_smddp.pipeline.tracing import note_left
@@ -119,28 +120,18 @@ class LeftBehind:
 
     # ---- runs of the step ----
 
-    @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learning(self) -> AbstractContextManager[None]:
         """Around a trace: all owners are watched, to find those that change."""
-        before, self.is_learning = self.is_learning, True
-        try:
-            yield
-        finally:
-            self.is_learning = before
+        return set_within(self, "is_learning", True)
 
     def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks watch what any of them found to change: callbacks may be on some ranks only. Collective."""
         found = gather_json(list(self.changing), group, device)
         self.changing = dict.fromkeys(name for part in found for name in part)
 
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
+    def unwatched(self) -> AbstractContextManager[None]:
         """Around a step that every rank runs as a whole, once: what it does stays done."""
-        before, self._is_off = self._is_off, True
-        try:
-            yield
-        finally:
-            self._is_off = before
+        return set_within(self, "_is_off", True)
 
     @contextmanager
     def watched(self, index: int, size: int, weight: float) -> Iterator[None]:

@@ -24,6 +24,7 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.full_state import broadcast_initial
 from lightning_smddp.pipeline.materialise import parameters_on_meta
+from lightning_smddp.pipeline.patches import set_within
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.verification import Finding
@@ -283,7 +284,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Move the batch, and note what the host knows of it then; not of what a hook of the user's makes of it."""
-        if self._staged is None or changes_batch(self._trainer):
+        on_host = self.root_device.type == "cpu"  # where the batch itself can be read
+        if self._staged is None or on_host or changes_batch(self._trainer):
             return super().batch_to_device(batch, *args, **kwargs)
         with self._staged.host_values.noted():
             return super().batch_to_device(batch, *args, **kwargs)
@@ -329,12 +331,9 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     def _step_context(self, hook: str) -> Iterator[None]:
         """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
         assert self._groups is not None
-        before, self._in_step = self._in_step, True
-        try:
-            with getattr(self.precision_plugin, _STEP_CONTEXTS[hook])(), default_group(self._groups.replicas):
-                yield
-        finally:
-            self._in_step = before
+        precision = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
+        with set_within(self, "_in_step", True), precision, default_group(self._groups.replicas):
+            yield
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """Of a step that runs as a whole, gradients are averaged over replicas before hooks see them."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_smddp._compat import computes_batch_value, set_update_count
 from lightning_smddp.pipeline.broadcast import broadcast_structure
+from lightning_smddp.pipeline.patches import set_within
 from lightning_smddp.strategies.step_metrics import AnyMetric, named_metrics, never
 
 _ATTRIBUTES = ("compute", "dist_sync_fn", "distributed_available_fn")
@@ -52,6 +53,15 @@ class _Among:
         return _Among, (None,)  # nor sent to another process
 
 
+@dataclass(frozen=True)
+class _Patched:
+    """A metric, what its attributes were, and what is in place of its ``compute``."""
+
+    metric: Metric
+    before: dict[str, Any]
+    compute: Callable[..., Any]
+
+
 @dataclass
 class PipelineMetrics:
     """Makes ``compute`` of a module's metrics right on all ranks of a pipeline.
@@ -76,8 +86,7 @@ class PipelineMetrics:
     _changed: set[str] = field(default_factory=set, init=False)
     _owners: dict[str, str] = field(default_factory=dict, init=False)
     _metrics: dict[str, AnyMetric] = field(default_factory=dict, init=False)
-    _patched: dict[int, tuple[Metric, dict[str, Any]]] = field(default_factory=dict, init=False)
-    _computes: dict[int, Any] = field(default_factory=dict, init=False)  # what was put in place of ``compute``, by id
+    _patched: dict[int, _Patched] = field(default_factory=dict, init=False)  # by id
     _local: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -93,15 +102,19 @@ class PipelineMetrics:
             self._owners = owners(metrics)
         self._metrics = metrics
         for name, metric in metrics.items():
-            if isinstance(metric, Metric) and vars(metric)["compute"] is not self._computes.get(id(metric)):
+            if isinstance(metric, Metric) and not self._is_patched(metric):
                 self._patch(name, metric)
+
+    def _is_patched(self, metric: Metric) -> bool:
+        known = self._patched.get(id(metric))
+        return known is not None and vars(metric)["compute"] is known.compute
 
     def _patch(self, name: str, metric: Metric) -> None:
         if isinstance(metric.dist_sync_fn, _Among):  # a copy of a patched metric
             metric.dist_sync_fn = None
         if metric.distributed_available_fn is never:
             metric.distributed_available_fn = jit_distributed_available
-        self._patched[id(metric)] = (metric, {key: vars(metric)[key] for key in _ATTRIBUTES})
+        before = {key: vars(metric)[key] for key in _ATTRIBUTES}
         compute = metric.compute
 
         def shared_compute(*args: Any, **kwargs: Any) -> Any:
@@ -109,20 +122,16 @@ class PipelineMetrics:
                 self.share([self._owners.get(name, name)])
             return compute(*args, **kwargs)
 
-        vars(metric)["compute"] = self._computes[id(metric)] = shared_compute
+        vars(metric)["compute"] = shared_compute
+        self._patched[id(metric)] = _Patched(metric, before, shared_compute)
         if self.replicas is None or self.replicas.size() == 1:
             metric.distributed_available_fn = never
         elif metric.dist_sync_fn is None:
             metric.dist_sync_fn = _Among(self.replicas)
 
-    @contextmanager
-    def local(self) -> Iterator[None]:
+    def local(self) -> AbstractContextManager[None]:
         """In this context ``compute`` does not talk to the pipeline's other ranks."""
-        before, self._local = self._local, True
-        try:
-            yield
-        finally:
-            self._local = before
+        return set_within(self, "_local", True)
 
     def note_changes(self, metrics: Collection[str]) -> None:
         """A step has changed these, on the rank where it ends. To be called after every step, on every rank."""
@@ -153,7 +162,6 @@ class PipelineMetrics:
 
     def close(self) -> None:
         """Put back every attribute."""
-        for metric, before in self._patched.values():
-            vars(metric).update(before)
+        for patched in self._patched.values():
+            vars(patched.metric).update(patched.before)
         self._patched.clear()
-        self._computes.clear()

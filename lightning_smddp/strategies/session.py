@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_smddp._compat import set_group_timeout
+from lightning_smddp._compat import is_nccl, set_group_timeout
 from lightning_smddp.communication import aws
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
@@ -135,7 +135,7 @@ class Session:
         if aws.is_active():
             barriers_without_groups(aws.is_active, aws.wait_for_all)
         elif self.options.collective_timeout is not None:
-            set_group_timeout(backend_timeout(self.options.collective_timeout, "nccl" in str(dist.get_backend())))
+            set_group_timeout(backend_timeout(self.options.collective_timeout, is_nccl()))
         atexit.register(_leave, weakref.ref(self))
 
     def prepare(

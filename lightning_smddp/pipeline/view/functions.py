@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_smddp._compat import DispatchMode, without_torch_function
-from lightning_smddp._compat_steps import modes_within_backwards
+from lightning_smddp._compat_steps import mode_within_backwards
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, kind_of, name_of
 from lightning_smddp.pipeline.patches import user_place
 from lightning_smddp.pipeline.structure import leaves, map_leaves
@@ -52,7 +52,7 @@ class ViewFunctions(TorchFunctionMode):
         kind = kind_of(function, args)
         if kind is Kind.WATCHER or (kind is Kind.METADATA and not asks_for_place(name)):
             return function(*args, **kwargs)  # a hook for gradients fires where the parameter is
-        within = modes_within_backwards(self) if kind is Kind.BACKWARD else nullcontext()
+        within = mode_within_backwards(self) if kind is Kind.BACKWARD else nullcontext()
         with within:
             result = function(*self.view.stand_in(args), **self.view.stand_in(kwargs))
         if isinstance(result, GlobalTensor):  # in-place operations give the user's own object back
