@@ -117,7 +117,7 @@ class Communicator:
     def available(self) -> list[str]:
         """Algorithms that make sense here, ``native`` first."""
         names = ["native"]
-        if self.world_size == 1 or dist.get_backend(self.group) == "smddp":  # AWS's backend has no groups but the world
+        if self.world_size == 1:
             return names
         if self.topology.num_nodes == 1:
             return names if self.shared_memory_refusal else [*names, "shared_memory"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -22,7 +21,6 @@ from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.efa import network_variables
 
 _PACKAGES = ("lightning", "pytorch-lightning", "deepspeed", "mpi4py", "sagemaker")
-_AWS = "smdistributed.dataparallel"
 _SHARED_MEMORY = "/dev/shm"
 _DRIVER = "/proc/driver/nvidia/version"
 _EFA_DEVICES = "/sys/class/infiniband"
@@ -72,20 +70,12 @@ def _version(package: str) -> str | None:
 
 
 def _backends() -> dict[str, bool]:
-    """Of ``torch.distributed``; ``smddp`` is AWS's closed one."""
+    """Of ``torch.distributed``."""
     return {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),
         "mpi": dist.is_mpi_available(),
-        "smddp": _is_there(_AWS),
     }
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it is in
-        return False
 
 
 def _accelerators() -> dict[str, Any]:

@@ -104,26 +104,6 @@ def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
     return module._SubprocessScriptLauncher, module._MultiProcessingLauncher
 
 
-def barriers_without_groups(applies: Callable[[], bool], wait: Callable[[], None]) -> None:
-    """Where ``applies()``, let Lightning's barrier around ``prepare_data`` call ``wait`` instead of making a group.
-
-    It makes one of gloo, for every fit, which AWS's backend does not stand. Remove when strategies provide it.
-    """
-    for package in ("lightning.fabric", "lightning_fabric"):
-        module = sys.modules.get(f"{package}.utilities.distributed")
-        if module is None or hasattr(module._InfiniteBarrier, "original"):
-            continue
-        original = module._InfiniteBarrier.__enter__
-
-        def enter(self: Any, original: Callable[[Any], Any] = original) -> Any:
-            if not applies():
-                return original(self)
-            self.barrier = wait
-            return self
-
-        module._InfiniteBarrier.original, module._InfiniteBarrier.__enter__ = original, enter
-
-
 Around: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
 
 

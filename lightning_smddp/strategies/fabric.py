@@ -148,6 +148,3 @@ class FabricDataParallel(_Base):
         """Free shared memory, threads and sockets."""
         self._session.close()
         super().teardown()
-
-    def _get_process_group_backend(self) -> str:
-        return self._session.default_backend(self.root_device) or super()._get_process_group_backend()

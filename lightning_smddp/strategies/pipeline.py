@@ -470,6 +470,3 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     @property
     def _limit(self) -> timedelta:
         return self.options.communication.collective_timeout or self._timeout or DEFAULT_TIMEOUT
-
-    def _get_process_group_backend(self) -> str:
-        return self._session.options.process_group_backend or super()._get_process_group_backend()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_smddp.communication import aws
 from lightning_smddp.pipeline.placement import Grid
 from lightning_smddp.pipeline.schedules import Schedule, check, parse
 from lightning_smddp.pipeline.splitter import SplitBatch
@@ -65,11 +64,6 @@ class PipelineOptions:
             _check_count("stages_per_rank", stages_per_rank, "'auto'")
         if split is not None and not _is_list_of_names(split):
             raise ValueError(f"split={split!r} has to be a list of names: the first unit of each stage but the first.")
-        if communication.process_group_backend == aws.NAME:
-            raise ValueError(
-                "process_group_backend='smddp' cannot be used with smddp_pipeline: AWS's backend has no groups but "
-                "that of all ranks, and a pipeline needs one of its own. Leave it out: 'auto' is nccl on GPUs."
-            )
         require_bools(activation_checkpointing=activation_checkpointing, meta_init=meta_init, check=check)
         _check_function("batch_size_fn", batch_size_fn, "the number of rows of a batch, which it is called with")
         _check_function("split_batch", split_batch, "a list of batches, called with a batch and a number")

@@ -12,7 +12,7 @@ from torch import Tensor
 def mean_by_sum(reduce: Callable[[Any, Any, Any], Tensor], tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
     """``reduce``, but a mean is asked for as a sum and divided here.
 
-    Lightning asks every backend but gloo for ``ReduceOp.AVG``, which AWS's ``smddp`` (and not only it) refuses:
+    Lightning asks every backend but gloo for ``ReduceOp.AVG``, which not every one has (MPI's has not):
     Lightning issue #20409. As there, integer tensors stay integer.
     """
     name = reduce_op.lower() if isinstance(reduce_op, str) else None

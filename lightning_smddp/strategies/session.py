@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat import is_nccl, set_group_timeout
-from lightning_smddp.communication import aws
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
 from lightning_smddp.communication.communicator import Communicator
@@ -35,7 +34,6 @@ from lightning_smddp.communication.models import (
 from lightning_smddp.communication.rehearsal import settle_buckets
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder, recorder_for
-from lightning_smddp.strategies._compat_runs import barriers_without_groups
 from lightning_smddp.strategies.option_checks import is_positive, require_bools, require_cache
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
@@ -71,6 +69,11 @@ class Options:
             raise ValueError(f"algorithm={algorithm!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
         require_bools(verbose=verbose)
         require_cache(tuning_cache)
+        if process_group_backend == "smddp":
+            raise ValueError(
+                "process_group_backend='smddp' is AWS's closed library, whose last build is for PyTorch 2.4; this "
+                "package needs 2.11. Leave process_group_backend out: strategy='smddp' does not need it."
+            )
         if bucket_cap_mb is not None and not is_positive(bucket_cap_mb):
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} has to be positive (MiB), or None to have it tuned.")
         if isinstance(collective_timeout, timedelta):
@@ -88,8 +91,6 @@ class Options:
                 f"{', '.join(map(repr, METHODS))}, or the arguments of `Compression` "
                 f"({', '.join(field.name for field in fields(Compression))}), of which `method` is required."
             ) from error
-        if process_group_backend == aws.NAME:
-            aws.check_options(algorithm, parsed)
         cache = None if isinstance(tuning_cache, bool) else Path(tuning_cache)
         return cls(
             algorithm=algorithm,
@@ -106,8 +107,6 @@ class Session:
     """Gradient communication of one strategy object: groups for its process group, a hook for each DDP module."""
 
     def __init__(self, options: Options) -> None:
-        if options.process_group_backend == aws.NAME:
-            aws.require()
         self.options = options
         self.communicator: Communicator | None = None
         self.synchronizers: list[GradientSynchronizer] = []
@@ -115,26 +114,11 @@ class Session:
         self.recorder: Recorder | None = None  # not before setup: strategies travel to spawned ranks by pickle
         self.failed = False  # the last run
 
-    def default_backend(self, device: torch.device) -> str | None:
-        """The backend for ``process_group_backend="auto"``; None leaves it to Lightning (nccl, gloo)."""
-        options = self.options
-        if options.process_group_backend == aws.NAME:
-            aws.require()  # this process may have been spawned
-        if options.process_group_backend is not None:
-            return options.process_group_backend
-        fits = options.algorithm in aws.ALGORITHMS and options.compression is None
-        return aws.NAME if device.type == "cuda" and fits and aws.problem() is None else None
-
     def process_group_started(self) -> None:
-        """Give the default group the collective timeout, now that everyone has started, and see to its end.
-
-        AWS's backend has no timeout that could be changed; the supervision's is the same.
-        """
+        """Give the default group the collective timeout, now that everyone has started, and see to its end."""
         if not dist.is_initialized():
             return
-        if aws.is_active():
-            barriers_without_groups(aws.is_active, aws.wait_for_all)
-        elif self.options.collective_timeout is not None:
+        if self.options.collective_timeout is not None:
             set_group_timeout(backend_timeout(self.options.collective_timeout, is_nccl()))
         atexit.register(_leave, weakref.ref(self))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -17,7 +16,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat import register_ddp_comm_hook
-from lightning_smddp.communication import aws
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
@@ -52,8 +50,7 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
         compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or a
             :class:`~lightning_smddp.Compression` with details.
         bucket_cap_mb: size of DDP's buckets in MiB; None has it chosen with the algorithm.
-        process_group_backend: ``"auto"`` is AWS's ``smddp`` where it is installed and works, else ``nccl`` on CUDA and
-            ``gloo`` on CPU.
+        process_group_backend: ``"auto"`` is ``nccl`` on CUDA and ``gloo`` on CPU.
         collective_timeout: how long a rank waits for the others in a collective, in seconds or as a timedelta; None
             is DDP's ``timeout``, which also bounds the start.
         tuning_cache: file for what ``"auto"`` measured; True is ``~/.cache/lightning_smddp/plans.json``, False
@@ -188,15 +185,7 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        summed = partial(mean_by_sum, super().reduce, group=group, reduce_op=reduce_op)
-        reduced: Tensor = aws.on_device(summed, tensor, self.root_device)
-        return reduced
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of all ranks, stacked."""
-        gather = partial(super().all_gather, group=group, sync_grads=sync_grads)
-        gathered: Tensor = aws.on_device(gather, tensor, self.root_device)
-        return gathered
+        return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
     def on_train_start(self) -> None:
         """Say what runs."""
@@ -244,9 +233,6 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
         self._exact_resume.close()
         self._session.close()
         super().teardown()
-
-    def _get_process_group_backend(self) -> str:
-        return self._session.default_backend(self.root_device) or super()._get_process_group_backend()
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import sys
 import time
-import types
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,61 +11,21 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from lightning_smddp import SMDDPFabricStrategy, SMDDPStrategy
-from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
 from lightning_smddp.strategies.session import Options, Session
 from tests.ranks import run_ranks, run_trainer_ranks
 from tests.strategies.learners import Learner, Outcome, assert_equal, fit, make_trainer, silent
 
 # ---- backend ----
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+CPU = torch.device("cpu")
 
 
-def session(backend: str | None) -> Session:
-    return Session(Options.parse("auto", None, None, backend, None, False, False))
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A stand-in for AWS's package, which this machine has not."""
-    for name in ("smdistributed", "smdistributed.dataparallel", "smdistributed.dataparallel.torch"):
-        module = types.ModuleType(name)
-        module.__path__ = []  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, name, module)
-    name = "smdistributed.dataparallel.torch.torch_smddp"
-    module = types.ModuleType(name)
-    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    monkeypatch.setitem(sys.modules, name, module)
-    return module
-
-
-def test_without_aws_lightning_chooses_the_backend() -> None:
-    for backend in ("auto", None):
-        assert session(backend).default_backend(CUDA) is None
-        assert session(backend).default_backend(CPU) is None
-
-
-def test_aws_backend_is_used_if_it_registered_itself(aws: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert session("auto").default_backend(CUDA) is None  # it loads, but registers nothing
-    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "smddp"])
-    assert session("auto").default_backend(CUDA) == "smddp"
-    assert session("auto").default_backend(CPU) is None
-    assert session("nccl").default_backend(CUDA) == "nccl"
-
-
-@pytest.mark.parametrize("error", [ImportError, OSError, RuntimeError], ids=lambda error: error.__name__)
-def test_a_broken_aws_package_is_passed_over(
-    error: type[Exception], aws: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Broken:
-        def find_spec(self, fullname: str, *_: Any) -> None:
-            if fullname == aws.__name__:
-                raise error("built for another machine")
-
-    monkeypatch.delitem(sys.modules, aws.__name__)
-    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    assert session("auto").default_backend(CUDA) is None
+def test_the_closed_library_of_aws_is_refused_with_the_cure() -> None:
+    said = "'smddp' is AWS's closed library.*PyTorch 2.4.* Leave process_group_backend out"
+    for strategy in (SMDDPStrategy, SMDDPFabricStrategy, PipelineStrategy):
+        with pytest.raises(ValueError, match=said):
+            strategy(process_group_backend="smddp")
 
 
 def backends(options: dict[str, Any]) -> tuple[str, str | None]:
@@ -124,7 +80,7 @@ def reduce_values(backend_name: str) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("backend", ["gloo", "smddp"])
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_means_do_not_need_avg(backend: str) -> None:
     for results in run_ranks(reduce_values, 2, backend):
         assert not any("AVG" in operation for operation in results["operations"])
@@ -210,19 +166,8 @@ def test_collective_timeout_is_that_of_the_default_group_and_of_shared_memory(al
     assert first < 2.9
 
 
-@pytest.mark.parametrize(
-    ("backend", "expected"), [("smddp", ["native"]), ("nccl", ["native", "hierarchical", "balanced"])]
-)
-def test_on_aws_backend_only_native_is_tried(
-    backend: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
-    job = SimpleNamespace(world_size=4, group=None, topology=SimpleNamespace(num_nodes=2), shared_memory_refusal="CUDA")
-    assert Communicator.available(job) == expected
-
-
 def _leave_in_order() -> tuple[bool, bool]:
-    strategy = session("auto")
+    strategy = Session(Options.parse("auto", None, None, "auto", None, False, False))
     strategy.process_group_started()
     registered = []
     with pytest.MonkeyPatch.context() as patch:
