@@ -1,4 +1,4 @@
-"""``algorithm="auto"``: the cost model ranks the algorithms, a short timing on this very cluster decides.
+"""``algorithm="auto"``: a short timing on this very cluster decides.
 
 The result is a :class:`Plan`: for each bucket size an algorithm, and the size of DDP's buckets. All ranks time the
 same calls and agree on the slowest rank's times, so all of them choose the same. Plans are cached.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -23,13 +24,11 @@ from torch import Tensor, nn
 from lightning_smddp.communication.algorithms import NAMES, TwoLevel
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression
-from lightning_smddp.communication.cost import Cluster, Link, crossing_flows, predict_s, synchronisation_s
 from lightning_smddp.communication.messages import broadcast_json
 
 DEFAULT_BUCKET_MB = 25.0  # DDP's own
 _BUCKET_CHOICES_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 _TIMED_SIZES = (64 * 2**10, 1 * 2**20, 8 * 2**20)
-_TIMED_ALGORITHMS = 3
 _SECONDS_EACH = 0.15  # for one algorithm at one size
 _TIMING_ERROR = 1.05
 _LIMITLESS = 2**62
@@ -143,44 +142,11 @@ def _measure(
     gradients = [p for p in module.parameters() if p.requires_grad]
     gradient_bytes = sum(p.numel() * p.dtype.itemsize for p in gradients)
     sizes = [size for size in _TIMED_SIZES if size <= 2 * gradient_bytes] or [_TIMED_SIZES[0]]
-    times = {"native": time_algorithm("native", communicator, compression, sizes)}
-    for name in _ranked(communicator, compression, sizes, times["native"])[: _TIMED_ALGORITHMS - 1]:
-        times[name] = time_algorithm(name, communicator, compression, sizes)
+    times = {name: time_algorithm(name, communicator, compression, sizes) for name in communicator.available()}
     table = _table(sizes, times)
     if bucket_cap_mb is None:
         bucket_cap_mb = _bucket_size(gradient_bytes, sizes, times[table[-1][1]], table[-1][1])
     return Plan(table, bucket_cap_mb, times, sizes, "measured")
-
-
-def _ranked(
-    communicator: Communicator, compression: Compression | None, sizes: list[int], native: list[float]
-) -> list[str]:
-    """The other algorithms that make sense here, the one with the best prediction first."""
-    topology = communicator.topology
-    flows = crossing_flows(topology.nodes)
-    world = topology.world_size
-    link = Link.fit(sizes, native) if len(sizes) > 1 else Link(native[0], 1e9)
-    ring = 2 * (world - 1)
-    codec = compression.codec() if compression is not None else None
-    ratio = codec.bytes_per_element(torch.float32) / 4 if codec is not None else 1.0
-    cluster = Cluster(
-        num_nodes=topology.num_nodes,
-        ranks_per_node=max(len(ranks) for ranks in topology.nodes),
-        crossing_flows=flows,
-        network=Link(link.latency_s / ring, link.bytes_per_s * ring / world * flows * ratio),
-        memory=memory_link(),
-        wire_ratio=ratio,
-    )
-    names = [name for name in communicator.available() if name != "native"]
-    return sorted(names, key=lambda name: predict_s(name, sizes[-1], cluster))
-
-
-def memory_link() -> Link:
-    """Speed of a copy on this machine; the latency is that of a barrier."""
-    source = torch.ones(2**20)
-    target = torch.empty_like(source)
-    seconds = min(_timed(lambda: target.copy_(source)) for _ in range(5))
-    return Link(30e-6, source.numel() * 4 / max(seconds, 1e-6))
 
 
 def time_algorithm(
@@ -233,14 +199,23 @@ def _table(sizes: list[int], times: dict[str, list[float]]) -> list[tuple[int, s
 
 
 def _bucket_size(gradient_bytes: int, sizes: list[int], seconds: list[float], name: str) -> float:
-    """MiB of DDP's buckets that the cost model likes best, given the measured line of the chosen algorithm."""
+    """MiB of DDP's buckets with which a step stands still for the shortest time, by what ``name`` was measured to take.
+
+    The times' line gives the cost of a bucket and of a byte. Overlapped buckets hide behind backward but for the cost
+    of each and all bytes of the last one: the least is at ``sqrt(gradient_bytes * cost of a bucket / cost of a byte)``.
+    Of buckets that are not overlapped all bytes stand in the way.
+    """
     if len(sizes) < 2:
         return DEFAULT_BUCKET_MB
-    link = Link.fit(sizes, seconds)
+    byte_s = max((seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]), 1e-13)
+    bucket_s = max(seconds[0] - byte_s * sizes[0], 1e-7)
     overlapped = name != "shared_memory"
 
     def cost(megabytes: float) -> float:
-        return synchronisation_s(gradient_bytes, int(megabytes * 2**20), link, overlapped)
+        bucket_bytes = int(megabytes * 2**20)
+        count = max(1, math.ceil(gradient_bytes / bucket_bytes))
+        visible_bytes = min(bucket_bytes, gradient_bytes) if overlapped else gradient_bytes
+        return count * bucket_s + visible_bytes * byte_s
 
     # Of those within the timing's own error the one nearest to DDP's: large buckets keep gradients longer in memory.
     bound = _TIMING_ERROR * min(map(cost, _BUCKET_CHOICES_MB))

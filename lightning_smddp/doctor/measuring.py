@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.autotune import memory_link, time_algorithm
+from lightning_smddp.communication.autotune import time_algorithm
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.communication.round_trips import round_trips
@@ -17,6 +18,7 @@ from lightning_smddp.doctor.paths import At, try_paths
 SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes
 _LINK_BYTES = 4 * 2**20
 _ROUNDS = 5
+_COPIES = 5
 _MOST_LINKS = 16  # the first nodes stand for the others
 _TIMEOUT = timedelta(seconds=60)
 
@@ -46,7 +48,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
         peers = [ranks[0] for ranks in nodes[1:]] or list(nodes[0][1:2])
         hosts = gather_json(host, group, device)
         links = [_link(group, device, peer, hosts[peer]) for peer in peers[:_MOST_LINKS]]
-        copies = gather_json(memory_link().bytes_per_s, group, device)
+        copies = gather_json(_copied_bytes_per_s(), group, device)
         return {
             "world_size": communicator.world_size,
             "nodes": [list(ranks) for ranks in nodes],
@@ -60,6 +62,17 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
         }
     finally:
         communicator.close()
+
+
+def _copied_bytes_per_s() -> float:
+    source = torch.ones(2**20)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(_COPIES):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return source.nbytes / max(min(seconds), 1e-6)
 
 
 def _link(group: dist.ProcessGroup, device: torch.device, peer: int, host: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_a_plan_describes_itself() -> None:
         (1e-2, "shared_memory", 100.0),  # no overlap: few buckets
     ],
 )
-def test_the_bucket_size_follows_the_cost_model(latency: float, name: str, best: float) -> None:
+def test_the_bucket_size_follows_the_measured_line(latency: float, name: str, best: float) -> None:
     sizes = [65536, 8 * MIB]
     seconds = [latency + size / 1e9 for size in sizes]
     assert autotune._bucket_size(400_000_000, sizes, seconds, name) == best
