@@ -7,7 +7,6 @@ Both see the same batches from the same initial weights, so the losses have to c
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import time
@@ -59,8 +58,8 @@ def train(arm: str, out: Path, turns: list[int], quick: bool) -> None:
     L.seed_everything(0, verbose=False)
     steps = 10 if quick else 42
     ranks = 1 if arm == "single" else 2
-    suffixes = [".svg", ".json"] + [".png"] * (importlib.util.find_spec("matplotlib") is not None)
-    timeline = PipelineTimeline([OUTPUT / f"pipeline_timeline{suffix}" for suffix in suffixes], batch_idx=DRAWN_STEP)
+    pictures = [OUTPUT / "pipeline_timeline.svg", OUTPUT / "pipeline_timeline.json"]
+    timeline = PipelineTimeline(pictures, batch_idx=DRAWN_STEP)
     stopwatch = Stopwatch()
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, max_steps=steps,

@@ -50,7 +50,7 @@ def main() -> None:
         accelerator="cpu",
         devices=2,
         strategy=PipelineStrategy(schedule=options.schedule, num_microbatches=8),
-        callbacks=[PipelineTimeline(options.timeline, batch_idx=5)],  # .svg, .png, or .json for ui.perfetto.dev
+        callbacks=[PipelineTimeline(options.timeline, batch_idx=5)],  # .svg, or .json for ui.perfetto.dev
         max_steps=options.steps,
         log_every_n_steps=1,
     )

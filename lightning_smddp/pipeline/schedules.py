@@ -30,7 +30,6 @@ class Schedule:
         torch_class: The class that runs it.
         several_stages: Whether a rank may hold several stages.
         v_shaped: Exactly two stages per rank, placed in a V: rank 0 holds the first and the last.
-        splits_backward: Whether some backwards are split into ``I`` and ``W``.
         microbatch_rule: What torch's class asks of the number of micro-batches. "whole rounds": a multiple of
             the number of rounds, which is ``max(1, num_microbatches // pipeline_parallel_size)``.
         substitute: The schedule for a step whose number of micro-batches the rule forbids. It computes the same.
@@ -41,7 +40,6 @@ class Schedule:
     torch_class: str
     several_stages: bool = False
     v_shaped: bool = False
-    splits_backward: bool = False
     microbatch_rule: MicrobatchRule = "any"
     substitute: str | None = None
     aliases: tuple[str, ...] = ()
@@ -90,17 +88,15 @@ _ALL = (
         "interleaved_zero_bubble",
         "ScheduleInterleavedZeroBubble",
         several_stages=True,
-        splits_backward=True,
         microbatch_rule="whole rounds",
         substitute="looped_bfs",
     ),
-    Schedule("zbv_zero_bubble", "ScheduleZBVZeroBubble", several_stages=True, v_shaped=True, splits_backward=True),
+    Schedule("zbv_zero_bubble", "ScheduleZBVZeroBubble", several_stages=True, v_shaped=True),
     Schedule(
         "dualpipev",
         "ScheduleDualPipeV",
         several_stages=True,
         v_shaped=True,
-        splits_backward=True,
         microbatch_rule="at least the stages",
         substitute="zbv_zero_bubble",
     ),

@@ -1,34 +1,45 @@
-"""Our own orders for one stage on each rank, and how busy a schedule can keep the ranks at best."""
+"""What a pipeline schedule tells each rank to do, and how busy it can keep the ranks at best."""
 
 from __future__ import annotations
 
-from lightning_smddp.planner.actions import Action, Orders
-from lightning_smddp.planner.simulate import simulate
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "I", "W"]
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+_SECONDS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
-def gpipe_order(num_ranks: int, num_microbatches: int) -> dict[int, list[Action]]:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv:1811.06965); stage r on rank r."""
-    return {
-        rank: [Action(rank, "F", i) for i in range(num_microbatches)]
-        + [Action(rank, "B", i) for i in range(num_microbatches)]
-        for rank in range(num_ranks)
-    }
+class Action(NamedTuple):
+    """One micro-batch through one stage.
 
-
-def one_f_one_b_order(num_ranks: int, num_microbatches: int) -> dict[int, list[Action]]:
-    """Backwards as early as possible: PipeDream-flush (Narayanan et al. 2021, arXiv:2006.09503); stage r on rank r.
-
-    Rank r of p has at most p - r micro-batches in flight.
+    Attributes:
+        stage: index of the stage.
+        kind: F forward, B whole backward, or its two halves: I gradient of the input, W gradient of the weights.
+        microbatch: index of the micro-batch.
     """
-    orders = {}
-    for rank in range(num_ranks):
-        warmup = min(num_microbatches, num_ranks - rank - 1)
-        order = [Action(rank, "F", i) for i in range(warmup)]
-        for i in range(num_microbatches - warmup):
-            order += [Action(rank, "F", warmup + i), Action(rank, "B", i)]
-        order += [Action(rank, "B", i) for i in range(num_microbatches - warmup, num_microbatches)]
-        orders[rank] = order
-    return orders
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+
+Orders = Mapping[int, Sequence[Action]]  # rank -> what it does, in order
+
+
+def parse_action(text: str) -> Action:
+    """The action that torch spells as ``text``: "2F0" is stage 2, forward, micro-batch 0.
+
+    Raises:
+        ValueError: for anything else than a forward or backward of one micro-batch.
+    """
+    match = _ACTION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no action: expected stage, F, B, I or W, micro-batch, like '2F0'")
+    stage, kind, microbatch = match.groups()
+    return Action(int(stage), kind, int(microbatch))  # type: ignore[arg-type]  # the pattern allows a Kind only
 
 
 def bubble_bound(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> float:
@@ -45,7 +56,35 @@ def bubble_bound(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1
 def simulated_bound(orders: Orders) -> float:
     """The same share for any schedule: its orders played through with equal stages and free messages.
 
-    A backward takes twice a forward, I and W each as long as a forward.
+    A backward takes twice a forward, I and W each as long as a forward. A rank does its actions one after another, each
+    as soon as what it needs is there.
     """
-    num_stages = 1 + max(action.stage for order in orders.values() for action in order)
-    return 1 - simulate(orders, [1.0] * num_stages, [2.0] * num_stages).bubble_fraction
+    actions = {action for order in orders.values() for action in order}
+    free = dict.fromkeys(orders, 0.0)  # rank -> when it is done with what it has begun
+    end: dict[Action, float] = {}
+    position = dict.fromkeys(orders, 0)
+    while len(end) < len(actions):
+        done = len(end)
+        for rank, order in orders.items():
+            while position[rank] < len(order):
+                action = order[position[rank]]
+                needed = _needed(action, actions)
+                if any(other not in end for other in needed):
+                    break
+                start = max([free[rank], *(end[other] for other in needed)])
+                free[rank] = end[action] = start + _SECONDS[action.kind]
+                position[rank] += 1
+        assert len(end) > done, f"the ranks wait for each other: {orders}"
+    busy = sum(_SECONDS[action.kind] for action in actions)
+    return busy / (len(orders) * max(free.values()))
+
+
+def _needed(action: Action, actions: set[Action]) -> list[Action]:
+    """What has to be done before ``action``, on whichever rank; ``actions`` are those of all ranks."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
+    if kind == "W":
+        return [Action(stage, "I", microbatch)]
+    later = [Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch)]  # the one that there is
+    return [Action(stage, "F", microbatch), *(other for other in later if other in actions)]

@@ -1,4 +1,4 @@
-"""What ranks did when, measured or simulated, and what follows from it."""
+"""What ranks did when, and what follows from it."""
 
 from __future__ import annotations
 
@@ -49,12 +49,6 @@ def busy_share(spans: Sequence[Span]) -> dict[int, float]:
         if span.kind in COMPUTE_KINDS:
             busy[span.rank] += span.seconds
     return {rank: seconds / step if step else 0.0 for rank, seconds in busy.items()}
-
-
-def bubble_fraction(spans: Sequence[Span]) -> float:
-    """The share of all ranks' time in which nothing is computed; 0 without spans."""
-    shares = busy_share(spans)
-    return 1 - sum(shares.values()) / len(shares) if shares else 0.0
 
 
 def ranks_of(spans: Iterable[Span]) -> list[int]:

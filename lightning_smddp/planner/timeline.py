@@ -1,4 +1,4 @@
-"""Pictures of a step: Perfetto trace, SVG and PNG, from measured or simulated spans."""
+"""A step as a trace for Perfetto, from measured spans."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_smddp.planner.spans import Span, ranks_of
-from lightning_smddp.planner.timeline_png import to_png
-from lightning_smddp.planner.timeline_svg import to_svg
-
-__all__ = ["to_perfetto", "to_png", "to_svg"]
 
 
 def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any]:

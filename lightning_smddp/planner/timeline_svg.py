@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
-from lightning_smddp.planner.spans import Span, ranks_of, step_seconds
-from lightning_smddp.planner.timeline_style import (
-    BORDER,
-    COLOURS,
-    DARK,
-    GREY,
-    GRID,
-    LEGEND,
-    PAPER,
-    is_computing,
-    kinds_of,
-    mixed,
-    shades,
-    subtitle,
-    text_on,
-    ticks_ms,
+from lightning_smddp.planner.spans import (
+    COMPUTE_KINDS,
+    Span,
+    SpanKind,
+    busy_share,
+    ranks_of,
+    stage_position,
+    step_seconds,
 )
 
+COLOURS: dict[SpanKind, str] = {  # told apart with any colour vision
+    "forward": "#2f6db5",
+    "backward": "#d9822b",
+    "backward_input": "#b8433a",
+    "backward_weight": "#7b4fa3",
+    "send": "#4d5866",
+    "wait": "#eceff3",
+}
+LEGEND: dict[SpanKind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward: input gradient",
+    "backward_weight": "backward: weight gradient",
+    "send": "send",
+    "wait": "wait",
+}
+DARK, GREY, GRID, PAPER, BORDER = "#1f2937", "#6b7280", "#dde1e7", "#ffffff", "#d0d7de"
+LIGHTEST = 0.55  # how far the last of a rank's stages is mixed with white
 WIDTH, LEFT, RIGHT, TOP = 1000, 76, 24, 70
 LANE, BOX, SEND = 44, 30, 4  # height of a lane, of its boxes, of the bar for messages under them
 FONT = "font-family=\"-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
@@ -40,7 +51,7 @@ def to_svg(spans: Sequence[Span], title: str = "Pipeline timeline") -> str:
     body = [
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="{PAPER}" stroke="{BORDER}"/>',
         _text(LEFT, 30, title, size=17, weight=600),
-        _text(LEFT, 51, subtitle(spans), size=12.5, colour=GREY),
+        _text(LEFT, 51, _subtitle(spans), size=12.5, colour=GREY),
         *_axis(step_seconds(spans) * 1e3, bottom),
         *(_text(LEFT - 12, TOP + LANE * i + BOX / 2 + 4, f"rank {rank}", anchor="end") for i, rank in enumerate(ranks)),
         *_boxes(spans, {rank: TOP + LANE * lane for lane, rank in enumerate(ranks)}),
@@ -81,11 +92,11 @@ def _axis(step_ms: float, bottom: float) -> list[str]:
 def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
     origin = min((span.start_s for span in spans), default=0.0)
     scale = (WIDTH - LEFT - RIGHT) / (step_seconds(spans) or 1.0)
-    shade = shades(spans)
+    shade = _shades(spans)
     parts = []
-    for span in sorted(spans, key=lambda span: (span.rank, is_computing(span), span.start_s)):
+    for span in sorted(spans, key=lambda span: (span.rank, _is_computing(span), span.start_s)):
         x, width, top = LEFT + (span.start_s - origin) * scale, span.seconds * scale, top_of[span.rank]
-        colour = mixed(COLOURS[span.kind], shade[span.stage] if is_computing(span) else 0.0)
+        colour = mixed(COLOURS[span.kind], shade[span.stage] if _is_computing(span) else 0.0)
         tip = f"{LEGEND[span.kind]}, micro-batch {span.microbatch}, stage {span.stage}: {span.seconds * 1e3:.4g} ms"
         if span.kind == "send":
             parts.append(_rect(x, top + BOX + 2, max(width, 1.0), SEND, colour, tip))
@@ -94,7 +105,7 @@ def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
         parts.append(_rect(x + gap, top, max(width - 2 * gap, 0.4), BOX, colour, tip))
         label = str(span.microbatch)
         size = min(11.5, (width - 2) / (DIGIT * len(label)))
-        if is_computing(span) and size >= 7.5:
+        if _is_computing(span) and size >= 7.5:
             parts.append(
                 _text(
                     x + width / 2,
@@ -109,8 +120,8 @@ def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
 
 
 def _legend(spans: Sequence[Span], y: float) -> list[str]:
-    entries = [(COLOURS[kind], LEGEND[kind]) for kind in kinds_of(spans)]
-    lightest = max(shades(spans).values(), default=0.0)
+    entries = [(COLOURS[kind], LEGEND[kind]) for kind in _kinds_of(spans)]
+    lightest = max(_shades(spans).values(), default=0.0)
     if lightest:
         entries.append((mixed(COLOURS["forward"], lightest), "lighter: later stage of the rank"))
     parts, x = [], float(LEFT)
@@ -118,3 +129,50 @@ def _legend(spans: Sequence[Span], y: float) -> list[str]:
         parts += [_rect(x, y - 11, 14, 14, colour), _text(x + 20, y, label, size=12.5)]
         x += 44 + 6.6 * len(label)
     return parts
+
+
+def _kinds_of(spans: Sequence[Span]) -> list[SpanKind]:
+    """The kinds that occur, in the legend's order."""
+    present = {span.kind for span in spans}
+    return [kind for kind in LEGEND if kind in present]
+
+
+def _shades(spans: Sequence[Span]) -> dict[int, float]:
+    """For each stage how far its colour is mixed with white: the further on in its rank, the lighter."""
+    place = stage_position(spans)
+    most = max(place.values(), default=0)
+    return {stage: LIGHTEST * index / most if most else 0.0 for stage, index in place.items()}
+
+
+def mixed(colour: str, white: float) -> str:
+    """``colour`` mixed with so much white."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+
+
+def text_on(colour: str) -> str:
+    """White or dark, whichever is easier to read on ``colour`` (relative luminance as in WCAG 2)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return DARK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.36 else "#ffffff"
+
+
+def _is_computing(span: Span) -> bool:
+    """Whether the span is a box with a micro-batch number."""
+    return span.kind in COMPUTE_KINDS
+
+
+def ticks_ms(step_ms: float, most: int = 8) -> list[float]:
+    """Round positions of a time axis from 0 to ``step_ms``, in milliseconds: 1, 2 or 5 times a power of ten apart."""
+    if step_ms <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(step_ms / most))
+    spacing = next(power * factor for factor in (1, 2, 5, 10, 20) if step_ms / (power * factor) <= most)
+    return [index * spacing for index in range(math.floor(step_ms / spacing + 1e-9) + 1)]
+
+
+def _subtitle(spans: Sequence[Span]) -> str:
+    """The step in figures."""
+    shares = busy_share(spans)
+    mean = sum(shares.values()) / len(shares) if shares else 0.0
+    return f"step {step_seconds(spans) * 1e3:.4g} ms, ranks compute {mean:.0%} of it"

@@ -15,10 +15,9 @@ from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.schedules import orders
 from lightning_smddp.pipeline.splitting import Resources, problem_of
 from lightning_smddp.pipeline.weighting import Weighting
-from lightning_smddp.planner.actions import parse_action
 from lightning_smddp.planner.advice import Setting, advice
 from lightning_smddp.planner.problem import Link
-from lightning_smddp.planner.schedules import simulated_bound
+from lightning_smddp.planner.schedules import parse_action, simulated_bound
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

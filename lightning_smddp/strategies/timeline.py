@@ -13,9 +13,10 @@ import torch.distributed as dist
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.planner.spans import Span
-from lightning_smddp.planner.timeline import to_perfetto, to_png, to_svg
+from lightning_smddp.planner.timeline import to_perfetto
+from lightning_smddp.planner.timeline_svg import to_svg
 
-_SUFFIXES = (".svg", ".png", ".json")
+_SUFFIXES = (".svg", ".json")
 
 
 class RecordTimeline:
@@ -25,8 +26,8 @@ class RecordTimeline:
     microseconds, between machines to the time that the barrier takes.
 
     Args:
-        paths: one or several files: ``.svg`` and ``.png`` are pictures (``.png`` needs matplotlib), ``.json`` is a
-            trace for https://ui.perfetto.dev or ``chrome://tracing``. The first rank writes them.
+        paths: one or several files: ``.svg`` is a picture, ``.json`` a trace for https://ui.perfetto.dev or
+            ``chrome://tracing``. The first rank writes them.
         batch_idx: of the first epoch that is trained: which batch to record. Not 0, which is traced and checked too.
 
     Raises:
@@ -79,8 +80,6 @@ class RecordTimeline:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".svg":
                 path.write_text(to_svg(self.spans, title))
-            elif path.suffix == ".png":
-                to_png(self.spans, path, title)
             else:
                 path.write_text(json.dumps(to_perfetto(self.spans, title)))
 

@@ -28,7 +28,7 @@ STEPS = [
     ("train", (3, 3, 2, 2), 4),
 ]
 FEW_STEPS = [("train", (2, 2, 1, 1, 1, 1, 1, 1), 3), ("evaluate", (3, 2), 5), ("train", (2, 2, 1), 4)]
-SPLITTING = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
+SPLITTING = ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]  # whole backwards into two halves
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -360,7 +360,7 @@ def test_verify_asks_for_data(capsys: pytest.CaptureFixture[str]) -> None:
 def timeline(directory: str) -> int:
     from lightning_smddp import PipelineTimeline
 
-    callback = PipelineTimeline([Path(directory) / name for name in ("t.svg", "t.json", "t.png")], batch_idx=1)
+    callback = PipelineTimeline([Path(directory) / name for name in ("t.svg", "t.json")], batch_idx=1)
     pipelined(Chain, callbacks=lambda: [callback])
     return len(callback.spans)
 
@@ -369,7 +369,6 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     counts = run_trainer_ranks(timeline, 2, str(tmp_path))
     assert counts[0] == counts[1] > 0
     assert (tmp_path / "t.svg").read_text().startswith("<svg")
-    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
     for microbatch in range(4):
@@ -380,8 +379,8 @@ def test_the_timeline_of_a_step(tmp_path: Path) -> None:
 def test_the_timeline_refuses_other_files() -> None:
     from lightning_smddp import PipelineTimeline
 
-    with pytest.raises(ValueError, match=r"use files that end in \.svg, \.png, \.json"):
-        PipelineTimeline("timeline.pdf")
+    with pytest.raises(ValueError, match=r"use files that end in \.svg, \.json"):
+        PipelineTimeline("timeline.png")
     with pytest.raises(ValueError, match="at least 1"):
         PipelineTimeline("timeline.svg", batch_idx=0)
 

@@ -1,0 +1,93 @@
+"""Actions as torch spells them, how busy schedules keep the ranks, and figures of spans."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from lightning_smddp.planner.schedules import Action, bubble_bound, parse_action, simulated_bound
+from lightning_smddp.planner.spans import Span, busy_share, stage_position, step_seconds
+
+Orders = dict[int, list[Action]]
+
+
+def orders_of(*rows: str) -> Orders:
+    return {rank: [parse_action(text) for text in row.split()] for rank, row in enumerate(rows)}
+
+
+def torch_orders(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Orders:
+    """A cell of torch's has no action, one, or two that overlap: "(0F1;2B0)OVERLAP_F_B"."""
+    rows = get_schedule_ops(name, num_ranks, num_microbatches, stages_per_rank)
+    cells = [[str(cell) for cell in row if cell is not None] for row in rows]
+    return orders_of(*(" ".join(text for cell in row for text in re.findall(r"\d+[FBIW]\d+", cell)) for row in cells))
+
+
+def test_parts_of_an_action() -> None:
+    assert parse_action("12I34") == parse_action(" 12I34 ") == Action(stage=12, kind="I", microbatch=34)
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2SEND_F0", "1UNSHARD", "-1F0", "2f0", "2F0 0B3"])
+def test_no_actions(text: str) -> None:
+    with pytest.raises(ValueError, match="is no action: expected .* like '2F0'"):
+        parse_action(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "share"),
+    [
+        (("0F0 0B0",), 1.0),
+        (("0F0 0B0", "1F0 1B0"), 6 / (2 * 6)),
+        (("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), 12 / (2 * 9)),
+        (("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), 12 / (2 * 9)),
+        (("0F0 1F0 1B0 0B0",), 1.0),  # two stages on a rank
+        (("0F0 0I0 0W0", "1F0 1I0 1W0"), 6 / (2 * 5)),  # 0I0 does not wait for the weights of stage 1
+    ],
+)
+def test_shares_by_hand(rows: tuple[str, ...], share: float) -> None:
+    assert simulated_bound(orders_of(*rows)) == pytest.approx(share)
+
+
+def test_orders_that_wait_for_ever() -> None:
+    with pytest.raises(AssertionError, match="wait for each other"):
+        simulated_bound(orders_of("0B0 0F0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages_per_rank"),
+    [
+        ("GPipe", 1),
+        ("Interleaved1F1B", 2),
+        ("Interleaved1F1B", 3),
+        ("LoopedBFS", 2),
+        ("InterleavedZeroBubble", 2),
+        ("ZBVZeroBubble", 2),
+        ("DualPipeV", 2),
+    ],
+)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_orders_of_torch(name: str, num_ranks: int, stages_per_rank: int) -> None:
+    formula = bubble_bound(num_ranks, 8, stages_per_rank)
+    share = simulated_bound(torch_orders(name, num_ranks, 8, stages_per_rank))
+    if name in ("GPipe", "Interleaved1F1B", "LoopedBFS"):
+        assert share == pytest.approx(formula)
+    else:
+        assert formula < share < 1
+
+
+def test_bound_by_hand() -> None:
+    assert bubble_bound(1, 5) == 1
+    assert bubble_bound(4, 9) == 9 / 12
+    assert bubble_bound(4, 8, 2) == 16 / 19
+
+
+def test_figures_of_measured_spans() -> None:
+    spans = [Span(0, 0, "forward", 0, 10, 11), Span(0, 2, "send", 0, 11, 14), Span(3, 1, "backward", 0, 12, 14)]
+    assert step_seconds(spans) == 4
+    assert busy_share(spans) == {0: 0.25, 3: 0.5}
+    assert stage_position(spans) == {0: 0, 2: 1, 1: 0}
+
+
+def test_no_spans() -> None:
+    assert (step_seconds([]), busy_share([])) == (0.0, {})
