@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 
@@ -92,6 +93,25 @@ def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
     given = {**dict(zip([argument.name for argument in schema.arguments], args, strict=False)), **kwargs}
     aliases = [(argument.name, argument.alias_info) for argument in schema.arguments]
     return [given.get(name) for name, alias in aliases if alias is not None and alias.is_write]
+
+
+def makes_its_results(function: Any) -> bool:
+    """Whether what an operation of torch's dispatcher returns has memory of its own; its schema has no public name.
+
+    ``lift_fresh`` is given what `torch.tensor(...)` has just made.
+    """
+    if function is torch.ops.aten.lift_fresh.default:
+        return True
+    return all(result.alias_info is None for result in function._schema.returns)
+
+
+def storage_again(key: StorageWeakRef) -> torch.UntypedStorage | None:
+    """The storage that a ``storage_key`` refers to, if anything still has it.
+
+    Remove when there are public weak references to storages.
+    """
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(key.cdata)
+    return storage
 
 
 Hooks: TypeAlias = MutableMapping[int, Callable[[Tensor], Any]]

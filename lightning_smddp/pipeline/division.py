@@ -103,8 +103,10 @@ def record(
         return fetch(name)
 
     def attempt() -> Trace:
-        with explained_shortage(fetch is None), untouched(root, device), kept_parameters(root):
-            return trace(step, root, device, None if fetch is None else fetch_together)
+        with explained_shortage(fetch is None), untouched(root, device), kept_parameters(root) as foreign:
+            traced = trace(step, root, device, None if fetch is None else fetch_together)
+            traced.foreign_writes = tuple(foreign.places())
+            return traced
 
     return together.run(attempt)
 
@@ -280,12 +282,14 @@ def _placed_items(program: Program, splitting: Splitting) -> Iterator[tuple[Item
 def require_same(program: Program, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise ``SplitError`` on every rank if the step took another course on one of them. Collective.
 
-    From then on all ranks agree on whether it draws random numbers in Python.
+    The same where it writes foreign tensors on one. From then on all ranks agree on whether it draws random numbers
+    in Python.
     """
     lines = program.digest()
-    found = gather_json([_digest(lines), program.draws], group, device)
-    digests = [digest for digest, _ in found]
-    program.draws = any(draws for _, draws in found)
+    found = gather_json([_digest(lines), program.draws, program.foreign_writes], group, device)
+    digests = [digest for digest, _, _ in found]
+    program.draws = any(draws for _, draws, _ in found)
+    refuse_foreign_writes([place for _, _, places in found for place in places])
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
@@ -298,6 +302,16 @@ def require_same(program: Program, group: dist.ProcessGroup, device: torch.devic
         f"The step takes another course on rank {other} than on rank 0: its item {place} is {there}, on rank 0 it is "
         f"{here}. Control flow may depend neither on the rank nor on random numbers."
     )
+
+
+def refuse_foreign_writes(places: Sequence[str]) -> None:
+    """Raise ``SplitError`` if a step writes tensors in place that were there before it, at ``places``."""
+    if places:
+        raise SplitError(
+            f"The step writes a tensor in place at {places[0]} that was there before it: in a callback, a layer, a "
+            "list, another object or a global variable. Stages would write it for each micro-batch, and not on all "
+            "ranks. Keep it in an attribute of the LightningModule itself, with memory of its own, or assign a new one."
+        )
 
 
 def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from lightning_smddp._compat import compiled_call, set_compiled_call, visible_autograd_functions
+
+Lines: TypeAlias = tuple[tuple[int, int], ...]  # code and instruction of each, from the inside out
+_MOST_LINES = 8
 
 
 @contextmanager
@@ -86,3 +90,18 @@ def user_place() -> str:
             break
         frame = frame.f_back
     return "?"
+
+
+def user_lines() -> Lines:
+    """The innermost lines of the user's code that lead to here, up to Lightning's loop."""
+    found: list[tuple[int, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < _MOST_LINES:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(("lightning.", "pytorch_lightning.")):
+            if found:
+                break
+        elif not name.startswith(("torch.", "lightning_smddp.", "contextlib")) and name != "torch":
+            found.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)

@@ -18,6 +18,7 @@ from lightning_smddp._compat import BACKWARD_HOOK
 from lightning_smddp.pipeline.casts import cast_type
 from lightning_smddp.pipeline.functions import is_autograd_function
 from lightning_smddp.pipeline.modules import Modules, changes_of_state
+from lightning_smddp.pipeline.patches import Lines
 from lightning_smddp.pipeline.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
 
 
@@ -96,6 +97,7 @@ class Program:
         shares_draws: whether what torch draws between units is the same on all stages, too, as Python reads it.
         draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
         once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
+        foreign_writes, writing_lines: see :class:`Trace`.
         cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
         buffers_used: see :class:`Trace`.
     """
@@ -115,6 +117,8 @@ class Program:
     draws: bool = False
     shares_draws: bool = False
     once_a_batch: tuple[str, ...] = ()
+    foreign_writes: tuple[str, ...] = ()
+    writing_lines: Set[Lines] = frozenset()
     cast_type: torch.dtype | None = None
     buffers_used: Mapping[str, Set[str]] = field(default_factory=dict)
 
@@ -247,6 +251,8 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
         shares_draws=bool(trace.reads_draws),
         draws=bool(trace.reads_draws) or trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
         once_a_batch=changes_of_state(trace, modules),
+        foreign_writes=trace.foreign_writes,
+        writing_lines=trace.writing_lines,
         cast_type=cast_type(trace),
         buffers_used=trace.buffers_used,
     )

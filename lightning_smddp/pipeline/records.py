@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_smddp.pipeline.functions import name_of
+from lightning_smddp.pipeline.patches import Lines
 
 HIDDEN = "hidden"  # an operation that torch's function modes do not see
 
@@ -142,6 +143,8 @@ class Trace:
         hooked_places: where it registers hooks on parameters.
         rebound_buffers: first names of buffers that were replaced by other tensors (`self.buffer = ...`).
         reads_of_batch: where Python code read a value of the batch: sizes or the course may depend on it.
+        foreign_writes: where it writes tensors in place that were there before it, see ``foreign_writes.py``.
+        writing_lines: of the user's code, those that write in place, but within what a function mode saw as one call.
         casts: how often a parameter, by its first name, was copied in which other type.
     """
 
@@ -160,5 +163,7 @@ class Trace:
     hooked_places: list[str] = field(default_factory=list)
     rebound_buffers: tuple[str, ...] = ()
     reads_of_batch: list[str] = field(default_factory=list)
+    foreign_writes: tuple[str, ...] = ()
+    writing_lines: set[Lines] = field(default_factory=set)
     seconds: float = 0.0
     casts: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)

@@ -24,7 +24,7 @@ from lightning_smddp.pipeline.ghosts import OTHER_COURSE, Ghost, ReplayError, Sh
 from lightning_smddp.pipeline.patches import patched_forwards
 from lightning_smddp.pipeline.program import Program
 from lightning_smddp.pipeline.python_random import PythonRandom
-from lightning_smddp.pipeline.stage_run import Observer, Run, StageDone
+from lightning_smddp.pipeline.stage_run import Observer, Run, StageDone, WriteWatch
 from lightning_smddp.pipeline.tails import Tail
 from lightning_smddp.pipeline.told import read_told, write_told
 
@@ -107,6 +107,7 @@ class Replay:
         reads: list[str] | None = None,
         answers: Answers | None = None,
         tail: Tail | None = None,
+        writes: WriteWatch | None = None,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Run ``step`` for this stage, units patched by :func:`patched_units`.
 
@@ -120,6 +121,7 @@ class Replay:
             reads: takes down what Python code reads of the batch.
             answers: what runs of the step on this micro-batch have read of it before.
             tail: takes down what runs behind the last unit.
+            writes: called before what writes in place.
 
         Returns:
             What the next stage receives (empty on the last), and what the step returned (None unless last).
@@ -130,7 +132,7 @@ class Replay:
         told = read_told(self.told, received[-1]) if self.told and not self.is_rehearsal else {}
         received = received[: len(self.plan.receives)]
         given = dict(zip(self.plan.receives, map(self._prepare, self.plan.receives, received), strict=True))
-        run = Run(self, given, shapes, observe, record, reads, told, answers)
+        run = Run(self, given, shapes, observe, record, reads, told, answers, writes)
         run.tail = tail
         outer, _active.run = getattr(_active, "run", None), run
         result = None

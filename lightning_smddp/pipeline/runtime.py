@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.broadcast import broadcast_structure
 from lightning_smddp.pipeline.departures import has_no_meaning, require_no_departure, without_meaning
 from lightning_smddp.pipeline.engine import PipelineEngine
+from lightning_smddp.pipeline.foreign_writes import NewWrites
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import Program, SplitError
@@ -20,6 +21,7 @@ from lightning_smddp.pipeline.replay import Observer, Replay, ReplayError, Shape
 from lightning_smddp.pipeline.schedules import Schedule
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.splitting import Splitting
+from lightning_smddp.pipeline.stage_run import WriteWatch
 from lightning_smddp.pipeline.structure import map_leaves
 from lightning_smddp.pipeline.tails import Tail
 from lightning_smddp.pipeline.untouched import untouched
@@ -39,6 +41,10 @@ class Step(Protocol):
 
     def forget(self) -> None:
         """Throw away what was kept of replays so far."""
+        ...
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether what its code does to ``tensor`` in place is undone for each run, and done once for the batch."""
         ...
 
     def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:
@@ -104,6 +110,7 @@ class PipelineRuntime:
         bodies = {stage: _Body(stage, stage_parameters[stage], self) for stage in self.here}
         self.engine = PipelineEngine(groups.neighbours, device, schedule, num_stages, bodies, recorder=recorder)
         self._running: _Running | None = None
+        self.writes = NewWrites()
         self._tails: list[tuple[StagedStep, Tail]] = []  # since they were accepted
         self.tail_is_new = False  # on all ranks alike: there was one that is not known
 
@@ -114,6 +121,7 @@ class PipelineRuntime:
 
     def stage(self, program: Program, splitting: Splitting) -> StagedStep:
         """This rank's part of a step."""
+        self.writes.known |= program.writing_lines
         plans = splitting.plans(len(program.items))
         replays = {s: Replay(program, plans[s], self.root, self.device, self.checkpointing) for s in self.here}
         rehearsal = Replay(program, rehearsal_plan(program), self.root, self.device)
@@ -157,6 +165,8 @@ class PipelineRuntime:
                     self.engine.train(count, boundaries)
                 else:
                     self.engine.evaluate(count, boundaries)
+            for index, text in self.writes.found().items():
+                running.failures.setdefault(index, text)
             news = any(staged.tails is not None and tail.pairs - staged.tails for staged, tail in running.tails or ())
             self.tail_is_new |= require_no_departure(running.failures, *self.groups.host, news)
             self._tails += running.tails or ()
@@ -169,6 +179,15 @@ class PipelineRuntime:
         for staged, tail in self._tails:
             staged.tails = tail.pairs | (staged.tails or set())
         self._tails, self.tail_is_new = [], False
+
+    def watch_writes(self, step: Step, index: int) -> WriteWatch:
+        """What a run of ``step`` on micro-batch ``index`` has to call before it writes in place."""
+
+        def look(written: list[Any]) -> None:
+            self.writes.index = index
+            self.writes.look(written, step.follows)
+
+        return look
 
     def run_stage(self, stage: int, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """One stage's part of one micro-batch of the running step."""
@@ -199,6 +218,7 @@ class PipelineRuntime:
                 running.observe,
                 answers=microbatch.answers,
                 tail=tail,
+                writes=self.watch_writes(running.step, index),
             )
         if running.tails is not None and tail is not None:
             running.tails.append((staged, tail))
@@ -254,7 +274,8 @@ class PipelineRuntime:
         found, (microbatch, index) = Shapes(values={}), numbered
         try:
             with torch.set_grad_enabled(train), step.around(index, microbatch, keep=replay.is_last):
-                sent, _ = replay.run(lambda: step(microbatch), received, shapes, record=found)
+                writes = self.watch_writes(step, index)
+                sent, _ = replay.run(lambda: step(microbatch), received, shapes, record=found, writes=writes)
         except ReplayError:
             return {"other_course": True}
         finally:

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat import idle_node, in_checkpoint
 from lightning_smddp.pipeline.answers import NOTHING, Answers
+from lightning_smddp.pipeline.foreign_writes import written_by
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, kind_of, name_of, place, sets_flag
 from lightning_smddp.pipeline.ghosts import AS_TRACED, OTHER_COURSE, Ghost, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.patches import user_place
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 Observer: TypeAlias = Callable[[Item, bool, Any], None]  # (item, whether it ends, its result)
 """(item, whether it ends, its result then): called around each item that is done for real."""
+
+WriteWatch: TypeAlias = Callable[[list[Any]], None]
+"""Called before each operation that writes something in place, but those within items, with what it writes."""
 
 _FROM_PATTERN = {"shape", "size", "dtype", "dim", "ndim", "__len__", "stride"}  # the usual questions
 
@@ -51,13 +55,14 @@ class Run(TorchFunctionMode):
         reads: list[str] | None = None,
         told: dict[int, Any] | None = None,
         answers: Answers | None = None,
+        writes: WriteWatch | None = None,
     ) -> None:
         super().__init__()
         self.answers, self.asked = None if replay.program.shares_draws else answers, 0  # draws are other ones each time
         self.told = {} if told is None else told
         self.replay, self.plan, self.items = replay, replay.plan, replay.program.items
         self.environment, self.shapes, self.observe, self.record = given, shapes, observe, record
-        self.reads = reads
+        self.reads, self.writes = reads, writes
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
         self.cursor, self.inside, self.diverged, self.done = 0, False, False, False
@@ -125,6 +130,8 @@ class Run(TorchFunctionMode):
             return self._metadata(function, args, kwargs)
         if kind is Kind.WATCHER:
             return self._watch(function, args, kwargs)
+        if self.writes is not None and (written := written_by(function, args, kwargs)):
+            self.writes(written)
         if kind is Kind.LIKE and not self._touches(args[1:] if args else list(kwargs.values())[1:]):
             return self._like(function, args, kwargs)
         if self.tail is not None and self.cursor > self.replay.last_unit:

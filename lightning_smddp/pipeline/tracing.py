@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from lightning_smddp._compat import CAST, DispatchMode, has_full_backward_hooks, in_checkpoint, without_torch_function
 from lightning_smddp.pipeline.decisions import decides
 from lightning_smddp.pipeline.eager import Eager
+from lightning_smddp.pipeline.foreign_writes import written_by
 from lightning_smddp.pipeline.functions import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
-from lightning_smddp.pipeline.patches import patched_forwards, user_place
+from lightning_smddp.pipeline.patches import patched_forwards, user_lines, user_place
 from lightning_smddp.pipeline.program import refuse_backward
 from lightning_smddp.pipeline.python_random import PythonRandom, same_states
 from lightning_smddp.pipeline.records import HIDDEN, Call, Deciding, Event, Rebind, Template, Trace, Value
@@ -195,6 +196,8 @@ class _Tracer(TorchFunctionMode, Tracking):
                 refuse_backward(user_place())  # nothing is kept for it
             self.trace.backward_places.append(user_place())
         begin, self.busy = self._now(), True
+        if written_by(function, args, kwargs):
+            self.trace.writing_lines.add(user_lines())
         arguments = leaves((args, kwargs))
         given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         if kind is Kind.LIKE:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_smddp._compat import DispatchMode, storage_key
-from lightning_smddp._compat_steps import registered_buffers, written_arguments
+from lightning_smddp._compat_steps import makes_its_results, registered_buffers, written_arguments
+from lightning_smddp.pipeline.foreign_writes import ForeignWrites
 from lightning_smddp.pipeline.ghosts import Ghost
 from lightning_smddp.pipeline.structure import leaves
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
@@ -65,13 +66,17 @@ def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def kept_parameters(root: nn.Module) -> Iterator[None]:
-    """Put back the values of parameters that are written within it, of which copies are made when that happens."""
+def kept_parameters(root: nn.Module) -> Iterator[ForeignWrites]:
+    """Put back the values of parameters that are written within it, of which copies are made when that happens.
+
+    Of other tensors, too, that were there before: those it gives.
+    """
     keeper = _Keeper(root)
     try:
         with keeper:
-            yield
+            yield keeper.foreign
     finally:
+        keeper.foreign.put_back()
         with torch.no_grad():
             for alias, value in keeper.saved.values():
                 alias.copy_(value)
@@ -85,18 +90,26 @@ class _Keeper(DispatchMode):
             if not parameter.is_meta and not is_lazy(parameter):
                 self.aliases.setdefault(storage_key(parameter), []).append(parameter.detach())
         self.saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.foreign = ForeignWrites()
+        self.own = {storage_key(buffer) for buffer in root.buffers()}  # and what is made within
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for leaf in leaves(written_arguments(function, args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._save(leaf)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if makes_its_results(function):
+            self.own.update(storage_key(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor))
+        return result
 
     def _save(self, tensor: Tensor) -> None:
-        for alias in self.aliases.get(storage_key(tensor), ()):
+        key = storage_key(tensor)
+        for alias in self.aliases.get(key, ()):
             if id(alias) not in self.saved:
                 self.saved[id(alias)] = (alias, alias.clone())
+        if key not in self.own and key not in self.aliases:
+            self.foreign.note(tensor)
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:

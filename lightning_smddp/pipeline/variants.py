@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.fingerprint import same_everywhere
+from lightning_smddp.pipeline.foreign_writes import NEW_WRITE
 from lightning_smddp.pipeline.ghosts import OTHER_COURSE, ReplayError, Shapes
 from lightning_smddp.pipeline.microbatches import MicroBatch, signature
 from lightning_smddp.pipeline.program import Program, SplitError
@@ -205,11 +206,15 @@ class Variants:
         if self._left > _OFTEN and self._left * _SELDOM > self._found:
             raise SplitError(failures[index])
         others = [staged for staged in reversed(self.steps) if staged is not courses[index][0]]
+        if failures[index].startswith(NEW_WRITE):
+            others = []
         for staged in others:
             if self._survey(staged, step, microbatches[index], index) is not None:
                 return
         staged = self.retrace(step, microbatches[index], index)
         if any(staged.program.digest() == known.program.digest() for known in self.steps):
+            if failures[index].startswith(NEW_WRITE):
+                return  # nothing that was there before is written
             raise SplitError(failures[index])
         self.steps.append(staged)
         self.remember(staged, step, microbatches[index], index)
@@ -259,7 +264,14 @@ class Variants:
                 step.around(index, microbatch, keep=False),
             ):
                 before = self._torch_states()
-                staged.rehearsal.run(lambda: step(microbatch), (), shapes, reads=reads, answers=microbatch.answers)
+                staged.rehearsal.run(
+                    lambda: step(microbatch),
+                    (),
+                    shapes,
+                    reads=reads,
+                    answers=microbatch.answers,
+                    writes=self.runtime.watch_writes(step, index),
+                )
                 self._draws_anew = not staged.program.shares_draws and any(
                     not torch.equal(a, b) for a, b in zip(before, self._torch_states(), strict=True)
                 )

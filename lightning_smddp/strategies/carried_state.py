@@ -9,12 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.pipeline.division import CHECK_SEED, first_decides
+from lightning_smddp.pipeline.division import CHECK_SEED, first_decides, refuse_foreign_writes
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.structure import copied
 from lightning_smddp.pipeline.untouched import kept_parameters, untouched
-from lightning_smddp.strategies.kept_tensors import changed_attributes, tensor_attributes, written_in_submodules
+from lightning_smddp.strategies.kept_tensors import changed_attributes, tensor_attributes
 from lightning_smddp.strategies.pipeline_step import LightningStep, loss_of
 
 _CARRIED = (
@@ -71,18 +71,13 @@ def _find_carried(step: LightningStep, microbatch: MicroBatch, device: torch.dev
     module = step.module
     if any(parameter.device.type != device.type for parameter in module.parameters()):
         return None  # it is not whole
-    with untouched(module, device), kept_parameters(module):
+    with untouched(module, device), kept_parameters(module) as foreign:
         try:
             with step.around(0, microbatch, keep=False):
                 before = tensor_attributes(module)
                 first = _loss(step, microbatch)
-                now = tensor_attributes(module)
-                if written := written_in_submodules(before, now):
-                    return (
-                        f"The step writes the tensor in {written[0]} in place, which a pipeline cannot follow: hooks "
-                        "would see it on one rank, after some of the rows. Assign a new tensor, or make it a buffer."
-                    )
-                changed = changed_attributes(before, now)
+                refuse_foreign_writes(foreign.places())
+                changed = changed_attributes(before, tensor_attributes(module))
                 if not changed or first is None:
                     return None
                 try:

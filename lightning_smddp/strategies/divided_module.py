@@ -277,6 +277,7 @@ class DividedModule:
             SplitError: on every rank of the pipeline: it does not fit the stages.
         """
         group = self.groups.pipeline
+        self.runtime.writes.put_back()
         self.buffers.share()
         if step.random is None:
             step.random = self._share_random(self.groups.host)

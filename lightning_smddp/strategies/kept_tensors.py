@@ -36,16 +36,6 @@ def changed_attributes(before: Kept, now: Kept) -> list[str]:
     return [name for name, found in now.items() if not _same(before.get(name), found)]
 
 
-def written_in_submodules(before: Kept, now: Kept) -> list[str]:
-    """Names of attributes of submodules with a tensor that was written in place."""
-    found = []
-    for name, tensors_now in now.items():
-        counts = {id(tensor): writes for tensor, writes in before.get(name, ())}
-        if name.count(".") > 1 and any(counts.get(id(tensor), writes) != writes for tensor, writes in tensors_now):
-            found.append(name)
-    return found
-
-
 def _same(before: list[tuple[Tensor, int]] | None, now: list[tuple[Tensor, int]]) -> bool:
     """Whether these are the same objects with the same contents."""
     if before is None or len(before) != len(now):

@@ -139,6 +139,10 @@ class LightningStep:
         capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
         return capture if self.random is None else self.random.around(index, keep, capture)
 
+    def follows(self, tensor: Tensor) -> bool:
+        """See ``pipeline.runtime.Step``."""
+        return self.capture.follows(tensor)
+
     def forget(self) -> None:
         """See ``pipeline.runtime.Step``."""
         self.capture.clear()

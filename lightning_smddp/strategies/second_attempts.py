@@ -86,6 +86,7 @@ def run_batch(
             found = find()  # compares the weights again
         except LeftCourseError as error:
             step.forget()
+            divided.runtime.writes.put_back()
             failures = {step.offset + index: text for index, text in error.failures.items()}
             step.offset = 0
             if drop is None:

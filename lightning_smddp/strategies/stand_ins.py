@@ -58,6 +58,11 @@ class StandIns:
         """Keys of what was changed in place."""
         return [key for key, one in self._stand_ins.items() if one.is_changed and self.container.get(key) is one.copy]
 
+    def have(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of the copies, or a view of one."""
+        memory = storage_key(tensor)
+        return any(storage_key(one.copy) == memory for one in self._stand_ins.values())
+
     def is_untouched(self, key: Any) -> bool:
         """Whether there is a copy that nobody has changed or replaced."""
         one = self._stand_ins.get(key)

@@ -69,6 +69,10 @@ class AttributeWatch:
         self.in_place.update(self._stand_ins.changed())
         return [value for name, value in vars(self.module).items() if self._is_kept(name, value)]
 
+    def stands_in(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shares memory with a copy in the place of one of the attributes' tensors."""
+        return self._stand_ins.have(tensor)
+
     def settle(self, assigned: Mapping[int, Tensor]) -> None:
         """Let tensors that another stage has changed be what they are here, by id of those :meth:`assigned`."""
         own = vars(self.module)

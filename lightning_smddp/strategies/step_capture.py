@@ -150,6 +150,7 @@ class StepCapture:
         self._batch_sizes: dict[str, int] = {}
         self.per_row: dict[Place, bool] = {}  # see `combine_changes`
         self._running: tuple[_Record, AttributeWatch] | None = None
+        self._watch: AttributeWatch | None = None  # of the micro-batch that runs
 
     @contextmanager
     def microbatch(
@@ -167,12 +168,13 @@ class StepCapture:
         recorder = MetricRecorder(metrics, record.add_call if keep else None, self._known)
         log = self._recording_log(record, self.module.log) if keep else _ignore
         self._running = (record, watch) if keep else None
+        self._watch = watch
         try:
             patches = patched([*recorder.patches(), (self.module, "log", log)])
             with self.left.watched(index, size, share), self._without_pipeline(), patches:
                 yield
         finally:
-            self._running = None
+            self._running = self._watch = None
             with without_torch_functions():
                 record.close(without_ghosts(watch.undo()))
         if keep:
@@ -191,6 +193,10 @@ class StepCapture:
             with without_torch_functions():
                 watch.settle({id(leaf): after for leaf, after in zip(found, touched, strict=True)})
         return output
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shares memory with a copy that stands in for one in an attribute while the step runs."""
+        return self._watch is not None and self._watch.stands_in(tensor)
 
     def clear(self) -> None:
         """Forget what was kept."""
