@@ -122,6 +122,7 @@ class Supervised(_Base):
     def take_over(self, trainer: Trainer) -> None:
         """From here on signals stop the run by agreement, and epochs end together."""
         if self._supervisor is not None and self._stops is None:
+            self._supervisor.allow_hooks(self.hooks_after_exception_s)
             self._stops = ExitStack()
             self._stops.enter_context(own_stops(trainer, self._install_signals))
             self._stops.enter_context(after_training_epoch(trainer, self._end_epoch))
@@ -164,7 +165,12 @@ class Supervised(_Base):
         if watch is not None:
             watch.close()
         if supervisor is not None:
-            supervisor.close(max(_GOODBYES_S, self.hooks_after_exception_s if self._failed_run else 0.0))
+            hooks_s = self.hooks_after_exception_s if self._failed_run else 0.0
+            if hooks_s > 0.0:
+                supervisor.postpone(hooks_s + _GOODBYES_S)
+                if supervisor.await_first(hooks_s) and may_be_ended():
+                    time.sleep(_AFTER_THE_FIRST_S)
+            supervisor.close(max(_GOODBYES_S, hooks_s))
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""

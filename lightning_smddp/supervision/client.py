@@ -24,6 +24,7 @@ class State:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.failure: Failure | None = None
+        self.first_is_over = False  # the run of the rank that failed first
         self.attention = False
         self.welcomed = self.goodbye = False
         self.epoch = -1  # last one that all ranks have ended
@@ -122,10 +123,12 @@ class Client:
         elif kind == "refused":
             text = f"the supervisor of rank 0 refused it: {message['reason']}"
             self.record(failure_of(self.rank, self._host, os.getpid(), Reading(), "exception", text), None)
+        elif kind == "over":
+            self._state.update(first_is_over=True)
         elif kind == "bye":
             if self.hub is not None:
                 self.hub.has_left = True
-            self._state.update(goodbye=True)
+            self._state.update(goodbye=True, first_is_over=True)
         else:
             raise ValueError(f"unknown message {kind!r}")
 
@@ -213,6 +216,7 @@ class Client:
             if self.hub_is_late:  # it was stopped, and another rank has killed it for that already
                 self.declare_hub_silent()
             hub.has_ended = True
+            self._state.update(first_is_over=True)
             hub.settle(self._loop, self._oom, how, lambda text: self.record(hub.failure("died", text), None))
 
     def record(self, failure: Failure, kill: Process | None) -> None:

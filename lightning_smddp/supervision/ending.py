@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 import threading
@@ -20,6 +21,7 @@ from lightning_smddp.supervision.processes import kill_own_workers
 INTERRUPT_AFTER_S = 0.5  # errors of communication come by themselves within less
 CLEAN_UP_WITHIN_S = 1.0
 ALL_CLEAN_UPS_WITHIN_S = 2.5
+_LOOK_S = 0.2
 
 
 class InterruptionError(RankFailedError):
@@ -42,10 +44,22 @@ class Ending:
         loop: of the watching thread.
         where: this rank, step and phase, for the last line.
         is_waiting: whether the training thread waits in the supervisor, which raises there.
+        others_run_hooks: whether this rank's end could cut off hooks of the user's that other ranks run for a failure.
+
+    Attributes:
+        hooks_s: how long such hooks may take.
     """
 
-    def __init__(self, loop: Loop, where: Callable[[], str], is_waiting: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        where: Callable[[], str],
+        is_waiting: Callable[[], bool],
+        others_run_hooks: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._loop, self._where, self._is_waiting = loop, where, is_waiting
+        self._others_run_hooks = others_run_hooks
+        self.hooks_s = self._hooks_until = 0.0
         self._thread = threading.get_ident()
         self._not_before = 0.0
         self.clean_ups: list[Callable[[], object]] = [kill_own_workers]
@@ -71,16 +85,25 @@ class Ending:
         """No forced end within ``seconds`` from now."""
         self._not_before = time.monotonic() + seconds
 
+    @property
+    def postponed_s(self) -> float:
+        """For how long it still is; 0 if it is not."""
+        return max(0.0, self._not_before - time.monotonic())
+
     # ---- for the loop's thread ----
 
     def after_failure(self, failure: Failure, code: Callable[[], int], grace: float, unwind: float) -> None:
-        """Leave the training thread ``grace`` seconds to raise, and ``unwind`` to let go; then end the process."""
+        """Leave the training thread ``grace`` seconds to raise, and ``unwind`` to let go; then end the process.
+
+        The rank that failed may be in a hook of the user's, and gloo holds this thread until that has ended. So it has
+        ``grace`` seconds again behind the hooks of others.
+        """
         self._loop.later(min(INTERRUPT_AFTER_S, grace), self.interrupt, failure)
         self._loop.later(min(INTERRUPT_AFTER_S, grace), self._release_unless, lambda: self.is_handled)
         self._loop.later(grace, self._release_unless, lambda: False)
-        line = failure.describe()
-        self._loop.later(grace, self._force_unless, lambda: self.is_handled, code, line)
-        self._loop.later(max(grace, unwind), self._force_unless, lambda: False, code, line)
+        self._hooks_until = time.monotonic() + self.hooks_s
+        force = functools.partial(self._force_when_due, code, failure.describe())
+        self._loop.later(grace, self._force_if_stuck, grace, unwind, force)
 
     def interrupt(self, failure: Failure) -> bool:
         """Raise in the training thread, if it runs Python code and handles no error yet; whether it was tried."""
@@ -105,12 +128,28 @@ class Ending:
         for release in releases:
             threading.Thread(target=_run_guarded, args=(release,), name="smddp-release", daemon=True).start()
 
-    def _force_unless(self, excused: Callable[[], bool], code: Callable[[], int], line: str) -> None:
-        if self.is_over or excused():
+    def _force_if_stuck(self, grace: float, unwind: float, force: Callable[[], None]) -> None:
+        if self.is_handled:
+            self._loop.later(max(0.0, unwind - grace), force)
+        elif self._must_wait_for_hooks():
+            self._wait_for_hooks(grace, unwind, force)
+        else:
+            force()
+
+    def _wait_for_hooks(self, *patience: Any) -> None:
+        if self._must_wait_for_hooks():
+            self._loop.later(_LOOK_S, self._wait_for_hooks, *patience)
+        else:
+            self._loop.later(patience[0], self._force_if_stuck, *patience)
+
+    def _must_wait_for_hooks(self) -> bool:
+        return time.monotonic() < self._hooks_until and not self.is_handled and self._others_run_hooks()
+
+    def _force_when_due(self, code: Callable[[], int], line: str) -> None:
+        if self.is_over:
             return
-        left = self._not_before - time.monotonic()
-        if left > 0:
-            self._loop.later(left, self._force_unless, excused, code, line)
+        if self.postponed_s > 0:
+            self._loop.later(self.postponed_s, self._force_when_due, code, line)
         else:
             self.force(code(), line)
 

@@ -11,6 +11,7 @@ from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.supervision.progress import Reading
 
 Kind = Literal["exception", "died", "silent", "timeout", "left", "stopped"]
+RUNS_HOOKS: frozenset[Kind] = frozenset({"exception", "left"})  # the rank's process is there, and may be in one
 MAX_MESSAGE_CHARACTERS = 2000
 _WORDS = (
     "gloo",

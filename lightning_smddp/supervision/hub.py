@@ -204,6 +204,8 @@ class Hub:
     def _ended(self, member: Member, how: str) -> None:
         if member.counts:
             member.has_ended = True
+            if self.failure is not None and self.failure.rank == member.rank:
+                self._tell_all({"type": "over"})
             member.settle(
                 self._loop,
                 self._oom,
@@ -282,6 +284,11 @@ class Hub:
     def unaware(self) -> bool:
         """Whether some rank that is still there has not confirmed the failure."""
         return any(m.counts and not m.acknowledged for m in list(self.members.values()))
+
+    @property
+    def others_are_there(self) -> bool:
+        """Whether the run of some other rank is not over yet."""
+        return any(member.counts for member in list(self.members.values()) if member is not self._own)
 
     # ---- time ----
 

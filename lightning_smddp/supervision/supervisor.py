@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.supervision.ending import InterruptionError
-from lightning_smddp.supervision.failure import Failure, Kind, is_of_communication, is_timeout, text_of
+from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, is_of_communication, is_timeout, text_of
 from lightning_smddp.supervision.hangs import Device, DeviceStillness, in_collective
 from lightning_smddp.supervision.stop import Stop
 from lightning_smddp.supervision.watch import Watch
@@ -180,6 +180,27 @@ class Supervisor:
     def postpone(self, seconds: float) -> None:
         """No forced end because of a failure within ``seconds`` from now: something is being saved."""
         self._ending.postpone(seconds)
+
+    def allow_hooks(self, seconds: float) -> None:
+        """The user's hooks for exceptions may take so long on any rank, counted from the failure.
+
+        So long a training thread that has not raised is not ended by force where that would cut off those of another
+        rank.
+        """
+        self._ending.hooks_s = seconds
+
+    def await_first(self, seconds: float) -> bool:
+        """Wait until the run of the rank that failed first is over, as launchers end all ranks when one has ended.
+
+        Returns:
+            Whether there was anything to wait for.
+        """
+        failure, state = self.failure, self._state
+        if failure is None or failure.kind not in RUNS_HOOKS or failure.rank == self.rank or state.first_is_over:
+            return False
+        with state.changed:
+            state.changed.wait_for(lambda: state.first_is_over, seconds)
+        return True
 
     # ---- stops ----
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_smddp.supervision.client import Client, ParentWatch, State
 from lightning_smddp.supervision.door import connect, listen
 from lightning_smddp.supervision.ending import Ending
-from lightning_smddp.supervision.failure import Failure, Kind, failure_of
+from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, failure_of
 from lightning_smddp.supervision.hangs import DeviceStillness
 from lightning_smddp.supervision.hub import Hub
 from lightning_smddp.supervision.loop import Loop
@@ -65,7 +65,7 @@ class Watch:
         self._stop_at = 0.0
         self._loop = Loop()
         self._oom = OomWatch()
-        self.ending = Ending(self._loop, self._where, lambda: self.state.waiting)
+        self.ending = Ending(self._loop, self._where, lambda: self.state.waiting, self._others_run_hooks)
         self.client = Client(
             self._loop,
             rank,
@@ -274,6 +274,13 @@ class Watch:
                 grace /= 3  # it hangs: its end sets hosts free that wait for it by gloo, before their own time is over
             self.ending.after_failure(failure, self._exit_code, grace, unwind)
 
+    def _others_run_hooks(self) -> bool:
+        """Rank 0 may have started the others, and ends them with itself. The rest need not wait for each other."""
+        failure = self.state.failure
+        if failure is None or failure.kind not in RUNS_HOOKS or failure.rank == self.rank:
+            return False
+        return self.hub.others_are_there if self.hub is not None else not self.state.first_is_over
+
     def _exit_code(self) -> int:
         return 1 if self.stop_signal is None else 128 + self.stop_signal
 
@@ -291,9 +298,11 @@ class Watch:
             name = signal.Signals(signum).name
             failure = self.state.failure
             text = f"{name} came again" if failure is None else f"{name} came after this failure: {failure.describe()}"
-            self.stop_signal = self.stop_signal or signum
+            # A launcher sends SIGTERM as soon as one rank has ended, while another is in a hook of the user's.
+            hooks_s = self.ending.postponed_s if self.stop_signal is None and signum == signal.SIGTERM else 0.0
+            self.stop_signal, self._stop_at = self.stop_signal or signum, time.monotonic()
             self.report("stopped", text, False)
-            self._loop.later(_FAREWELL_S, self._force, text)
+            self._loop.later(max(_FAREWELL_S, hooks_s), self._force, text)
 
     def _ask_to_stop(self, signum: int) -> None:
         if self.stop_signal is None:

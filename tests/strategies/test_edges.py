@@ -195,12 +195,20 @@ if __name__ == "__main__":
 """
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "rank"), [("smddp", 0), ("smddp", 1)])
-def test_a_long_hook_for_exceptions_comes_to_its_end(strategy: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "rank", "launcher"),
+    [("smddp", 0, []), ("smddp_pipeline", 1, []), ("smddp", 1, TORCHRUN), ("smddp_pipeline", 0, TORCHRUN)],
+)
+def test_a_long_hook_for_exceptions_comes_to_its_end(
+    strategy: str, rank: int, launcher: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(UPLOADING.format(strategy=strategy, rank=rank))
     begun = time.monotonic()
-    result = run_program(["train.py"], tmp_path, {"XDG_CACHE_HOME": str(tmp_path)})
+    result = run_program([*launcher, "train.py"], tmp_path, {"XDG_CACHE_HOME": str(tmp_path)})
     assert result.returncode != 0
     assert "the user's own" in result.stderr
     assert (tmp_path / f"uploaded-{rank}").exists(), result.stderr

@@ -6,6 +6,7 @@ No torch here. Ranks that shall wait for each other do so through files, as they
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -287,6 +288,37 @@ def alone(rank: Rank) -> None:
         say("error", [type(error).__name__, str(error)])
         return
     supervisor.close()
+
+
+# ---- hooks for exceptions ----
+
+
+def upload(rank: Rank) -> None:
+    """Rank ``fails`` is in a hook for ``seconds``; the others wait for its process in C, as in gloo, or follow it."""
+    supervisor = rank.start()
+    supervisor.install_signals()
+    supervisor.allow_hooks(rank["allowed"])
+    supervisor.at_emergency(lambda: say("cleaned"))  # where rank 0 ends the ranks that it has started
+    fails = rank["fails"] == rank.rank
+    with open(rank.directory / "connection", "a") as connection:
+        if fails:
+            fcntl.flock(connection, fcntl.LOCK_EX)
+        rank.meet("connected")
+        error = KeyError("the first cause")
+        if not fails and rank["follows"]:
+            supervisor._state.wait_for(lambda: False, 20.0)
+        elif not fails:
+            fcntl.flock(connection, fcntl.LOCK_EX)
+        explained = supervisor.explain(error)
+        supervisor.postpone(rank["allowed"])
+        say("begun")
+        if fails:
+            time.sleep(rank["seconds"])
+        say("uploaded")
+        supervisor.await_first(rank["allowed"])
+        supervisor.close()
+        say("ended", time.time())
+        raise explained
 
 
 def main() -> None:
