@@ -56,12 +56,12 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def require_no_departure(
-    failures: Mapping[int, str], group: dist.ProcessGroup, device: torch.device, news: bool = False
-) -> bool:
+    failures: Mapping[int, str], group: dist.ProcessGroup, device: torch.device, news: int = 0
+) -> int:
     """Raise :class:`LeftCourseError` on every rank if one has ``failures``. Collective over the pipeline.
 
     Returns:
-        On every rank whether one has ``news``.
+        On every rank the largest ``news`` of any.
     """
     if group.size() == 1:
         if failures:
@@ -69,7 +69,7 @@ def require_no_departure(
         return news
     # ranks differ where there is anything: the number of one is in it
     if same_everywhere([group.rank(), sorted(failures.items())] if failures or news else [], group, device):
-        return False
+        return 0
     found: dict[int, str] = {}
     everyones = gather_json([sorted(failures.items()), news], group, device)
     for theirs, _ in everyones:
@@ -77,4 +77,4 @@ def require_no_departure(
             found.setdefault(index, text)
     if found:
         raise LeftCourseError(found)
-    return any(news for _, news in everyones)
+    return max(int(news) for _, news in everyones)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -107,6 +108,15 @@ class ReplicaGradients:
             }
         for bucket in self.buckets:
             bucket.begin(keep)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Around backward passes that do not belong to a batch: what they make is not counted."""
+        remaining, self._remaining = self._remaining, {}
+        try:
+            yield
+        finally:
+            self._remaining = remaining
 
     def stage_done(self, names: Iterable[str]) -> None:
         """The gradients of these parameters are complete, whatever was expected: start the buckets that are full."""

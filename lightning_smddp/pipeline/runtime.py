@@ -14,6 +14,7 @@ from lightning_smddp.pipeline.broadcast import broadcast_structure
 from lightning_smddp.pipeline.departures import has_no_meaning, require_no_departure, without_meaning
 from lightning_smddp.pipeline.engine import PipelineEngine
 from lightning_smddp.pipeline.foreign_writes import NewWrites
+from lightning_smddp.pipeline.kept_numbers import KeptNumbers
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import Program, SplitError
@@ -23,7 +24,7 @@ from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.splitting import Splitting
 from lightning_smddp.pipeline.stage_run import WriteWatch
 from lightning_smddp.pipeline.structure import map_leaves
-from lightning_smddp.pipeline.tails import Tail
+from lightning_smddp.pipeline.tails import NEW_NUMBERS, NOTHING_NEW, KnownTails, Tail
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, rehearsal_plan
 
@@ -112,7 +113,7 @@ class PipelineRuntime:
         self._running: _Running | None = None
         self.writes = NewWrites()
         self._tails: list[tuple[StagedStep, Tail]] = []  # since they were accepted
-        self.tail_is_new = False  # on all ranks alike: there was one that is not known
+        self.news = NOTHING_NEW  # of those, on all ranks alike
 
     @property
     def ends_here(self) -> bool:
@@ -134,7 +135,7 @@ class PipelineRuntime:
         microbatches: Sequence[MicroBatch],
         train: bool,
         observe: Observer | None = None,
-        looks: bool = False,
+        looks: KeptNumbers | None = None,
     ) -> list[Any]:
         """Run one step: forward, and in training backward, of all micro-batches. Collective over the pipeline.
 
@@ -144,7 +145,8 @@ class PipelineRuntime:
             microbatches: of one batch.
             train: whether there is a backward.
             observe: called around each item that is done here.
-            looks: whether to look for what is new behind the last unit; then :attr:`tail_is_new` says so.
+            looks: numbers that modules keep; if given, :attr:`news` says whether something is new there, or behind the
+                last unit.
 
         Returns:
             What the step returned for each micro-batch, on the rank where it ends; else an empty list.
@@ -157,7 +159,8 @@ class PipelineRuntime:
         boundaries = [[staged.boundary(edge, shapes, train) for edge in edges] for staged, shapes in courses]
         count = len(microbatches)
         self._running = running = _Running(courses, step, microbatches, train, [None] * count, observe)
-        running.tails = [] if looks and self.ends_here else None
+        running.tails = [] if looks is not None and self.ends_here else None
+        kept = NEW_NUMBERS if looks is not None and looks.is_new() else NOTHING_NEW
         units = dict.fromkeys(unit for staged, _ in courses for unit in staged.program.units)
         try:
             with patched_units(self.root, tuple(units)):
@@ -167,18 +170,20 @@ class PipelineRuntime:
                     self.engine.evaluate(count, boundaries)
             for index, text in self.writes.found().items():
                 running.failures.setdefault(index, text)
-            news = any(staged.tails is not None and tail.pairs - staged.tails for staged, tail in running.tails or ())
-            self.tail_is_new |= require_no_departure(running.failures, *self.groups.host, news)
-            self._tails += running.tails or ()
+            found = running.tails or []
+            news = max([kept, *(staged.tails.look(tail) for staged, tail in found if staged.tails is not None)])
+            self.news = max(self.news, require_no_departure(running.failures, *self.groups.host, news))
+            self._tails += found
             return running.results if self.ends_here else []
         finally:
             self._running = None
 
     def accept_tails(self) -> None:
         """What ran behind the last unit since this was called is known from here on."""
-        for staged, tail in self._tails:
-            staged.tails = tail.pairs | (staged.tails or set())
-        self._tails, self.tail_is_new = [], False
+        for staged in {id(staged): staged for staged, _ in self._tails}.values():
+            staged.tails = staged.tails or KnownTails()
+            staged.tails.accept([tail for its, tail in self._tails if its is staged])
+        self._tails, self.news = [], NOTHING_NEW
 
     def watch_writes(self, step: Step, index: int) -> WriteWatch:
         """What a run of ``step`` on micro-batch ``index`` has to call before it writes in place."""
@@ -209,7 +214,7 @@ class PipelineRuntime:
     ) -> tuple[Tensor, ...]:
         microbatch, is_last = running.microbatches[index], stage == self.num_stages - 1
         staged, shapes = running.courses[index]
-        tail = Tail() if is_last and running.tails is not None else None
+        tail = Tail(Replay.run.__code__) if is_last and running.tails is not None else None
         with running.step.around(index, microbatch, keep=is_last):
             sent, result = staged.replays[stage].run(
                 lambda: running.step(microbatch),

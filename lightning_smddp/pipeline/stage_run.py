@@ -67,13 +67,15 @@ class Run(TorchFunctionMode):
         self.holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
         self.cursor, self.inside, self.diverged, self.done = 0, False, False, False
         self.random, self.shares_draws = replay.python_random, replay.program.shares_draws
-        self.tail: Tail | None = None  # where somebody wants to know what runs behind the last unit
+        self.tail: Tail | None = None  # where somebody wants to know of it
         self.seed: int | None = None  # what items draw follows from the state at the first one, alike on all stages
 
     # ---- what user code calls ----
 
     def unit(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of unit ``name``."""
+        if self.tail is not None:
+            self.tail.note_numbers(args, kwargs)
         item = self._next(name, None)
         if item is None:  # behind the last traced item
             return self._unforeseen_unit(name, forward, args, kwargs)
@@ -132,6 +134,8 @@ class Run(TorchFunctionMode):
             return self._watch(function, args, kwargs)
         if self.writes is not None and (written := written_by(function, args, kwargs)):
             self.writes(written)
+        if self.tail is not None:
+            self.tail.note_numbers(args, kwargs)
         if kind is Kind.LIKE and not self._touches(args[1:] if args else list(kwargs.values())[1:]):
             return self._like(function, args, kwargs)
         if self.tail is not None and self.cursor > self.replay.last_unit:

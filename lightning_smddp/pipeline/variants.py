@@ -20,12 +20,13 @@ from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.fingerprint import same_everywhere
 from lightning_smddp.pipeline.foreign_writes import NEW_WRITE
 from lightning_smddp.pipeline.ghosts import OTHER_COURSE, ReplayError, Shapes
+from lightning_smddp.pipeline.kept_numbers import KeptNumbers
 from lightning_smddp.pipeline.microbatches import MicroBatch, signature
 from lightning_smddp.pipeline.program import Program, SplitError
 from lightning_smddp.pipeline.replay import Replay, StagePlan, patched_units
 from lightning_smddp.pipeline.splitting import Splitting
 from lightning_smddp.pipeline.stage import Boundary, TensorSpec
-from lightning_smddp.pipeline.tails import Pairs
+from lightning_smddp.pipeline.tails import KnownTails
 from lightning_smddp.pipeline.told import count
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class StagedStep:
     splitting: Splitting
     replays: dict[int, Replay]
     rehearsal: Replay  # without any item
-    tails: Pairs | None = None  # where it ends: what is known to run behind its last unit; None before the first batch
+    tails: KnownTails | None = None  # where it ends; None before the first batch
 
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
         """What ``stage`` sends."""
@@ -77,12 +78,14 @@ class Variants:
         steps: the known ones, at least one.
         retrace: traces the step on a micro-batch that no known course fits. Collective.
         train: whether the step has a backward.
+        kept: numbers of modules, as they were when weights and rules were found.
     """
 
     runtime: PipelineRuntime
     steps: list[StagedStep]
     retrace: Callable[[Any, MicroBatch, int], StagedStep]
     train: bool
+    kept: KeptNumbers
     _courses: dict[str, list[tuple[tuple[str, ...] | None, Course]]] = field(default_factory=dict)
     _now: dict[str, Course] = field(default_factory=dict)  # in this batch, where all micro-batches take the same
     unforeseen: bool = False  # a course was found since this was False that shapes do not explain
@@ -216,6 +219,7 @@ class Variants:
             if failures[index].startswith(NEW_WRITE):
                 return  # nothing that was there before is written
             raise SplitError(failures[index])
+        self.unforeseen = True
         self.steps.append(staged)
         self.remember(staged, step, microbatches[index], index)
 

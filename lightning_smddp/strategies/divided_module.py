@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
@@ -29,6 +30,7 @@ from lightning_smddp.pipeline.division import (
 )
 from lightning_smddp.pipeline.full_state import gather_full, release, set_contents
 from lightning_smddp.pipeline.gradient_window import GradientWindow
+from lightning_smddp.pipeline.kept_numbers import KeptNumbers
 from lightning_smddp.pipeline.materialise import materialise
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.pipeline.own_dropout import without_own_dropout
@@ -44,6 +46,7 @@ from lightning_smddp.pipeline.separate_draws import separate_draws
 from lightning_smddp.pipeline.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.splitting import Resources, Splitting, follow, is_within
+from lightning_smddp.pipeline.tails import NOTHING_NEW
 from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
@@ -147,7 +150,7 @@ class DividedModule:
         self._variants: dict[Any, Variants] = {}
         self._may_draw_alike = False
         self._count = len(microbatches)  # of the batch that is worked on
-        self.doubts = WeightDoubts()
+        self.learned = weighed.findings
         staged = self._stage(self.division.program, self.division.splitting)
         self.findings: list[Finding] = []
         try:
@@ -219,16 +222,26 @@ class DividedModule:
         unforeseen, variants.unforeseen = variants.unforeseen, False
         return unforeseen
 
-    def take_tails(self, microbatches: Sequence[MicroBatch], may_drop: bool) -> bool:
+    def looks(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> KeptNumbers | None:
+        """The numbers to look at while these run; None where nothing is weighted, or nobody cares."""
+        if len(microbatches) < 2 or not self.options.check or (step.trains and not self.weighting.fits):
+            return None
+        return self._variants[step.key].kept
+
+    def take_tails(self, step: LightningStep, may_drop: bool) -> bool:
         """Accept what has run behind the last module; False if it was new, and the batch should not count.
 
-        Where ``may_drop`` is False, the batch counts, and the doubt remains for the next one.
+        Where ``may_drop`` is False, the batch counts, and the doubt remains.
         """
-        matters = len(microbatches) > 1 and self.weighting.fits and self.options.check
-        is_new = self.runtime.tail_is_new and matters
-        self.doubts.note_tail(is_new, may_drop)
+        news = self.runtime.news
+        counts = news == NOTHING_NEW or not may_drop
+        if step.trains:
+            self.doubts.note_tail(news, counts)
+        else:
+            self._variants[step.key].unforeseen |= news != NOTHING_NEW
         self.runtime.accept_tails()
-        return not is_new or not may_drop
+        self._variants[step.key].kept.accept()
+        return counts
 
     def try_out(
         self, step: LightningStep, microbatches: Sequence[MicroBatch], state: KeptState | None = None
@@ -267,7 +280,8 @@ class DividedModule:
 
     def _add(self, step: LightningStep, staged: StagedStep) -> Variants:
         retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace
-        self._variants[step.key] = variants = Variants(self.runtime, [staged], retrace, step.trains)
+        kept = KeptNumbers(module for module in self.module.modules() if not isinstance(module, Metric))
+        self._variants[step.key] = variants = Variants(self.runtime, [staged], retrace, step.trains, kept)
         return variants
 
     def _trace(self, step: LightningStep, microbatch: MicroBatch, index: int = 0) -> StagedStep:
@@ -319,9 +333,12 @@ class DividedModule:
         """How micro-batches' losses and logs make up the batch's: found by the first rank. Collective."""
         world = dist.group.WORLD
         assert world is not None
+        self.doubts = WeightDoubts()
         if pair is None or not self.options.check:
+            self.doubts.next_look = 0  # the next one that is cut
             return Weighed()
         if not is_whole(self.module, self.device):
+            self.doubts.next_look = None  # a whole batch may be too large
             why = "with a model that is never whole on a rank"
             warning = warning_without_trial(pair, why)
             return Weighed(warnings=[] if warning is None else [warning])

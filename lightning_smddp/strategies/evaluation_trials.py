@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from lightning_smddp.strategies.row_trials import rows_by_results
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_results import Observed
 
+_MOST_TIMES = 16
+
 
 class EvaluationTrials:
     """Finds out by its first batch how what a step shows for micro-batches makes up what it shows for a batch.
@@ -42,6 +45,7 @@ class EvaluationTrials:
             capture, cutter, groups, last_rank, device
         )  # fmt: skip
         self._found: dict[Any, Findings] = {}  # by step that was tried
+        self._times: Counter[Any] = Counter()  # that it was tried again
 
     def has(self, step: LightningStep) -> bool:
         """Whether ``step`` was tried."""
@@ -82,10 +86,26 @@ class EvaluationTrials:
             self.keep_whole(step, f"it fails on a part ({error})")
             return
         found = Findings.from_json(broadcast_json(found.to_json(), self.groups.pipeline, self.device, self.last_rank))
-        self._found[step.key] = found.after(before) if before.doubts else found
-        self._found[step.key].teach(self.capture, step.key)
+        self._found[step.key] = found = found.beside(before)
+        found.teach(self.capture, step.key)
         if found.differences:
             self.keep_whole(step, f"{found.text()}. torchmetrics objects see whole batches")
+
+    def run_again(
+        self, divided: DividedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
+    ) -> None:
+        """Try ``step`` on a ``batch`` that was cut so, if it did there what it never did. Collective."""
+        if not divided.take_unforeseen(step) or not divided.options.check or self.cutter.is_whole(step):
+            return
+        rows = self.cutter.pair(batch, microbatches)
+        if rows is None:
+            return
+        self._times[step.key] += 1
+        if self._times[step.key] > _MOST_TIMES:
+            self.keep_whole(step, "it does something else in too many batches")
+            return
+        self.run(divided, step, rows)
+        divided.take_unforeseen(step)  # of the trial
 
     def _share(self, state: KeptState | None) -> KeptState | None:
         """That of the rank where steps end. Collective over the pipeline."""

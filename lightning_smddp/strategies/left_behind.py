@@ -170,6 +170,18 @@ class LeftBehind:
                 held = {(value,): (None, tensor.detach()) for value, tensor in run.made_and_left().items()}
                 self._held[run.plan.stage][now.index] = _Note(now.size, now.weight, Changes(values=held))
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around other runs of the step: the notes are kept."""
+        notes, held = dict(self._notes), dict(self._held)
+        self.clear()
+        try:
+            yield
+        finally:
+            self.clear()
+            self._notes.update(notes)
+            self._held.update(held)
+
     def clear(self) -> None:
         """Forget the notes."""
         self._notes.clear()

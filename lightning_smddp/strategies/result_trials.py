@@ -72,6 +72,27 @@ class Findings:
         decided = {name: rule for name, rule in earlier.rules.items() if name not in earlier.doubts}
         return replace(self, rules={**self.rules, **decided}, doubts=doubts)
 
+    def beside(self, earlier: Findings) -> Findings:
+        """These of a later batch, and ``earlier`` ones; what they say otherwise is a difference."""
+        found = replace(self, rules=dict(self.rules), doubts=dict(self.doubts), differences=dict(self.differences))
+        for name, rule in earlier.rules.items():
+            before = earlier.doubts.get(name, [rule])
+            now = self.doubts.get(name, [self.rules.get(name, rule)]) if name in self.rules else before
+            both = [one for one in before if one in now]
+            if not both:
+                found.differences[f"the logged {name!r}"] = (f"the {now[0]} of parts", f"not their {rule}, as before,")
+            found.rules[name] = rule if rule in both or not both else both[0]
+            found.doubts.pop(name, None)
+            if len(both) > 1:
+                found.doubts[name] = both
+        known, new = ({tuple(path): dimension for path, dimension in one.joins} for one in (earlier, self))
+        if any(known.get(path, dimension) != dimension for path, dimension in new.items()):
+            found.differences[RETURNED] = ("put together in one way", "in another way")
+        found.joins = [(list(path), dimension) for path, dimension in {**new, **known}.items()]
+        places = [list(place) for place, _ in earlier.per_row]
+        found.per_row = [*earlier.per_row, *(entry for entry in self.per_row if list(entry[0]) not in places)]
+        return found
+
     def teach(self, capture: StepCapture, key: Any) -> None:
         """Let ``capture`` combine results of the step ``key`` so."""
         capture.rules |= self.rules

@@ -33,11 +33,12 @@ def run_rounds(
         courses: of each.
     """
     size = options.active_microbatches or len(microbatches)
+    looks = divided.looks(step, microbatches)
     outputs: list[Any] = []
     with _casting_once(divided, step, options, context, courses):
         for begin in range(0, len(microbatches), size):
             step.offset, now = begin, slice(begin, begin + size)
-            outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains, looks=step.trains)
+            outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains, looks=looks)
     return outputs
 
 

@@ -74,7 +74,7 @@ def run_batch(
         try:
             with _undone_if_left(divided.module, courses, divided.device):
                 outputs = run(microbatches, courses)
-                if step.trains and not divided.take_tails(microbatches, drop is not None):
+                if not divided.take_tails(step, drop is not None):
                     raise NewTailError
             divided.go_on(step)
             return outputs

@@ -35,12 +35,11 @@ from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.room import fits_on_devices
 from lightning_smddp.pipeline.spans import Recorder
-from lightning_smddp.pipeline.variants import Course
 from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.strategies.batch_cutting import BatchCutter
-from lightning_smddp.strategies.course_trials import find_courses
+from lightning_smddp.strategies.course_trials import find_courses, look_behind
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
 from lightning_smddp.strategies.evaluation_trials import EvaluationTrials
@@ -52,7 +51,7 @@ from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.pipeline_step import LightningStep, Scale, loss_of
 from lightning_smddp.strategies.replicated_module import ReplicatedModule
 from lightning_smddp.strategies.rounds import run_rounds
-from lightning_smddp.strategies.second_attempts import make_whole, require_whole_possible, run_batch
+from lightning_smddp.strategies.second_attempts import Attempt, make_whole, require_whole_possible, run_batch
 from lightning_smddp.strategies.second_check import SecondCheck
 from lightning_smddp.strategies.step_capture import StepCapture
 from lightning_smddp.strategies.step_metrics import patched
@@ -148,7 +147,7 @@ class StagedModule:
                 for partition in self._partitions:
                     stack.enter_context(partition.shown_whole())
                     stack.enter_context(shown_state(partition.optimizer, view))
-            stack.enter_context(patched([(self.module, "log", self._plain_log(view))]))
+            stack.enter_context(patched([(self.module, "log", view.plain_log(self.module.log))]))
             stack.enter_context(view.entered())
             stack.enter_context(self.capture.left.shown())
             yield view.plain_result
@@ -165,14 +164,6 @@ class StagedModule:
                 stack.enter_context(real_state(partition.optimizer))
                 stack.enter_context(partition.shown_own())
             yield
-
-    def _plain_log(self, view: GlobalView) -> Callable[..., None]:
-        log = self.module.log
-
-        def plain_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            log(name, view.plain(value), *args, **kwargs)
-
-        return plain_log
 
     # ---- steps ----
 
@@ -211,6 +202,7 @@ class StagedModule:
             return self.train(batch, arguments, scale, continues, may_drop, accumulates)
         divided.window.set_aside()
         divided.buffers.trained = True
+        look_behind(divided, self.cutter, step, batch, found[0])
         output = self._share(step, outputs)
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
@@ -322,14 +314,18 @@ class StagedModule:
         self._traced.add(step.key)
         if self.options.check and not self.trials.has(step) and (rows := self.cutter.pair(batch, microbatches)):
             self.trials.run(divided, step, rows)
+            divided.take_unforeseen(step)
+            return self._evaluate(step, batch)
+        self.trials.run_again(divided, step, batch, microbatches)
+        if self.cutter.is_whole(step) and len(microbatches) > 1:
             return self._evaluate(step, batch)
         try:
-            outputs = self._attempt(divided, step, microbatches, courses)
+            outputs = self._attempt(divided, step, batch, (microbatches, courses))
             if self.trials.is_told_more(step):
                 step.forget()
                 self.trials.run(divided, step, self.cutter.together(batch, microbatches))
                 microbatches = [self.cutter.splitter.whole(batch)]  # which is right in any case
-                outputs = self._attempt(divided, step, microbatches, divided.courses(step, microbatches))
+                outputs = self._attempt(divided, step, batch, (microbatches, divided.courses(step, microbatches)))
         except (SplitError, LeftCourseError) as error:  # on every rank
             self.lockstep.take(step, error)
             return self._in_lockstep(step, batch)
@@ -339,15 +335,19 @@ class StagedModule:
             return self._evaluate(step, batch)
         return self._applied(results)
 
-    def _attempt(
-        self, divided: DividedModule, step: LightningStep, microbatches: list[MicroBatch], courses: list[Course]
-    ) -> list[Any]:
+    def _attempt(self, divided: DividedModule, step: LightningStep, batch: Any, found: Attempt) -> list[Any]:
+        def find_again() -> Attempt:
+            """What it does now, it has never done: other parts of the batch may be right."""
+            self.trials.run_again(divided, step, batch, found[0])
+            microbatches = self._microbatches(batch, step)
+            return microbatches, divided.courses(step, microbatches)
+
         divided.separate_draws()
         return run_batch(
             divided,
             step,
-            (microbatches, courses),
-            find=lambda: (microbatches, divided.courses(step, microbatches)),
+            found,
+            find=find_again,
             run=functools.partial(run_rounds, divided, step, self.options, self.context),
         )
 

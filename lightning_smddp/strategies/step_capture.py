@@ -203,6 +203,17 @@ class StepCapture:
         self._kept, self._metrics = {}, None
         self.left.clear()
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around other runs of the step: what was kept stays."""
+        kept, metrics = self._kept, self._metrics
+        with self.left.aside():
+            self.clear()
+            try:
+                yield
+            finally:
+                self._kept, self._metrics = kept, metrics
+
     def values_logged(self, name: str) -> tuple[list[Any], list[int], list[float]]:
         """What was logged as ``name`` in the kept micro-batches, but for metrics; their rows and weights."""
         logs = [

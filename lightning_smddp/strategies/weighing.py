@@ -215,7 +215,7 @@ class _Differentiated:
         self.weighing = weighing
         casts = not weighing.exact and all(p.dtype == torch.float32 for p in weighing.module.parameters())
         self.precisions = (False, True) if casts else (True,)  # in fp32 less is lost in rounding
-        self.modes = (_as_trained, mode)
+        self.modes = (as_trained, mode)
 
     def fitting(self, candidates: Sequence[Weighting], conceivable: Sequence[Weighting]) -> Verdict:
         """See ``GradientTrial``; all candidates where the step cannot be differentiated on these rows."""
@@ -241,7 +241,7 @@ class _Differentiated:
         return found
 
 
-def _as_trained(module: nn.Module) -> None:
+def as_trained(module: nn.Module) -> None:
     """Only what keeps statistics does not look at its rows."""
     for child in module.modules():
         if "running_mean" in dict(child.named_buffers(recurse=False)):
@@ -259,4 +259,4 @@ def _evaluating(module: nn.Module) -> None:
 def _training(module: nn.Module) -> None:
     """For models that return something else in evaluation mode: only what keeps statistics is in it."""
     module.train()
-    _as_trained(module)
+    as_trained(module)

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_smddp.pipeline.microbatches import MicroBatch
+from lightning_smddp.pipeline.tails import NEW_FUNCTIONS, NOTHING_NEW
+
+_FIRST_LOOK, _GROWTH = 4, 2
 
 
 @dataclass
@@ -15,21 +18,40 @@ class WeightDoubts:
 
     Attributes:
         of_tail: something new has run behind the last module since weights were compared.
-        in_a_batch_that_counts: and its gradients could not be dropped.
-        new_tails: in how many batches that was so.
+        new_tails: in how many batches that were functions.
         weighs_unevenly: a batch had micro-batches whose weights are not their shares of its rows.
+        batches: that were trained.
+        next_look: so many of them, and weights are compared whatever was seen; None is never.
+        is_suspicion: they did not fit the last time that this was done.
     """
 
     of_tail: bool = False
-    in_a_batch_that_counts: bool = False
     new_tails: int = 0
     weighs_unevenly: bool = False
+    batches: int = 0
+    next_look: int | None = _FIRST_LOOK
+    is_suspicion: bool = False
 
-    def note_tail(self, is_new: bool, may_drop: bool) -> None:
-        """What has run behind the last module; ``may_drop``: the batch need not count."""
-        self.of_tail = self.of_tail or is_new
-        self.new_tails += is_new
-        self.in_a_batch_that_counts = is_new and not may_drop
+    def note_tail(self, news: int, counts: bool) -> None:
+        """What has run behind the last module, see ``tails.py``, and whether the batch ``counts``."""
+        self.of_tail = self.of_tail or news != NOTHING_NEW
+        self.new_tails += news == NEW_FUNCTIONS
+        self.batches += counts
+
+    def take_look(self) -> bool:
+        """Whether it is time to compare, whatever was seen: at distances that grow, so that it costs little."""
+        if self.next_look is None or self.batches < self.next_look:
+            return False
+        self.next_look = max(_FIRST_LOOK, _GROWTH * self.batches)
+        return True
+
+    def suspect(self, doubtful: bool) -> bool:
+        """Whether what does not fit now did not fit the batch before either; else the next one is looked at."""
+        confirmed = doubtful and self.is_suspicion
+        self.is_suspicion = doubtful and not confirmed
+        if self.is_suspicion:
+            self.next_look = self.batches + 1
+        return confirmed
 
     def of_weights(self, microbatches: Sequence[MicroBatch]) -> bool:
         """Whether these are the first whose weights are not their shares of the rows: no trial has seen such ones."""

@@ -93,6 +93,16 @@ class LoggingSpread(Logging):
     spreads = True
 
 
+class LoggingOnce(Net):
+    """Logs a total in every fourth batch, whose gradients are added to those of the batch before."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        if batch_idx % 4 == 3:
+            self.log("total", out.detach().abs().sum(), reduce_fx="min")
+        return F.cross_entropy(out, batch[1])
+
+
 class CallingAgain(Net):
     """Calls its first modules again, behind the last one, in the second epoch."""
 
@@ -136,6 +146,7 @@ CASES = {
     "harmless, accumulated": functools.partial(told, model=Harmless, expected="", accumulate_grad_batches=2),
     "logging": functools.partial(told, model=Logging, expected=""),
     "logging more": functools.partial(told, model=LoggingSpread, expected="shows what parts of a batch do not make up"),
+    "logging once": functools.partial(told, model=LoggingOnce, expected="", accumulate_grad_batches=2),
     "calling again": functools.partial(told, model=CallingAgain, expected="is run as a whole on every rank"),
     "differentiating": functools.partial(told, model=Differentiating, expected="is run as a whole on every rank"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -272,6 +272,14 @@ class GlobalView:
         """``structure`` with plain tensors, this rank's own, in place of global ones. Collective if there are any."""
         with without_torch_function():
             return self._plain(structure)
+
+    def plain_log(self, log: Callable[..., None]) -> Callable[..., None]:
+        """A LightningModule's ``log`` that is given plain values."""
+
+        def logged(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            log(name, self.plain(value), *args, **kwargs)
+
+        return logged
 
     def plain_result(self, result: Any, arguments: Sequence[Any]) -> Any:
         """A hook's result without global tensors; nor are any left in a checkpoint among its ``arguments``."""
