@@ -20,3 +20,19 @@ def separate_draws(group: dist.ProcessGroup, device: torch.device) -> None:
     if everyones[group.rank()] in everyones[: group.rank()]:
         seed = int(torch.randint(2**62, ()))  # the same as on that rank, which does not draw it
         torch.manual_seed(seed + group.rank())
+
+
+def join_draws(group: dist.ProcessGroup, device: torch.device) -> None:
+    """At the end of a run: torch's generators on all ranks of a pipeline go on from the first rank's states.
+
+    Collective over ``group``.
+    """
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    shared = [state.to(device) for state in states]
+    for state in shared:
+        dist.broadcast(state, group=group, group_src=0)
+    torch.set_rng_state(shared[0].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(shared[1].cpu(), device)

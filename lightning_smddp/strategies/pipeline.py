@@ -27,6 +27,7 @@ from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.patches import set_within
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
+from lightning_smddp.pipeline.separate_draws import join_draws
 from lightning_smddp.pipeline.verification import Finding
 from lightning_smddp.strategies.exact_resume import ExactResume
 from lightning_smddp.strategies.guarded import Guarded
@@ -255,6 +256,8 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             if not self._interrupted():
                 self._last_report = self._staged.report() or self._last_report
             self._staged.close(gather=not self._interrupted())
+            if self._groups is not None and not self._interrupted():
+                join_draws(self._groups.pipeline, self.root_device)
             self._ended, self._staged = self._staged, None
         self._changes.close()
         self._session.close()

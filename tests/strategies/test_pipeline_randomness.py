@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, assert_same, name_of
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The loss of:UserWarning")  # rows are mixed with others
 ONE = {"num_microbatches": 1, "schedule": "gpipe"}
@@ -304,3 +304,49 @@ def test_stages_draw_other_numbers_than_each_other() -> None:
     (_, same), (_, others) = DROPOUT.results(dropout_on_two_stages)
     assert same == others
     assert all(0.3 < share < 0.7 for share in same), same
+
+
+class DrawingInHooks(Evaluated):
+    """Torch draws on all ranks in hooks; ``dropout`` also on the rank that has it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.net[3] = nn.Sequential(self.net[3], nn.Dropout(dropout))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(torch.rand(()).item())
+
+    def on_validation_epoch_end(self) -> None:
+        self.losses.append(torch.randn(3).sum().item())
+
+
+def drawn_behind_runs(bench: Bench, dropout: float) -> list[Any]:
+    torch.manual_seed(3)
+    random.seed(4)
+    model, trainer = DrawingInHooks(dropout), bench.trainer({"num_microbatches": 2}, max_epochs=2)
+    drawn: list[Any] = []
+    for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+        loaders = {} if run == trainer.fit else {"dataloaders": model.train_dataloader()}
+        run(model, **loaders)
+        drawn.append((torch.rand(3), random.random()))
+    return [drawn, model.losses]
+
+
+def behind_runs(bench: Bench) -> list[Any]:
+    return drawn_behind_runs(bench, 0.0)
+
+
+def behind_runs_with_dropout(bench: Bench) -> list[Any]:
+    return drawn_behind_runs(bench, 0.5)
+
+
+BEHIND = Matrix([behind_runs, behind_runs_with_dropout])
+
+
+def test_what_is_drawn_behind_a_run_is_one_processs() -> None:
+    BEHIND.compare(behind_runs)
+
+
+def test_ranks_draw_the_same_behind_a_run_with_dropout() -> None:
+    first, second = BEHIND.results(behind_runs_with_dropout)
+    assert_same(first, second, 0.0)
