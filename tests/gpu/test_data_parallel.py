@@ -181,6 +181,15 @@ def test_two_nodes_of_two(device: str) -> None:
     check(Group([*ALGORITHMS, *COMPRESSIONS, FEATURES[0], FEATURES[4]], 4, ["a", "a", "b", "b"]))
 
 
+@pytest.mark.exhaustive
+@on_gpus(4)
+@pytest.mark.parametrize("node_ids", [None, ["a", "a", "b", "b"]], ids=["one node", "two nodes"])
+@pytest.mark.parametrize("items", [FEATURES, COMPRESSIONS], ids=["features", "compressions"])
+def test_every_item_on_four(items: list[Item], node_ids: list[str] | None, device: str) -> None:
+    """What the tests above leave out of the product of items and layouts."""
+    check(Group(items, 4, node_ids))
+
+
 @on_gpus(2)
 def test_shared_memory_is_refused(device: str) -> None:
     with pytest.raises(RanksFailedError, match="algorithm='shared_memory' cannot be used"):

@@ -71,11 +71,18 @@ ONE = Matrix([training("1f1b"), training("zbv_zero_bubble"), fp16_with_overflow]
 TWO = [Matrix(cases, 2, timeout=110) for cases in (SCHEDULES, OPTIMIZATION, CHECKPOINTS)]
 FOUR = [Matrix(cases, 4, timeout=110) for cases in (SPLIT, REPLICAS)]
 NODES = Matrix([training("1f1b"), *SPREAD], 4, timeout=110, node_ids=["a", "a", "b", "b"])
+EVERY = [
+    Matrix(cases, 4, timeout=240, node_ids=node_ids)
+    for cases in (SCHEDULES, OPTIMIZATION, CHECKPOINTS)
+    for node_ids in (None, ["a", "a", "b", "b"])
+]
 TOLERANCES = {**TOLERANCE, COMPRESSED: 0.05}
 
 
 def compare(matrix: Matrix, case: Case, directories: pytest.TempPathFactory) -> None:
-    matrix.compare(case, str(directories.getbasetemp() / f"{matrix.ranks}"), TOLERANCES.get(case, 1e-5))
+    nodes = len(set(matrix.node_ids or ["here"]))
+    directory = directories.getbasetemp() / f"{matrix.ranks}-{nodes}"
+    matrix.compare(case, str(directory), TOLERANCES.get(case, 1e-5))
 
 
 def cases_of(matrices: list[Matrix]) -> list[Any]:
@@ -107,6 +114,14 @@ def test_four(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.
 @pytest.mark.parametrize("case", NODES.cases, ids=name_of)
 def test_two_nodes_of_two(case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     compare(NODES, case, tmp_path_factory)
+
+
+@pytest.mark.exhaustive
+@on_gpus(4)
+@pytest.mark.parametrize(("matrix", "case"), cases_of(EVERY))
+def test_every_case_on_four(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What the tests above leave out of the product of cases and layouts."""
+    compare(matrix, case, tmp_path_factory)
 
 
 def meta_init(bench: Bench, directory: str) -> Any:
