@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from lightning_smddp.pipeline.ownership import Ownership
 from lightning_smddp.pipeline.transfer import CPU
@@ -69,6 +71,24 @@ def clip_by_norm(
         )
     clip_grads_with_norm_(parameters.values(), max_norm, total)
     return total
+
+
+def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
+    """``torch.nn.utils.clip_grad_value_`` of this stage's gradients; torch's raises where there are none."""
+    gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if gradients:
+        clip_grad_value_(gradients, clip_val)
+
+
+def take_over_clipping(plugin: Any, by_norm: Callable[[Any, float], None]) -> None:
+    """Let Lightning's precision ``plugin`` clip by norm with ``by_norm``, and by value with :func:`clip_by_value`."""
+    plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, clip_by_value
+
+
+def give_back_clipping(plugin: Any) -> None:
+    """Undo :func:`take_over_clipping`."""
+    vars(plugin).pop("clip_grad_by_norm", None)
+    vars(plugin).pop("clip_grad_by_value", None)
 
 
 def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter, group: dist.ProcessGroup) -> None:

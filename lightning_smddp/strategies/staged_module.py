@@ -18,7 +18,7 @@ from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.agreement import BatchAgreement
 from lightning_smddp.pipeline.broadcast import HeaderCache
-from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.clipping import clip_by_norm, give_back_clipping, share_overflow, take_over_clipping
 from lightning_smddp.pipeline.departures import LeftCourseError
 from lightning_smddp.pipeline.division import StepFailedError, own_error
 from lightning_smddp.pipeline.full_state import (
@@ -238,7 +238,7 @@ class StagedModule:
         self.replicated = ReplicatedModule(self.module, self.groups, self.device, reason)
         if self.replicated.gradients is not None:
             self.replicated.gradients.watching = self.watching
-        vars(self._plugin).pop("clip_grad_by_norm", None)
+        give_back_clipping(self._plugin)
         if self._states is not None:
             states, self._states = self._states, None
             self.load_optimizer_states(states)
@@ -483,7 +483,7 @@ class StagedModule:
         """The optimizers that the user built, and the precision plugin; before the first batch."""
         self._optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
         self._plugin = plugin
-        plugin.clip_grad_by_norm = self._clip_by_norm
+        take_over_clipping(plugin, self._clip_by_norm)
 
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The parameters of all ranks in ``optimizer``."""
@@ -596,4 +596,4 @@ class StagedModule:
         self.host_values.forget()
         self.metrics.close()
         if self._plugin is not None:
-            vars(self._plugin).pop("clip_grad_by_norm", None)
+            give_back_clipping(self._plugin)

@@ -53,6 +53,13 @@ def clip_by_value(bench: Bench) -> Any:
     return bench.fit(Net(), gradient_clip_val=0.01, gradient_clip_algorithm="value", accumulate_grad_batches=2)
 
 
+def clip_by_value_without_gradients(bench: Bench) -> Any:
+    """The second stage has none: its only layer is frozen."""
+    model = Net()
+    model.net[6].requires_grad_(False)
+    return bench.fit(model, {"split": ["net.6"]}, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
 class OwnClipping(Net):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -426,6 +433,7 @@ CASES = [
     accumulation_by_epoch,
     clip_by_norm,
     clip_by_value,
+    clip_by_value_without_gradients,
     own_clipping,
     own_zeroing,
     never_zeroing,
