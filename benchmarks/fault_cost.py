@@ -50,7 +50,7 @@ class Turns(Callback):
         return step // BLOCK % 2 == 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._supervisor = trainer.strategy._supervisor
+        self._supervisor = trainer.strategy._supervision.supervisor
         self._thread_start = (time.monotonic(), _supervisors_cpu())
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -77,7 +77,7 @@ def _supervisors_cpu() -> float:
 
 
 def _switch(strategy: Any, supervisor: Any) -> None:
-    strategy._supervisor = supervisor
+    strategy._supervision.supervisor = supervisor
     mode = "error" if supervisor is not None else "ignore"
     strategy._reliability = replace(strategy._reliability, on_nonfinite=mode)
     if strategy._session.synchronizers:

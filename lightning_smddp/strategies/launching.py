@@ -88,13 +88,14 @@ class ScriptLaunching:
         atexit.unregister(end_processes)
         joined = threading.Event()
         if trainer is not None and self.procs:
-            trainer.strategy.started_ranks, trainer.strategy.joined = self.procs, joined.set
+            supervision = trainer.strategy._supervision
+            supervision.started_ranks, supervision.joined = self.procs, joined.set
             threading.Thread(target=_watch_start, args=(joined, self.procs), daemon=True).start()
         try:
             return _ranked(function, trainer)(*args, **kwargs)
         except BaseException as error:
             if not is_control_flow(error):
-                own_s = 0.0 if trainer is None else trainer.strategy.hooks_after_exception_s
+                own_s = 0.0 if trainer is None else trainer.strategy._supervision.hooks_after_exception_s
                 atexit.register(end_processes, self.procs, max(_LINGER_S, own_s))
             raise
         finally:

@@ -5,6 +5,7 @@ The main flow: :meth:`PipelineParallel.training_step` -> ``StagedModule.run`` ->
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -16,21 +17,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_smddp._compat import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp._compat_steps import default_group
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.full_state import broadcast_initial
+from lightning_smddp.pipeline.full_state import broadcast_initial, load_full_state_dict
 from lightning_smddp.pipeline.materialise import parameters_on_meta
 from lightning_smddp.pipeline.patches import set_within
 from lightning_smddp.pipeline.placement import Groups
 from lightning_smddp.pipeline.program import SplitError
 from lightning_smddp.pipeline.separate_draws import join_draws
 from lightning_smddp.pipeline.verification import Finding
-from lightning_smddp.strategies.exact_resume import ExactResume
-from lightning_smddp.strategies.guarded import Guarded
+from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.hand_over import arrives_as_expected, connected, factor_of
 from lightning_smddp.strategies.hook_view import HookView
 from lightning_smddp.strategies.layouts import Place
@@ -47,13 +48,10 @@ from lightning_smddp.strategies.pipeline_checks import (
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
-from lightning_smddp.strategies.pipeline_saving import PipelineSaving
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options, Session, check_devices
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options
 from lightning_smddp.strategies.staged_module import StagedModule
-from lightning_smddp.strategies.supervised import Supervised
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -66,7 +64,7 @@ _STEP_CONTEXTS = {
 }
 
 
-class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
+class PipelineParallel(TrainerStrategy):
     """Pipeline parallelism of any LightningModule, split automatically, with data parallelism over the other ranks.
 
     The first batch shows how the step uses the module's submodules. The step is then cut into stages; each rank
@@ -106,7 +104,6 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     _groups: Groups | None = None
     _staged: StagedModule | None = None
     _ended: StagedModule | None = None
-    _last_report: CommunicationReport | None = None
     _shown: set[str] | None = None  # steps whose table was printed
     _accumulates = False
     _in_step = False
@@ -167,28 +164,31 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, timeout=timeout, start_method=start_method,
             process_group_backend=communication.process_group_backend,
         )  # fmt: skip
-        self._session = Session(self.options.communication)
-        self._exact_resume = ExactResume()
-        self._reliability = reliability
+        self._hold_parts(communication, reliability)
         self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
 
     # ---- start and end ----
 
-    def setup_environment(self) -> None:
-        """Start the process group and the groups of pipelines and replicas."""
-        environment = self.cluster_environment
-        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
-        grid = self.options.grid(self.num_nodes * self.num_processes)
-        super().setup_environment()
-        self._session.process_group_started()
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
+    @override
+    def _require_layout(self) -> None:
+        self.options.grid(self.num_nodes * self.num_processes)
+
+    @override
+    def _make_groups(self) -> None:
         if self._groups is None:
+            grid = self.options.grid(self.num_nodes * self.num_processes)
             limit = self.options.communication.collective_timeout or self._timeout
             self._groups = Groups.create(grid, limit, self.root_device)
 
-    def setup(self, trainer: Trainer) -> None:
+    @property
+    @override
+    def _place(self) -> Place:
+        assert self._groups is not None
+        return Place.of(self._groups)
+
+    @override
+    def _set_up_model(self, trainer: Trainer) -> None:
         """Take the module as it is; it is divided at the first batch."""
         assert self.accelerator is not None
         assert self.model is not None
@@ -202,13 +202,11 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
         require_whole(self.lightning_module)
         require_supported(self.lightning_module, callbacks_of(trainer), fits, self.options.fallback)
-        if fits:
-            self.require_no_links(trainer)
         if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.replicas)
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
-        self._require_same_model()
+        self._checks.require_same_model()
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
         self._staged = StagedModule(
             self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
@@ -225,13 +223,12 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         self.setup_precision_plugin()
         if fits:
             self._staged.take_optimizers(self.optimizers, self.precision_plugin)
-            self._exact_resume.start(trainer, Place.of(self._groups), self.root_device)
-            self._staged.watching, self._staged.marking = self._watches_gradients, not self._changes_gradients
+            self._staged.watching = self._checks.watches_gradients
+            self._staged.marking = not self._checks.changes_gradients
             if not self.lightning_module.automatic_optimization:
                 self._staged.replicate(manual_optimization(self.lightning_module))
             elif (reason := self._callback_against_pipelining(trainer)) is not None:
                 self._staged.replicate(reason)
-        self.take_over(trainer)
         self._changes.enter_context(self._hook_view.installed(trainer))
 
     def _callback_against_pipelining(self, trainer: Trainer) -> str | None:
@@ -241,32 +238,33 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     def _current(self) -> StagedModule | None:
         return self._staged
 
-    def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        return self._last_staged().optimized(optimizer)
-
+    @override
     def model_to_device(self) -> None:
         """Move what is not divided yet, if it fits."""
         assert self._staged is not None
         self._staged.to_device()
 
-    def teardown(self) -> None:
+    @override
+    def _release_model(self) -> None:
         """Give back a whole module, and free groups and memory."""
-        self._exact_resume.close()
         if self._staged is not None:
-            if not self._interrupted():
+            if not self._interrupted:
                 self._last_report = self._staged.report() or self._last_report
-            self._staged.close(gather=not self._interrupted())
-            if self._groups is not None and not self._interrupted():
+            self._staged.close(gather=not self._interrupted)
+            if self._groups is not None and not self._interrupted:
                 join_draws(self._groups.pipeline, self.root_device)
             self._ended, self._staged = self._staged, None
         self._changes.close()
-        self._session.close()
+
+    @override
+    def _tear_down_model(self) -> None:
         module = self._lightning_module
         if module is not None and any(p.is_meta for p in module.parameters()):
             self._lightning_module = None  # Lightning moves what it finds here to the CPU, which parts cannot do
-        super().teardown()
+        super()._tear_down_model()
         self._lightning_module = module
 
+    @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``meta_init``: parameters get no memory yet."""
@@ -276,23 +274,23 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
     def _meta(self) -> AbstractContextManager[None]:
         return parameters_on_meta() if self.options.meta_init else nullcontext()
 
-    def on_train_start(self) -> None:
+    @override
+    def _training_starts(self) -> None:
         """Look at the data's samplers."""
-        super().on_train_start()
-        self._exact_resume.on_train_start()
         assert self._groups is not None
         require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.grid.num_replicas)
 
     # ---- steps ----
 
-    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Move the batch, and note what the host knows of it then; not of what a hook of the user's makes of it."""
+    @override
+    def _moving_batch(self) -> AbstractContextManager[None]:
+        """Note what the host knows of the batch; not of what a hook of the user's makes of it."""
         on_host = self.root_device.type == "cpu"  # where the batch itself can be read
         if self._staged is None or on_host or changes_batch(self._trainer):
-            return super().batch_to_device(batch, *args, **kwargs)
-        with self._staged.host_values.noted():
-            return super().batch_to_device(batch, *args, **kwargs)
+            return nullcontext()
+        return self._staged.host_values.noted()
 
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of all micro-batches; the gradients are handed over in ``backward``."""
         staged = self._require_staged()
@@ -313,14 +311,17 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             return {**output, "loss": connected(output["loss"], deliver)}
         return connected(output, deliver)
 
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch through the pipeline, forward only."""
         return self._evaluate("validation_step", args, kwargs)
 
+    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch through the pipeline, forward only."""
         return self._evaluate("test_step", args, kwargs)
 
+    @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """One batch through the pipeline, forward only; the predictions are on every rank of the pipeline."""
         return self._evaluate("predict_step", args, kwargs)
@@ -338,15 +339,19 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         with set_within(self, "_in_step", True), precision, default_group(self._groups.replicas):
             yield
 
-    def backward(self, *args: Any, **kwargs: Any) -> Any:
+    @override
+    @contextmanager
+    def _averaging(self) -> Iterator[None]:
         """Of a step that runs as a whole, gradients are averaged over replicas before hooks see them."""
         staged = self._require_staged()
         if staged.replicated is None:
-            return super().backward(*args, **kwargs)
+            yield
+            return
         assert self._groups is not None
         with staged.replicated.averaging(self._accumulates), default_group(self._groups.replicas):
-            return super().backward(*args, **kwargs)
+            yield
 
+    @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Lightning enters it around batches that only accumulate."""
@@ -356,14 +361,17 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         finally:
             self._accumulates = False
 
+    @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         found = self._require_staged().nonfinite()
         return by_asking(found, self.root_device) if self._finders is None else found
 
+    @override
     def _brought(self) -> Mapping[str, str]:
         return self._require_staged().nonfinite() or {}
 
     @property
+    @override
     def _finders(self) -> dist.ProcessGroup | None:
         """Those of one stage: the others hear by the supervision, as asking them in each step costs more than looking.
 
@@ -371,30 +379,32 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         gradients, or callbacks that watch the loss, come in between: these are collective.
         """
         assert self._groups is not None
-        alone = self._reliability.on_nonfinite == "error" and self._supervisor is not None
-        if alone and not self._changes_gradients and not loss_watchers(self._trainer):
+        alone = self._reliability.on_nonfinite == "error" and self._supervision.supervisor is not None
+        if alone and not self._checks.changes_gradients and not loss_watchers(self._trainer):
             return self._groups.replicas
         return None
 
     # ---- ranks ----
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """A pipeline is one replica to the sampler."""
         assert self._groups is not None
         return {"num_replicas": self._groups.grid.num_replicas, "rank": self._groups.replica}
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks. Raises ``ValueError`` inside of a step, whose micro-batches reach each rank in turn."""
+    @override
+    def _require_outside_of_step(self) -> None:
+        """Raises ``ValueError`` inside of a step, whose micro-batches reach each rank in turn."""
         if self._staged is not None and self._staged.capture.runs_step:
             raise SplitError(
                 "`strategy.barrier()` is called inside of a step that runs as a pipeline. Each rank is at another "
                 "micro-batch then, and they would wait for each other for ever. Call it in a hook around the step, "
                 "such as `on_train_batch_start`, where all ranks come together."
             )
-        super().barrier(*args, **kwargs)
 
     @property
+    @override
     def world_size(self) -> int:
         """Number of ranks; within a step that of replicas, as all ranks of a pipeline work on one batch."""
         if self._in_step and self._groups is not None:
@@ -402,6 +412,7 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         return super().world_size
 
     @property
+    @override
     def global_rank(self) -> int:
         """This rank; within a step the replica's number."""
         if self._in_step and self._groups is not None:
@@ -409,10 +420,12 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         return super().global_rank
 
     @property
+    @override
     def is_global_zero(self) -> bool:
         """Whether this is the first of all ranks."""
         return super().global_rank == 0
 
+    @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Tensors of all replicas, stacked, as all ranks of a pipeline have the same; of ``group``'s ranks if given."""
         if self._groups is None or not (group is None or group is dist.group.WORLD):
@@ -422,11 +435,13 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
         with default_group(self._groups.replicas):
             return super().all_gather(tensor, group=self._groups.replicas, sync_grads=sync_grads)
 
+    @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over replicas, as all ranks of a pipeline have the same values; over ``group`` if given."""
         chosen = group if group is not None or self._groups is None else self._groups.replicas
         return mean_by_sum(super().reduce, tensor, chosen, reduce_op)
 
+    @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks."""
         votes = torch.tensor(int(decision), device=self.root_device)
@@ -443,6 +458,80 @@ class PipelineParallel(SageMakerFolders, Supervised, Guarded, PipelineSaving):
             "_shown": None,
         }
         return {**super().__getstate__(), **ended}
+
+    # ---- checkpoints: each rank has a part of the module and of the optimizers' states ----
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Lightning restores before setup, into the whole module."""
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state, on global rank 0; with ``sharded`` of each rank what it holds. Collective."""
+        gather = not self._reliability.sharded
+        return {} if self._interrupted else self._last_staged().state_dict(gather)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
+        gather = not self._reliability.sharded
+        return {} if self._interrupted else self._last_staged().optimizer_state(optimizer, gather)
+
+    @override
+    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Load a checkpoint of the whole module; what has no memory yet gets its values when it does."""
+        if self._staged is not None:
+            self._staged.load_state_dict(checkpoint["state_dict"], strict)
+            return
+        module = self.lightning_module
+        assert module is not None
+        load_full_state_dict(module, checkpoint["state_dict"], strict)
+        self._restored = checkpoint["state_dict"] if any(p.is_meta for p in module.parameters()) else None
+
+    @override
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states of the whole module."""
+        staged = self._require_staged()
+        if staged.divided is None:
+            self._saving.require_fitting_optimizers(checkpoint)
+        staged.known_division = self._exact_resume.saved("division")
+        staged.load_optimizer_states(checkpoint["optimizer_states"])
+
+    @override
+    def _can_save(self, filepath: Any) -> bool:
+        if self._interrupted and self.is_global_zero:
+            warnings.warn(
+                f"{filepath} is not saved: an exception ended the run, and each stage's weights are on another rank, "
+                "which may be gone. Go on from the last checkpoint before it.",
+                stacklevel=3,
+            )
+        return not self._interrupted
+
+    @override
+    def _decisions(self) -> Mapping[str, Any]:
+        return {"division": self._last_staged().division_decision()}
+
+    @property
+    @override
+    def _is_first_replica(self) -> bool:
+        assert self._groups is not None
+        return self._groups.replica == 0
+
+    @override
+    def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
+        return self._last_staged().optimized(optimizer)
+
+    def _last_staged(self) -> StagedModule:
+        """That of the run; afterwards that of the last run, as checkpoints can be saved then too."""
+        staged = self._staged or self._ended
+        assert staged is not None, "setup() comes first"
+        return staged
+
+    def _require_staged(self) -> StagedModule:
+        assert self._staged is not None, "setup() comes first"
+        return self._staged
 
     # ---- what users see ----
 

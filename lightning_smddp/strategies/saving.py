@@ -2,116 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lightning_smddp.checkpoint.directories import remove_directory
 from lightning_smddp.checkpoint.fits import OptimizerOutline, check_fits, compare_optimizers, require_none
+from lightning_smddp.checkpoint.parts import names_of
 from lightning_smddp.checkpoint.ranks import Ranks
+from lightning_smddp.checkpoint.sharded import has_manifest, is_sharded, load_sharded, local_path, save_sharded
 from lightning_smddp.strategies.checkpoint_io import require_trainers
-from lightning_smddp.strategies.reliability import ReliabilityOptions
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base
-else:
-    _Base = object
+    from lightning_smddp.strategies.base import TrainerStrategy
 
 
-class Saving(_Base):
-    """Saves and loads by :class:`~lightning_smddp.strategies.checkpoint_io.SafeFiles`, unless the user gave another."""
+class Saving:
+    """Saves and loads by :class:`~lightning_smddp.strategies.checkpoint_io.SafeFiles`, unless the user gave another.
 
-    _reliability: ReliabilityOptions
-    _safe_files: type[Any]
-    _loaded_from: Any = None  # the path of the last checkpoint
-    verified_checkpoint: str | None = None  # a path: what is loaded next from there need not be verified again
+    With ``sharded``, each rank saves and loads its own part of a checkpoint, which is a directory: the strategy gives
+    Lightning this rank's part of the module's and the optimizers' states, a checkpoint as ever with less in it. Hooks
+    of the user's see such a part, on every rank. Directories are loaded with and without it.
 
-    @property
-    def checkpoint_io(self) -> Any:
-        """The user's, or ours."""
-        given: Any = self._checkpoint_io
+    Attributes:
+        loaded_from: the path of the last checkpoint that was loaded.
+    """
+
+    def __init__(self, strategy: TrainerStrategy) -> None:
+        self.strategy = strategy
+        self.loaded_from: Any = None
+
+    # ---- the CheckpointIO ----
+
+    def complete(self, given: Any) -> Any:
+        """The user's CheckpointIO, with ours in it if it wraps another; ours if ``given`` is None."""
         if given is None:
-            self._checkpoint_io = given = self._make_checkpoint_io()
-        elif _wraps_another(given) and given.checkpoint_io is None:
-            given.checkpoint_io = self._make_checkpoint_io()
+            return self._make_io()
+        if _wraps_another(given) and given.checkpoint_io is None:
+            given.checkpoint_io = self._make_io()
         return given
 
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
-    def _make_checkpoint_io(self) -> Any:
-        return self._safe_files(asynchronous=self._reliability.async_save)
+    def _make_io(self) -> Any:
+        return self.strategy._safe_files(asynchronous=self.strategy._reliability.async_save)
 
     @property
     def _has_safe_files(self) -> bool:
         """Whether the CheckpointIO is ours."""
-        return isinstance(self.checkpoint_io, self._safe_files)
+        return isinstance(self.strategy.checkpoint_io, self.strategy._safe_files)
 
     def require_no_links(self, trainer: Any) -> None:
         """Raise ``ValueError`` if a checkpoint callback would link to files that are not written yet."""
         linking = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_last", None) == "link"]
-        if linking and self._has_safe_files and self.checkpoint_io.asynchronous:
+        if linking and self._has_safe_files and self.strategy.checkpoint_io.asynchronous:
             raise ValueError(
                 f"{type(linking[0]).__name__}(save_last='link') cannot be used with async_save=True: links are made "
                 "before the file that they point to is written. Use save_last=True, or async_save=False."
             )
 
-    @property
-    def _ranks(self) -> Ranks:
-        """Those that save and load together: all, or this one alone after an exception, when others may be gone."""
-        together = dist.is_initialized() and not cast(Any, self)._interrupted()
-        return Ranks(dist.group.WORLD if together else None, self.root_device)
+    def raise_failure(self) -> None:
+        """Raise what ended a save in the background."""
+        io: Any = self.strategy._checkpoint_io
+        if getattr(io, "failure", None) is not None:
+            io.raise_failure()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save on the first rank. Its error is raised on every rank."""
-        self._ranks.first(partial(super().save_checkpoint, checkpoint, filepath, storage_options))
+    def afterwards(self, action: Callable[[], None]) -> None:
+        """Call ``action`` when what was saved last is complete: at once, unless it is written in the background."""
+        if self._has_safe_files:
+            self.strategy.checkpoint_io.afterwards(action)
+        else:
+            action()
 
-    def finish_saving(self) -> None:
+    def finish(self) -> None:
         """Wait for what is written in the background. Its error is raised on every rank. Collective."""
-        self._ranks.first(self._settle)
+        self.ranks.first(self._settle)
 
     def _settle(self) -> None:
         if self._has_safe_files:
-            self.checkpoint_io.teardown()
+            self.strategy.checkpoint_io.teardown()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Raise what ended a save in the background."""
-        if getattr(self._checkpoint_io, "failure", None) is not None:
-            self.checkpoint_io.raise_failure()
-        super().on_train_batch_start(batch, batch_idx)
+    @property
+    def ranks(self) -> Ranks:
+        """Those that save and load together: all, or this one alone after an exception, when others may be gone."""
+        together = dist.is_initialized() and not self.strategy._interrupted
+        return Ranks(dist.group.WORLD if together else None, self.strategy.root_device)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load what a Trainer has saved."""
-        loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        require_trainers(loaded, checkpoint_path)
-        self._loaded_from = checkpoint_path
+    # ---- files and directories ----
+
+    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, save: Callable[..., None]) -> None:
+        """Save, by Lightning's ``save`` on the first rank or this rank's part. Errors are raised on every rank.
+
+        Raises:
+            OSError, ValueError: see :func:`~lightning_smddp.checkpoint.sharded.save_sharded`.
+            TypeError: ``storage_options`` were given with ``sharded``.
+        """
+        strategy = self.strategy
+        if not strategy._reliability.sharded:
+            self.ranks.first(partial(save, checkpoint, filepath, storage_options))
+            return
+        if storage_options is not None:
+            raise TypeError(f"storage_options={storage_options!r} cannot be used with sharded=True: it takes no URLs.")
+        if strategy._interrupted and not strategy.is_global_zero:
+            return
+        module = strategy.lightning_module
+        assert module is not None
+        optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
+        save_sharded(
+            checkpoint if strategy._is_first_replica else None,
+            filepath,
+            names_of(module, [strategy._optimized(getattr(o, "optimizer", o)) for o in optimizers]),
+            list(module.state_dict(keep_vars=True)) if strategy.is_global_zero else (),
+            self.ranks,
+        )
+
+    def load(self, path: Any, weights_only: bool | None, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """What a Trainer has saved, in whatever layout: a file by Lightning's ``load``. Collective for directories."""
+        verified, self.strategy.verified_checkpoint = self.strategy.verified_checkpoint, None
+        if self._is_ours(path):
+            loaded = load_sharded(path, self.ranks, weights_only, verify=str(path) != verified)
+        else:
+            loaded = load(path, weights_only=weights_only)
+        require_trainers(loaded, path)
+        self.loaded_from = path
         return loaded
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the module's state, after a look at whether it fits."""
-        self.require_fitting_model(checkpoint, strict)
-        super().load_model_state_dict(checkpoint, strict)
+    def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
+        """Remove a directory, or a file by Lightning's ``remove``."""
+        if not self._is_ours(path):
+            remove(path)
+        elif self.strategy.is_global_zero:
+            remove_directory(local_path(path))
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states, after a look at whether they fit."""
-        self.require_fitting_optimizers(checkpoint)
-        super().load_optimizer_state_dict(checkpoint)
+    def _is_ours(self, path: Any) -> bool:
+        """Whether there is a directory that is not for a CheckpointIO of the user's own."""
+        return is_sharded(path) and (self._has_safe_files or has_manifest(path))
+
+    # ---- what is loaded ----
 
     def require_fitting_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Raise ``CheckpointError`` if names or shapes differ from the module's, before anything is changed."""
-        assert self.lightning_module is not None
-        check_fits(checkpoint, self.lightning_module, (), strict, self._source)
+        assert self.strategy.lightning_module is not None
+        check_fits(checkpoint, self.strategy.lightning_module, (), strict, self._source)
 
     def require_fitting_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` if the optimizers, which hold all parameters, are others than the checkpoint's."""
-        outlines = [OptimizerOutline.of(getattr(o, "optimizer", o)) for o in self.optimizers]
+        outlines = [OptimizerOutline.of(getattr(o, "optimizer", o)) for o in self.strategy.optimizers]
         require_none(compare_optimizers(outlines, checkpoint["optimizer_states"]), self._source)
 
     @property
     def _source(self) -> str:
-        return str(self._loaded_from or "the checkpoint")
+        return str(self.loaded_from or "the checkpoint")
 
 
 def _wraps_another(io: Any) -> bool:

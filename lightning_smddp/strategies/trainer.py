@@ -9,28 +9,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_smddp._compat import register_ddp_comm_hook
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.strategies.exact_resume import ExactResume
-from lightning_smddp.strategies.guarded import Guarded
+from lightning_smddp.pipeline.structure import copied
+from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.sagemaker_folders import SageMakerFolders
-from lightning_smddp.strategies.session import Options, Session, check_devices, finish_wrapping
-from lightning_smddp.strategies.sharded import ShardedSaving
-from lightning_smddp.strategies.supervised import Supervised
+from lightning_smddp.strategies.session import Options, finish_wrapping
 from lightning_smddp.strategies.tables import print_table, say
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 _CHECKPOINT_KEY = "smddp"
 
 
-class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
+class TrainerDataParallel(TrainerStrategy):
     """Data parallelism with optimized all-reduce; a drop-in for ``DDPStrategy``.
 
     Args:
@@ -128,9 +126,7 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
             model_averaging_period=model_averaging_period, process_group_backend=options.process_group_backend,
             timeout=timeout, start_method=start_method, **kwargs,
         )  # fmt: skip
-        self._session = Session(options)
-        self._reliability = reliability
-        self._exact_resume = ExactResume()
+        self._hold_parts(options, reliability)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
 
     @property
@@ -138,38 +134,30 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
         """What gradient communication cost so far; None before fit. Collective: read it on every rank."""
         return self._session.report() if self._session.synchronizers else self._last_report
 
-    _last_report: CommunicationReport | None = None
+    # ---- gradients ----
 
-    def setup_environment(self) -> None:
-        """Start the process group, after a look at what the launcher started."""
-        environment = self.cluster_environment
-        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
-        super().setup_environment()
-        self._session.process_group_started()
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
-
-    def setup(self, trainer: Trainer) -> None:
-        """Wrap the model and set up optimizers."""
-        fits = trainer.state.fn == "fit"
-        if fits:
-            self.require_no_links(trainer)
-        super().setup(trainer)
-        if fits:
-            self._exact_resume.start(trainer, Place(self.global_rank, 0, self.world_size, 1), self.root_device)
-
+    @override
     def configure_ddp(self) -> None:
         """Choose the communication and wrap the model."""
         if self._ddp_comm_hook is None:
             assert self.model is not None
             self._ddp_kwargs = self._session.prepare(self.model, self.root_device, self._user_ddp_kwargs, self._timeout)
             watch = self._session.synchronizers[-1].watch
-            watch.on, watch.marks = self._watches_gradients, not self._changes_gradients
+            watch.on, watch.marks = self._checks.watches_gradients, not self._checks.changes_gradients
         elif self._session.options.bucket_cap_mb is not None:
             self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
         super().configure_ddp()
         finish_wrapping(self.root_device)
 
+    @override
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._ddp_comm_hook is not None:  # on CPU too, where DDPStrategy ignores it
+            register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        else:
+            self._session.attach(self.model)
+
+    @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         if self._session.synchronizers and self._session.synchronizers[-1].watch.marks:
             return by_watch(self._session.synchronizers[-1].watch)
@@ -177,69 +165,66 @@ class TrainerDataParallel(SageMakerFolders, Supervised, Guarded, ShardedSaving):
         return by_asking(bad_gradients(self.lightning_module.named_parameters()), self.root_device)
 
     @property
+    @override
     def _has_equal_gradients(self) -> bool:
         return bool(self._session.synchronizers)
 
+    @override
     def _brought(self) -> Mapping[str, str]:
         return self._session.synchronizers[-1].watch.take_findings() if self._session.synchronizers else {}
 
+    @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
         return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
-    def on_train_start(self) -> None:
-        """Say what runs."""
-        super().on_train_start()
+    # ---- a run ----
+
+    @property
+    @override
+    def _place(self) -> Place:
+        return Place(self.global_rank, 0, self.world_size, 1)
+
+    @override
+    def _training_starts(self) -> None:
         self._session.settle_buckets(self.model, self._exact_resume.saved("bucket_order"))
-        self._exact_resume.on_train_start()
         if self._session.options.verbose and self.is_global_zero and self._session.communicator is not None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
             print_table("smddp: data parallelism", rows, trainer)
 
-    def on_train_end(self) -> None:
-        """Say what it cost."""
-        super().on_train_end()
+    @override
+    def _training_ends(self) -> None:
         if self._session.synchronizers:
-            trainer = cast(Any, self.lightning_module).trainer
+            assert self.lightning_module is not None
             self._last_report = self._session.report()
             if self._session.options.verbose and self.is_global_zero and self.world_size > 1:
-                say(str(self._last_report), trainer)
+                say(str(self._last_report), self.lightning_module.trainer)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save, with what compression remembers, and what it takes to go on exactly."""
-        self._exact_resume.add_to(checkpoint, {"bucket_order": self._session.bucket_order()})
-        compression = self._session.options.compression
-        if compression is not None and "optimizer_states" in checkpoint and not self._interrupted():
+    @override
+    def _decisions(self) -> Mapping[str, Any]:
+        return {"bucket_order": self._session.bucket_order()}
+
+    @override
+    def _add_state(self, checkpoint: dict[str, Any]) -> None:
+        compresses = self._session.options.compression is not None
+        if compresses and "optimizer_states" in checkpoint and not self._interrupted:
             state = self._session.state_dict()
             if state:
                 checkpoint[_CHECKPOINT_KEY] = state
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Restore the optimizers, and what compression remembers."""
-        super().load_optimizer_state_dict(checkpoint)
-        self._exact_resume.take(checkpoint)
+    @override
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        self._saving.require_fitting_optimizers(checkpoint)
+        # States may be files mapped into memory, and optimizers keep what they are given.
+        states = copied(checkpoint["optimizer_states"])
+        super()._load_optimizers({**checkpoint, "optimizer_states": states})
         self._session.load_state_dict(checkpoint.get(_CHECKPOINT_KEY, {}))
 
-    def on_exception(self, exception: BaseException) -> None:
-        """Let Lightning's advice on unused parameters name this strategy."""
-        super().on_exception(exception)
+    @override
+    def _name_in_advice(self, exception: BaseException) -> None:
         exception.args = tuple(_as_ours(argument) for argument in exception.args)
-
-    def teardown(self) -> None:
-        """Free shared memory, threads and sockets."""
-        self._exact_resume.close()
-        self._session.close()
-        super().teardown()
-
-    def _register_ddp_hooks(self) -> None:
-        assert isinstance(self.model, DistributedDataParallel)
-        if self._ddp_comm_hook is not None:  # on CPU too, where DDPStrategy ignores it
-            register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
-        else:
-            self._session.attach(self.model)
 
 
 def _as_ours(argument: Any) -> Any:

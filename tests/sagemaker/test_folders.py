@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
-from lightning_smddp.strategies import sagemaker_folders
+from lightning_smddp.strategies import sagemaker_job
 from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT, places
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer
@@ -101,7 +101,7 @@ def test_resuming_looks_where_newest_points(tmp_path: Path) -> None:
     """Whatever directories this start's callbacks have."""
     strategy = SMDDPStrategy(verbose=False)
     trainer = make_trainer(strategy, default_root_dir=tmp_path)
-    strategy.newest_in = tmp_path
+    strategy._sagemaker.newest_in = tmp_path
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "a.ckpt").touch()
     assert places(trainer) == [str(tmp_path / STOP_CHECKPOINT)]
@@ -132,7 +132,7 @@ class Start:
     def __init__(self, base: Path, strategy: Any = None, model: Any = None, number: int = 1, **options: Any) -> None:
         os.environ["SAGEMAKER_BASE_DIR"] = str(base)
         self.base, self.model = base, model or Learner()
-        sagemaker_folders._trainers = count(number)
+        sagemaker_job._trainers = count(number)
         code = base / "code"
         code.mkdir(parents=True, exist_ok=True)
         strategy = strategy or SMDDPStrategy(verbose=False, algorithm="native")

@@ -1,0 +1,389 @@
+"""Both Trainer strategies: each hook that Lightning calls on them, once, in the order in which things happen.
+
+A strategy holds its parts, which are told what comes and know nothing of each other's order:
+
+- ``_session``: communication of gradients.
+- ``_supervision``: a fault ends all ranks with one cause, a signal stops all at one step.
+- ``_checks``: ranks have the same model, optimizers and number of batches; gradients are numbers.
+- ``_saving``: files and directories of checkpoints.
+- ``_exact_resume``: what a checkpoint needs beside Lightning's, so that a run goes on to the bit.
+- ``_sagemaker``: the folders of a SageMaker job.
+
+What only one of the strategies does is in its own methods; the last section here names those that both define.
+Written once for both packages that Lightning is published as: ``lightning.py`` and ``pytorch_lightning.py`` put it on
+top of their ``DDPStrategy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.communication.values import broadcast_value
+from lightning_smddp.strategies._compat_runs import is_control_flow, is_stop
+from lightning_smddp.strategies.exact_resume import ExactResume
+from lightning_smddp.strategies.joining import start_process_group
+from lightning_smddp.strategies.layouts import Place
+from lightning_smddp.strategies.reliability import ReliabilityOptions
+from lightning_smddp.strategies.run_supervision import RunSupervision
+from lightning_smddp.strategies.sagemaker_job import SageMakerJob
+from lightning_smddp.strategies.sanity_checks import SanityChecks
+from lightning_smddp.strategies.saving import Saving
+from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.tables import say
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DDPStrategy as _Base
+else:
+    _Base = object
+
+
+class TrainerStrategy(_Base):
+    """What ``smddp`` and ``smddp_pipeline`` have in common.
+
+    Attributes:
+        verified_checkpoint: a path: what is loaded next from there need not be verified again.
+    """
+
+    _script_launcher: type[Any]
+    _spawn_launcher: type[Any]
+    _safe_files: type[Any]
+    _notebook_name = "smddp_notebook"
+    verified_checkpoint: str | None = None
+    _last_report: CommunicationReport | None = None
+
+    def _hold_parts(self, communication: Options, reliability: ReliabilityOptions) -> None:
+        """The last thing that a constructor does."""
+        self._reliability = reliability
+        self._session = Session(communication)
+        self._exact_resume = ExactResume()
+        self._supervision = RunSupervision(self)
+        self._checks = SanityChecks(self)
+        self._saving = Saving(self)
+        self._sagemaker = SageMakerJob(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""
+        fresh = {"_session": Session(self._session.options), "_exact_resume": ExactResume()}
+        return {**super().__getstate__(), **fresh}
+
+    # ---- start ----
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            launcher = self._script_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            launcher.notebook_name = self._notebook_name
+            self._launcher = launcher
+        else:
+            self._launcher = self._spawn_launcher(self, start_method=self._start_method)
+        self._sagemaker.trainer_made()
+
+    @contextmanager
+    def explained_errors(self) -> Iterator[None]:
+        """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
+        with self._supervision.explained_errors():
+            yield
+
+    @override
+    def setup_environment(self) -> None:
+        """Start the process group and all that needs it, after a look at what the launcher started."""
+        environment = self.cluster_environment
+        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
+        self._require_layout()
+        super().setup_environment()
+        self._supervision.start()
+        self._sagemaker.start()
+        self._session.process_group_started()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
+        self._make_groups()
+
+    @override
+    def setup_distributed(self) -> None:
+        """Start the process group, which Lightning then finds."""
+        self.set_world_ranks()
+        start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.init_timeout)
+        super().setup_distributed()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Set up the model and optimizers, and take over signals."""
+        fits = trainer.state.fn == "fit"
+        if fits:
+            self._saving.require_no_links(trainer)
+        self._set_up_model(trainer)
+        if fits:
+            self._exact_resume.start(trainer, self._place, self.root_device)
+        self._supervision.take_over(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create the optimizers, which have to be the same on all ranks."""
+        super().setup_optimizers(trainer)
+        self._checks.require_same_optimizers()
+
+    # ---- training ----
+
+    @override
+    def on_train_start(self) -> None:
+        """Say what runs."""
+        super().on_train_start()
+        self._checks.training_starts()
+        self._supervision.training_starts()
+        self._training_starts()
+        self._exact_resume.on_train_start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Stop if all are to stop, or if a save in the background has failed."""
+        self._supervision.training_batch_starts(batch_idx)
+        self._saving.raise_failure()
+        super().on_train_batch_start(batch, batch_idx)
+        self._checks.training_batch_starts(batch)
+
+    @override
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """A batch begins."""
+        self._supervision.batch_begins()
+        with self._moving_batch():
+            return super().batch_to_device(batch, *args, **kwargs)
+
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, within :meth:`_averaging`."""
+        self._supervision.phase("backward")
+        with self._averaging():
+            return super().backward(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The closure comes first: the training step and its backward pass. Then gradients are looked at."""
+        take_step = super().optimizer_step
+
+        def step(closure: Callable[[], Any]) -> Any:
+            return take_step(optimizer, closure, model, **kwargs)
+
+        def trained() -> Any:
+            result = closure()
+            self._supervision.phase("optimizer")
+            return result
+
+        result = self._checks.around_step(optimizer, trained, step)
+        self._supervision.phase("data")
+        return result
+
+    @override
+    def on_validation_start(self) -> None:
+        """Ranks that came to the end of an epoch wait for each other before validation."""
+        self._supervision.validation_starts()
+        super().on_validation_start()
+
+    @override
+    def on_validation_end(self) -> None:
+        """Validation inside of fit is a place to stop at, too."""
+        super().on_validation_end()
+        self._supervision.validation_ends()
+
+    @override
+    def on_train_end(self) -> None:
+        """Say how many steps were left out, and what communication cost; save the final model in a SageMaker job."""
+        super().on_train_end()
+        text = self._checks.guard.report()
+        if text is not None and self.is_global_zero:
+            assert self.lightning_module is not None
+            say(text, self.lightning_module.trainer)
+        self._sagemaker.training_ends()
+        self._training_ends()
+
+    # ---- end ----
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave SageMaker word of what has failed, also before there is a process group."""
+        super().on_exception(exception)
+        self._name_in_advice(exception)
+        if not is_stop(exception) and not is_control_flow(exception):
+            self._sagemaker.write_failure(exception)
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an exception ended the run: other ranks may be gone."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module.trainer.interrupted
+
+    @override
+    def teardown(self) -> None:
+        """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
+        self._exact_resume.close()
+        self._release_model()
+        self._session.close()
+        self._sagemaker.end()
+        self._supervision.phase("teardown")
+        try:
+            self._tear_down_model()
+        finally:
+            self._supervision.let_go()
+
+    # ---- checkpoints ----
+
+    @property
+    def newest_in(self) -> Path | None:
+        """The folder of a SageMaker job with the file ``newest``, if checkpoints go there."""
+        return self._sagemaker.newest_in
+
+    @property
+    @override
+    def checkpoint_io(self) -> Any:
+        """The user's, or ours."""
+        self._checkpoint_io = self._saving.complete(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save, with what it takes to go on exactly. Errors are raised on every rank. Collective."""
+        if not self._can_save(filepath):
+            return
+        self._exact_resume.add_to(checkpoint, self._decisions())
+        self._add_state(checkpoint)
+        with self._supervision.saves():
+            self._saving.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+        self._sagemaker.saved(checkpoint, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load what a Trainer has saved, a file or a directory. Collective for directories."""
+        return self._saving.load(checkpoint_path, weights_only, super().load_checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or a directory."""
+        self._saving.remove(filepath, super().remove_checkpoint)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's state, after a look at whether it fits."""
+        self._saving.require_fitting_model(checkpoint, strict)
+        self._load_model(checkpoint, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states, and what it takes to go on exactly."""
+        self._exact_resume.take(checkpoint)
+        self._load_optimizers(checkpoint)
+
+    # ---- between ranks ----
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks, unless an exception has ended the run: they may be gone, or wait for something else."""
+        self._require_outside_of_step()
+        if not self._interrupted:
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """``obj`` of rank ``src`` on every rank, without pickle. Raises ``ValueError`` for objects that need it."""
+        if not dist.is_initialized() or dist.group.WORLD is None:
+            return obj
+        return broadcast_value(obj, src, dist.group.WORLD, self.root_device)
+
+    # ---- what a strategy defines ----
+
+    def _require_layout(self) -> None:
+        """Before anything starts: raise ``ValueError`` if the options do not fit the number of ranks."""
+
+    def _make_groups(self) -> None:
+        """Make the process groups that the strategy needs beside the default one. Collective."""
+
+    def _set_up_model(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+
+    @property
+    def _place(self) -> Place:
+        """Where this rank is among all that have the same data or the same part of the module."""
+        raise NotImplementedError
+
+    def _training_starts(self) -> None:
+        """Before the first batch of a fit."""
+
+    def _training_ends(self) -> None:
+        """Behind the last batch of a fit."""
+
+    def _moving_batch(self) -> AbstractContextManager[None]:
+        """Around the code that moves a batch to the device."""
+        return nullcontext()
+
+    def _averaging(self) -> AbstractContextManager[None]:
+        """Around Lightning's backward pass."""
+        return nullcontext()
+
+    def _require_outside_of_step(self) -> None:
+        """Raise if ranks cannot wait for each other here."""
+
+    def _release_model(self) -> None:
+        """At the end of a run: give the module back to the user."""
+
+    def _tear_down_model(self) -> None:
+        super().teardown()
+
+    def _name_in_advice(self, exception: BaseException) -> None:
+        """Let Lightning's advice on its own strategies name this one."""
+
+    def _can_save(self, filepath: Any) -> bool:
+        """Whether a checkpoint can be saved now."""
+        return True
+
+    def _decisions(self) -> Mapping[str, Any]:
+        """What was chosen in this run, and a resumed one has to choose as well; anything that JSON carries."""
+        raise NotImplementedError
+
+    def _add_state(self, checkpoint: dict[str, Any]) -> None:
+        """Add what the communication remembers. Collective."""
+
+    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+
+    @property
+    def _is_first_replica(self) -> bool:
+        """Whether this rank has a part of what is saved."""
+        return self.is_global_zero
+
+    def _optimized(self, optimizer: Optimizer) -> Sequence[Tensor]:
+        """All parameters of an optimizer of the whole module."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def _find_nonfinite(self) -> Mapping[str, str] | None:
+        """What is wrong with this rank's gradients; None if no rank has found anything. Maybe collective."""
+        raise NotImplementedError
+
+    def _brought(self) -> Mapping[str, str]:
+        """What was wrong with this rank's own gradients before averaging."""
+        raise NotImplementedError
+
+    @property
+    def _has_equal_gradients(self) -> bool:
+        """Whether all ranks have the same ones after the backward pass."""
+        return False
+
+    @property
+    def _finders(self) -> dist.ProcessGroup | None:
+        """The ranks that find the same at once; None is all."""
+        return None

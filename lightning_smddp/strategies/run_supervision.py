@@ -1,0 +1,349 @@
+"""A Trainer's run under supervision: faults end all ranks with one cause, signals stop them at one step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp._compat import default_store
+from lightning_smddp.communication.device_watch import DeviceWatch, mark
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.groups import abort_groups, spoil_groups
+from lightning_smddp.communication.join import start_limit
+from lightning_smddp.strategies._compat_runs import (
+    after_training_epoch,
+    is_control_flow,
+    is_stop,
+    no_batch_follows,
+    own_stops,
+    received_stop,
+    stop_exception,
+    will_step,
+)
+from lightning_smddp.strategies.auto_resume import stop_checkpoint
+from lightning_smddp.strategies.launching import end_processes, launcher_pid, may_be_ended
+from lightning_smddp.strategies.nonfinite import is_changed_hook
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
+from lightning_smddp.strategies.tables import say
+from lightning_smddp.supervision.failure import Failure
+from lightning_smddp.supervision.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_smddp.strategies.base import TrainerStrategy
+
+_PHASE_OF = {"validate": "validation", "test": "test"}
+_AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
+_VALIDATED = 2**32 - 1
+_END = 2**62  # a place to stop at, behind all others
+_GOODBYES_S = 5.0  # for the other ranks' ends
+_SAVING_S = 60.0  # for a checkpoint that is written because of an exception
+
+
+class RunSupervision:
+    """Watches the job from before the first collective to the end of the run. A strategy calls it where hooks come.
+
+    Args:
+        strategy: of the Trainer. Its options and its run are asked for when they are needed.
+    """
+
+    def __init__(self, strategy: TrainerStrategy) -> None:
+        self.strategy = strategy
+        self.supervisor: Supervisor | None = None
+        self.started_ranks: Any = ()  # processes that this one has started
+        self.joined: Callable[[], None] = _nothing  # all ranks are here; the launcher puts its own in this place
+        self._device_watch: DeviceWatch | None = None
+        self._stops: ExitStack | None = None
+        self._stopped: bool | None = None  # by a signal: whether the ranks agreed
+        self._failed_run = False  # the last one ended with an exception
+        self._runs = False  # inside of explained_errors
+        self._ended_epoch = -1
+        self._seen = 0  # batches of this validation, test or prediction
+        self._stops_in_validation = False  # if ranks come to the end of it together
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
+        ended = {"supervisor": None, "_device_watch": None, "_stops": None, "started_ranks": (), "joined": _nothing}
+        return {**vars(self), **ended}
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.strategy.lightning_module is not None
+        return self.strategy.lightning_module.trainer
+
+    # ---- start and end ----
+
+    def start(self) -> None:
+        """The process group is up."""
+        if self.supervisor is not None or not dist.is_initialized():
+            return
+        strategy, reliability = self.strategy, self.strategy._reliability
+        self._seen = 0
+        self.supervisor = Supervisor.start(
+            default_store(),
+            strategy.global_rank,
+            strategy.world_size,
+            strategy._session.options.collective_timeout or strategy._timeout or DEFAULT_TIMEOUT,
+            parent_pid=launcher_pid(),
+            address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            start_timeout=start_limit(reliability.init_timeout, strategy._timeout),
+            stop_grace=reliability.stop_grace,
+        )
+        if strategy.root_device.type == "cuda":
+            self._device_watch = DeviceWatch(strategy.root_device, self.supervisor.progress)
+            self.supervisor.watch_device(self._device_watch)
+        self.phase("setup")
+        self.supervisor.at_failure(abort_groups)
+        self.supervisor.at_emergency(lambda: end_processes(self.started_ranks, patience_s=0.0))
+        self.joined()
+
+    def take_over(self, trainer: Trainer) -> None:
+        """From here on signals stop the run by agreement, and epochs end together."""
+        if self.supervisor is not None and self._stops is None:
+            self.supervisor.allow_hooks(self.hooks_after_exception_s)
+            self._stops = ExitStack()
+            self._stops.enter_context(own_stops(trainer, self._install_signals))
+            self._stops.enter_context(after_training_epoch(trainer, self._end_epoch))
+
+    def _install_signals(self) -> None:
+        if self.supervisor is not None and threading.current_thread() is threading.main_thread():
+            self.supervisor.install_signals((signal.SIGTERM, signal.SIGINT))
+
+    def let_go(self) -> None:
+        """Give Lightning back what stops have changed. Hooks follow, so the others are watched until the run's end."""
+        stops, self._stops = self._stops, None
+        if stops is not None:
+            stops.close()
+        if not self._runs:
+            self._end_supervision()
+
+    def _end_run(self) -> None:
+        """Say goodbye to the other ranks. What came too late for a step to see it counts: a failure, a stop."""
+        supervisor = self.supervisor
+        if supervisor is None:
+            return
+        stop = supervisor.gate(_END)
+        self._end_supervision()
+        if supervisor.failure is not None:
+            spoil_groups()
+            self._follow(supervisor.failure)
+            raise supervisor.failure.error()
+        if stop is not None:
+            error = stop_exception(self._trainer)
+            self._end_by_stop(error, supervisor, "the run was over already")
+            raise error
+
+    def _end_supervision(self) -> None:
+        supervisor, self.supervisor = self.supervisor, None
+        watch, self._device_watch = self._device_watch, None
+        if watch is not None:
+            watch.close()
+        if supervisor is not None:
+            hooks_s = self.hooks_after_exception_s if self._failed_run else 0.0
+            if hooks_s > 0.0:
+                supervisor.postpone(hooks_s + _GOODBYES_S)
+                if supervisor.await_first(hooks_s) and may_be_ended():
+                    time.sleep(_AFTER_THE_FIRST_S)
+            supervisor.close(max(_GOODBYES_S, hooks_s))
+
+    # ---- errors ----
+
+    @contextmanager
+    def explained_errors(self) -> Iterator[None]:
+        """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
+        self._stopped, self._runs, self._failed_run = None, True, False
+        self.strategy._session.failed = False
+        try:
+            yield
+            self._end_run()
+        except BaseException as error:
+            self._failed_run = True
+            self.strategy._session.failed = not (self._stopped and is_stop(error))
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            self._runs = False
+
+    def _explain(self, error: BaseException) -> BaseException:
+        self.strategy._sagemaker.failed = True
+        supervisor = self.supervisor
+        if supervisor is None or is_control_flow(error):
+            return error
+        if self.hooks_after_exception_s > 0.0:
+            supervisor.postpone(self.hooks_after_exception_s)
+        if self._stopped is not None and is_stop(error):
+            self._save_for_stop(error, supervisor)
+            return error
+        explained = supervisor.explain(error)
+        failure = supervisor.failure
+        if failure is not None:
+            spoil_groups()
+        if failure is not None and (explained is not error or isinstance(error, RankFailedError)):
+            self._follow(failure)
+        if explained is error:
+            _require_failure_code(error)
+        return explained
+
+    @property
+    def hooks_after_exception_s(self) -> float:
+        """How long the user's own ``on_exception`` may take, such as an upload, before a process is ended by force."""
+        module = self.strategy.lightning_module
+        if module is None or module._trainer is None:
+            return 0.0
+        trainer: Any = module.trainer
+        owners: list[Any] = [module, trainer.datamodule, *trainer.callbacks]
+        if not any(hasattr(owner, "on_exception") and is_changed_hook(owner, "on_exception") for owner in owners):
+            return 0.0
+        return self.strategy._reliability.stop_grace.total_seconds()
+
+    def _follow(self, failure: Failure) -> None:
+        """Let the rank that failed end first, and say why this one does, should it not come to its traceback."""
+        self.strategy._sagemaker.write_failure(failure.error())  # the launcher may end this process while it waits
+        if may_be_ended():
+            os.write(2, f"lightning-smddp: {failure.error()}\n".encode(errors="replace"))
+            if failure.kind == "exception":
+                time.sleep(_AFTER_THE_FIRST_S)
+
+    def _save_for_stop(self, error: BaseException, supervisor: Supervisor) -> None:
+        """Save what is needed to go on."""
+        trainer = self._trainer
+        if self._stopped and trainer.state.fn == "fit":
+            path = stop_checkpoint(trainer)
+            trainer.save_checkpoint(path)
+            self.strategy._saving.finish()
+            how = "Start the script again"
+            if self.strategy._reliability.resume != "auto":
+                how = "Give it to `fit` as `ckpt_path`, or use resume='auto',"
+            text = f"saved to {path}. {how} to go on"
+        else:
+            text = "nothing is saved: " + ("no training ran" if self._stopped else "a rank did not answer")
+        self._end_by_stop(error, supervisor, text)
+
+    def _end_by_stop(self, error: BaseException, supervisor: Supervisor, text: str) -> None:
+        """Give the exception the exit code of a stop, and say what is left."""
+        signum = supervisor.stop_signal or signal.SIGTERM
+        if isinstance(error, SystemExit):
+            error.code = 128 + signum
+        if self.strategy.is_global_zero:
+            trainer = self._trainer
+            say(f"{signal.Signals(signum).name}: all ranks stop at step {trainer.global_step}; {text}.", trainer)
+
+    # ---- steps ----
+
+    def phase(self, name: str) -> None:
+        """What this rank does from here on, for those who look for the one that is behind."""
+        if self.supervisor is not None:
+            self.supervisor.progress.phase = name
+            mark()
+
+    def training_starts(self) -> None:
+        """Epochs begin, not always with one that this strategy has not seen."""
+        trainer = self._trainer
+        self._ended_epoch = trainer.current_epoch - 1
+        if self.supervisor is not None:
+            self.supervisor.progress.start_epoch(trainer.current_epoch)
+
+    def training_batch_starts(self, batch_idx: int) -> None:
+        """Note where this rank is, and whether all are to stop behind this batch."""
+        supervisor, trainer = self.supervisor, self._trainer
+        if supervisor is None:
+            return
+        progress = supervisor.progress
+        if progress.epoch != trainer.current_epoch:
+            progress.start_epoch(trainer.current_epoch)
+        progress.step, progress.batches, progress.phase = trainer.global_step, batch_idx + 1, "forward"
+        mark()
+        if will_step(trainer):
+            self._look_for_stop(_place(trainer, 0))
+
+    def validation_starts(self) -> None:
+        """Ranks that came to the end of an epoch wait for each other before validation."""
+        trainer = self._trainer
+        fits = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if fits and no_batch_follows(trainer):
+            self._end_epoch(validates=True)
+        self.phase("validation")
+        self._seen, self._stops_in_validation = 0, False
+        if self.supervisor is not None and fits:
+            self._stops_in_validation = will_step(trainer) and self._same_everywhere(sum(trainer.num_val_batches))
+
+    def validation_ends(self) -> None:
+        """Validation inside of fit is a place to stop at, too."""
+        trainer = self._trainer
+        if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
+            self._look_for_stop(_place(trainer, _VALIDATED))
+
+    def _same_everywhere(self, count: float) -> bool:
+        """Whether it is finite and the same on all ranks. Collective."""
+        bounds = torch.tensor([count, -count], dtype=torch.float32, device=self.strategy.root_device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        return bool(bounds.isfinite().all()) and float(bounds.sum()) == 0.0
+
+    def _look_for_stop(self, place: int) -> None:
+        """Lightning ends a run at the end of the batch (and its validation) if a stop was received."""
+        assert self.supervisor is not None
+        stop = self.supervisor.gate(place)
+        if stop is not None and self._stopped is None:
+            self._stopped = stop.agreed
+            trainer = self._trainer
+            received_stop(trainer)
+            if not stop.agreed:
+                raise stop_exception(trainer)
+
+    def _end_epoch(self, validates: bool = False) -> None:
+        """Ranks with other numbers of batches would average gradients of different epochs from here on."""
+        supervisor, trainer = self.supervisor, self._trainer
+        if supervisor is not None and self._stopped is None and trainer.current_epoch > self._ended_epoch:
+            self._ended_epoch = trainer.current_epoch
+            supervisor.end_of_epoch(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1, validates)
+
+    def batch_begins(self) -> None:
+        """Outside of training this is where to stop."""
+        supervisor, trainer = self.supervisor, self._trainer
+        if supervisor is None:
+            return
+        supervisor.progress.moved()
+        if trainer.state.fn != "fit":
+            self._seen += 1
+            self.phase(_PHASE_OF.get(str(trainer.state.fn), "predict"))
+            self._look_for_stop(self._seen)
+            if self._stopped is not None:
+                raise stop_exception(trainer)
+        elif trainer.validating and self._stops_in_validation:
+            self._seen += 1
+            self._look_for_stop(_place(trainer, self._seen))  # Lightning ends the run behind this batch
+
+    @contextmanager
+    def saves(self) -> Iterator[None]:
+        """Around a save; after an exception there must be time for it."""
+        self.phase("checkpoint")
+        if self.supervisor is not None and self.supervisor.failure is not None:
+            self.supervisor.postpone(_SAVING_S)
+        yield
+        self.phase("data")
+
+
+def _place(trainer: Any, batch: int) -> int:
+    """Numbers that rise: 0 of a training batch, then 1, 2, ... of the validation behind it, then ``_VALIDATED``."""
+    return int(trainer.fit_loop.total_batch_idx) * (_VALIDATED + 1) + batch
+
+
+def _require_failure_code(error: BaseException) -> None:
+    """``sys.exit(0)`` in the middle of a run leaves the other ranks alone, and must not look like success."""
+    if isinstance(error, SystemExit) and not error.code:
+        error.code = 1
+
+
+def _nothing() -> None:
+    pass
