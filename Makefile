@@ -15,7 +15,7 @@ help:
 	@echo "make public  modules of public packages under pipelines, in an environment of their own"
 	@echo "make gpu    what is promised on GPUs, on those of this machine, and a page of results (gpu.md);"
 	@echo "            SIMULATED=1: on simulated devices"
-	@echo "make lint   ruff check, ruff format --check"
+	@echo "make lint   ruff check, ruff format --check, and the shape of the package"
 	@echo "make types  mypy --strict on the package"
 	@echo "make bench  list the benchmark commands"
 	@echo "make clean  remove caches and build output (not .venv, .venv-public)"
@@ -55,6 +55,7 @@ gpu: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/shape.py lightning_smddp
 
 types: $(INSTALLED)
 	$(BIN)/mypy

@@ -150,6 +150,23 @@ def test_files_and_functions_are_small() -> None:
     assert offenders == []
 
 
+def methods_of_class(path: Path, name: str) -> set[str]:
+    (found,) = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef) and node.name == name]
+    return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("trainer.py", "TrainerDataParallel"), ("pipeline.py", "PipelineParallel")], ids=str
+)
+def test_hooks_of_lightning_are_defined_once(file: str, name: str) -> None:
+    """What both strategies do in a hook stands in the base class; the strategies fill in methods of our own."""
+    common = methods_of_class(PACKAGE / "strategies" / "base.py", "TrainerStrategy")
+    own = methods_of_class(PACKAGE / "strategies" / file, name)
+    ours = {method for method in own if method.startswith("_")}
+    assert "save_checkpoint" in common
+    assert common & own - ours == set()
+
+
 # ---- the rules find what they look for ----
 
 OFFENDER = """
