@@ -126,6 +126,7 @@ class TrainerStrategy(_Base):
         if fits:
             self._exact_resume.start(trainer, self._place, self.root_device)
         self._supervision.take_over(trainer)
+        self._watch_hooks(trainer)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -317,6 +318,9 @@ class TrainerStrategy(_Base):
     def _place(self) -> Place:
         """Where this rank is among all that have the same data or the same part of the module."""
         raise NotImplementedError
+
+    def _watch_hooks(self, trainer: Trainer) -> None:
+        """The last of the set-up: from here on the user's hooks run."""
 
     def _training_starts(self) -> None:
         """Before the first batch of a fit."""

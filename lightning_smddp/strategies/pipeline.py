@@ -229,6 +229,9 @@ class PipelineParallel(TrainerStrategy):
                 self._staged.replicate(manual_optimization(self.lightning_module))
             elif (reason := self._callback_against_pipelining(trainer)) is not None:
                 self._staged.replicate(reason)
+
+    @override
+    def _watch_hooks(self, trainer: Trainer) -> None:
         self._changes.enter_context(self._hook_view.installed(trainer))
 
     def _callback_against_pipelining(self, trainer: Trainer) -> str | None:

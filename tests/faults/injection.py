@@ -68,25 +68,32 @@ def fault_at(rank: int, step: int, kind: str, phase: str, timed: bool = True) ->
     return Injection(Fault(rank, step, kind, phase, timed))
 
 
+_struck: set[int] = set()  # of this process: the callback's own attributes begin anew with each trial of a step
+
+
 class Injection(Callback):
     """See :func:`fault_at`."""
 
     def __init__(self, fault: Fault) -> None:
         if fault.kind not in KINDS:
             raise ValueError(f"kind={fault.kind!r} is unknown. Valid: {', '.join(KINDS)}.")
-        self.fault, self._struck = fault, False
+        self.fault = fault
 
     @property
     def state_key(self) -> str:
         return f"Injection-{self.fault}"
 
+    @property
+    def _has_struck(self) -> bool:
+        return id(self) in _struck
+
     def _is_due(self, trainer: Any, phase: str) -> bool:
         here = trainer.global_rank == self.fault.rank and self.fault.phase == phase
-        return here and not self._struck and trainer.global_step >= self.fault.step
+        return here and not self._has_struck and trainer.global_step >= self.fault.step
 
     def _strike(self, trainer: Any) -> None:
-        if not self._struck:
-            self._struck = True
+        if not self._has_struck:
+            _struck.add(id(self))
             self.fault.strike(trainer)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -104,7 +111,7 @@ class Injection(Callback):
 
     def _strike_at_a_gradient(self, trainer: Any, module: Any, delay: float) -> None:
         def hook(gradient: torch.Tensor) -> torch.Tensor | None:
-            if self._struck:
+            if self._has_struck:
                 return None
             time.sleep(delay)
             self._strike(trainer)
