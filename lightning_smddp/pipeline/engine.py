@@ -15,7 +15,7 @@ from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.spans import Recorder
-from lightning_smddp.pipeline.stage import BackwardListener, Boundary, Stage, StageBody
+from lightning_smddp.pipeline.stage import Boundary, Stage, StageBody
 
 _KEPT_SCHEDULES = 16  # torch's objects, one per number of micro-batches and mode; they hold orders only, no tensors
 
@@ -36,7 +36,6 @@ class PipelineEngine:
         schedule: How stages are placed and in which order they work.
         num_stages: Stages on all ranks together.
         bodies: Stage -> what it computes, for the stages on this rank.
-        listener: Is told of each backward, to start the gradient synchronisation of a stage after its last one.
         recorder: Records when this rank works and waits.
 
     Raises:
@@ -50,7 +49,6 @@ class PipelineEngine:
         schedule: Schedule,
         num_stages: int,
         bodies: Mapping[int, StageBody],
-        listener: BackwardListener | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         stages_per_rank, rest = divmod(num_stages, group.size())
@@ -65,7 +63,7 @@ class PipelineEngine:
             raise ValueError(f"rank {group.rank()} holds stages {here}, but bodies are for {sorted(bodies)}")
         self._group, self._device, self._schedule, self._num_stages = group, device, schedule, num_stages
         self._recorder = recorder
-        self._stages = [Stage(index, placement, group, device, bodies[index], listener, recorder) for index in here]
+        self._stages = [Stage(index, placement, group, device, bodies[index], recorder) for index in here]
         self._placement = placement
         self._schedules: dict[tuple[int, bool], Any] = {}
         self._connected = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -54,11 +52,6 @@ class Ownership:
             if len(ranks) > 1:
                 sets.setdefault(tuple(sorted(ranks)), []).append(name)
         return dict(sorted(sets.items()))
-
-    def digest(self) -> str:
-        """Equal on two ranks if they mean the same partition."""
-        facts = [list(self.parameters.items()), list(self.buffers.items()), self.num_ranks]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def check(self, module: nn.Module) -> None:
         """Raise ``ValueError`` if ``module``'s parameters are not the ones that were placed."""

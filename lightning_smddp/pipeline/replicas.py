@@ -6,7 +6,7 @@ says so (pytorch/pytorch#144530).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -117,11 +117,6 @@ class ReplicaGradients:
             yield
         finally:
             self._remaining = remaining
-
-    def stage_done(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters are complete, whatever was expected: start the buckets that are full."""
-        self._remaining.update(dict.fromkeys(names, 0))
-        self._launch_full()
 
     def set_aside(self) -> None:
         """Take ``.grad`` away until :meth:`finish`, so that nobody zeroes or reads what may be under way."""

@@ -71,40 +71,6 @@ class StageBody(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class BackwardNotice:
-    """A backward that computes gradients of parameters: a whole one (``B``) or the later part of a split one (``W``).
-
-    Attributes:
-        stage: The stage.
-        microbatch: The micro-batch.
-        nth: How many of this stage's backwards this step has had with this one, 1 to ``num_microbatches``.
-        num_microbatches: The number of micro-batches of the step.
-    """
-
-    stage: int
-    microbatch: int
-    nth: int
-    num_microbatches: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the stage's gradients are complete after it."""
-        return self.nth == self.num_microbatches
-
-
-class BackwardListener(Protocol):
-    """Is told around each backward; all notices of one stage are in order."""
-
-    def before_backward(self, notice: BackwardNotice) -> None:
-        """The backward is about to start."""
-        ...
-
-    def after_backward(self, notice: BackwardNotice) -> None:
-        """The backward is done (on CUDA: enqueued)."""
-        ...
-
-
 class _Received(torch.autograd.Function):
     """The received tensor as a result of something, so that the stage may change it in place as one process may.
 
@@ -142,7 +108,6 @@ class Stage:
         group: The ranks of the pipeline.
         device: Where messages are received.
         body: What it computes.
-        listener: Told of each backward.
         recorder: Records when the stage works.
     """
 
@@ -153,7 +118,6 @@ class Stage:
         group: dist.ProcessGroup,
         device: torch.device,
         body: StageBody,
-        listener: BackwardListener | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.stage_index, self.num_stages = index, len(rank_of_stage)
@@ -162,17 +126,15 @@ class Stage:
         self.is_first, self.is_last = index == 0, index == self.num_stages - 1
         self.device, self.submod = device, body.module
         self.has_backward = False
-        self._body, self._listener, self.recorder = body, listener, recorder
+        self._body, self.recorder = body, recorder
         self._incoming: list[Boundary] = []
         self._outgoing: list[Boundary] = []
         self._microbatches: list[_Microbatch] = []
-        self._backwards = 0
 
     def begin_step(self, incoming: list[Boundary], outgoing: list[Boundary], has_backward: bool) -> None:
         """Prepare for a step: what is received and sent for each micro-batch (empty at the ends of the pipeline)."""
         self._incoming, self._outgoing, self.has_backward = incoming, outgoing, has_backward
         self._microbatches = [_Microbatch() for _ in incoming]
-        self._backwards = 0
 
     def end_step(self) -> None:
         """Let go of everything that the step has left, also when it failed."""
@@ -242,11 +204,7 @@ class Stage:
         state = self._microbatches[bwd_chunk_id]
         roots, leaves = self._roots(state), [leaf for leaf in state.leaves if leaf is not None]
         if full_backward:
-            with (
-                self._announced(bwd_chunk_id),
-                action(self.recorder, self.stage_index, "backward", bwd_chunk_id),
-                _computing(),
-            ):
+            with action(self.recorder, self.stage_index, "backward", bwd_chunk_id), _computing():
                 gradients = backward(roots, leaves)
         else:
             with action(self.recorder, self.stage_index, "backward_input", bwd_chunk_id), _computing():
@@ -263,11 +221,7 @@ class Stage:
         state = self._microbatches[bwd_chunk_id]
         split, state.split = state.split, None
         assert split is not None, f"stage {self.stage_index}, micro-batch {bwd_chunk_id}: W before I"
-        with (
-            self._announced(bwd_chunk_id),
-            action(self.recorder, self.stage_index, "backward_weight", bwd_chunk_id),
-            _computing(),
-        ):
+        with action(self.recorder, self.stage_index, "backward_weight", bwd_chunk_id), _computing():
             split.weights()
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -289,7 +243,7 @@ class Stage:
         return gradients
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: replicas are the listener's business."""
+        """Nothing: hooks of the parameters average over replicas."""
 
     # ---- the rest is ours ----------------------------------------------------------------------------------------
 
@@ -308,17 +262,6 @@ class Stage:
 
     def _zeros(self, spec: TensorSpec) -> Tensor:
         return spec.empty(self.device).zero_()
-
-    @contextmanager
-    def _announced(self, microbatch: int) -> Iterator[None]:
-        self._backwards += 1
-        if self._listener is None:
-            yield
-            return
-        notice = BackwardNotice(self.stage_index, microbatch, self._backwards, len(self._microbatches))
-        self._listener.before_backward(notice)
-        yield
-        self._listener.after_backward(notice)
 
     def _check_outputs(self, outputs: Sequence[Tensor], microbatch: int) -> None:
         """Refuse outputs that the next stage does not expect: received as announced they would be silently wrong."""
