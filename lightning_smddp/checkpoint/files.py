@@ -2,8 +2,8 @@
 
 Main flow: :func:`write_file`. Everything goes to a temporary file in the directory of the checkpoint (elsewhere could
 be another file system, where a rename becomes truncate-and-copy). Only when it is complete, on disk and read back
-does one ``rename`` put it in the place of the previous one; the hash is inside the file (see ``seal.py``), so there
-is no moment at which one is new and the other old. See rename(2): "newpath ... will be atomically replaced".
+does one ``rename`` put it in the place of the previous one; checksums are inside the file (see ``zip_files.py``). See
+rename(2): "newpath ... will be atomically replaced".
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import ctypes
 import errno
 import os
 from contextlib import suppress
+from typing import IO
 
 from lightning_smddp.checkpoint.contents import Dump
-from lightning_smddp.checkpoint.seal import write_sealed
 from lightning_smddp.checkpoint.temporary import create, remove, remove_strays, temporary_name
+from lightning_smddp.checkpoint.zip_files import BrokenZipError, require_whole, write_stamped
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
@@ -33,7 +34,7 @@ def write_file(dump: Dump, path: str, needed: int, verify: bool = True) -> None:
         dump: writes the contents; see ``contents.py``.
         path: the directory is made if it is not there.
         needed: bytes that it takes, about.
-        verify: read the file back from the disk and compare its hash, before it replaces another.
+        verify: read the file back from the disk and compare its checksums, before it replaces another.
 
     Raises:
         OSError: of the kind that the system reported (no space, read-only, directory gone ...), with ``path`` as
@@ -60,18 +61,25 @@ def _write(dump: Dump, directory: str, name: str, verify: bool) -> None:
     descriptor, temporary = create(directory, name, _make)
     try:
         with open(descriptor, "wb", buffering=2**20) as file:  # closing it also ends the lock
-            seal, _ = write_sealed(dump, file)
+            write_stamped(dump, file)
             os.fsync(descriptor)
             if verify:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the cache
-                with open(temporary, "rb", buffering=0) as written:
-                    if not seal.matches(written):
-                        raise OSError(errno.EIO, "what was read back differs from what was written")
+                with open(temporary, "rb") as written:
+                    require_as_written(written)
             put_in_place(temporary, os.path.join(directory, name))
     except BaseException:
         with suppress(OSError):  # what went wrong first is what matters
             os.unlink(temporary)
         raise
+
+
+def require_as_written(file: IO[bytes]) -> None:
+    """Raise ``OSError`` if a file that was just written is damaged."""
+    try:
+        require_whole(file)
+    except BrokenZipError as error:
+        raise OSError(errno.EIO, f"what was read back differs from what was written: {error}") from error
 
 
 def _make(path: str) -> int:

@@ -1,4 +1,4 @@
-"""SHA-256 of what is written and read, piece by piece."""
+"""Writing and reading piece by piece, with a SHA-256."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import IO, Any
 _PIECE = 2 * 2**20
 
 
-class HashingWriter:
-    """What ``torch.save`` and ``pickle`` write to: passes everything on to ``file``, and hashes it.
+class Writer:
+    """What ``torch.save`` and ``pickle`` write to: passes everything on to ``file``, and remembers its error.
 
     Attributes:
         size: Bytes passed on.
@@ -22,13 +22,7 @@ class HashingWriter:
     def __init__(self, file: IO[bytes]) -> None:
         self.size = 0
         self._file = file
-        self._hash = hashlib.sha256()
         self._error: Exception | None = None
-
-    @property
-    def digest(self) -> str:
-        """The hash of what was passed on so far, in hexadecimal."""
-        return self._hash.hexdigest()
 
     def write(self, data: Any) -> int:
         """Pass on ``data`` (bytes-like)."""
@@ -37,14 +31,15 @@ class HashingWriter:
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), _PIECE):
-                piece = view[start : start + _PIECE]
-                self._hash.update(piece)
-                self._file.write(piece)
+                self._pass_on(view[start : start + _PIECE])
         except Exception as error:
             self._error = error
             raise
         self.size += len(view)
         return len(view)
+
+    def _pass_on(self, piece: memoryview) -> None:
+        self._file.write(piece)
 
     def flush(self) -> None:
         """Do nothing: the file is flushed once, when it is complete."""
@@ -58,6 +53,23 @@ class HashingWriter:
             if self._error is not None:
                 raise self._error from None
             raise
+
+
+class HashingWriter(Writer):
+    """Also hashes what it passes on."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._hash = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """The hash of what was passed on so far, in hexadecimal."""
+        return self._hash.hexdigest()
+
+    def _pass_on(self, piece: memoryview) -> None:
+        self._hash.update(piece)
+        super()._pass_on(piece)
 
 
 @contextmanager
@@ -79,11 +91,10 @@ def hashed_file(path: str) -> Iterator[HashingWriter]:
             raise OSError(errno.EIO, "what was read back differs from what was written", path)
 
 
-def digest_of(file: IO[bytes], length: int | None = None) -> str:
-    """The SHA-256 of a file's first ``length`` bytes, or of all, in hexadecimal."""
+def digest_of(file: IO[bytes]) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     file.seek(0)
     digest = hashlib.sha256()
-    while piece := file.read(_PIECE if length is None else min(_PIECE, length)):
+    while piece := file.read(_PIECE):
         digest.update(piece)
-        length = None if length is None else length - len(piece)
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.places import locate, modified_ns
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.reading import verify_checkpoint
-from lightning_smddp.checkpoint.seal import SEAL_BYTES, BrokenSealError, Seal
+from lightning_smddp.checkpoint.zip_files import TAIL_BYTES, saved_ns
 
 _log = logging.getLogger(__name__)
 SUFFIX = ".ckpt"
@@ -124,17 +124,12 @@ def _local(place: str, directories: DirectoryFormat | None) -> Iterator[_Candida
 def _saved_ns(path: str) -> int:
     try:
         with open(path, "rb") as file:
-            seal = _readable(Seal.of, file)
-            return os.fstat(file.fileno()).st_mtime_ns if seal is None else seal.saved_ns
+            status = os.fstat(file.fileno())
+            file.seek(max(0, status.st_size - TAIL_BYTES))
+            said = saved_ns(file.read())
+            return status.st_mtime_ns if said is None else said
     except OSError:  # which will be reported when it is verified
         return 0
-
-
-def _readable(read: Callable[[Any], Seal | None], source: Any) -> Seal | None:
-    try:
-        return read(source)
-    except BrokenSealError:
-        return None
 
 
 def _remote(fs: Any, place: str) -> Iterator[_Candidate]:
@@ -151,8 +146,7 @@ def _remote(fs: Any, place: str) -> Iterator[_Candidate]:
 def _remote_saved_ns(fs: Any, name: str) -> int:
     try:
         size = fs.size(name)
-        tail = fs.cat_file(name, start=max(0, size - SEAL_BYTES), end=size) if size else b""
-        seal = _readable(Seal.parse, tail)
-        return modified_ns(fs, name) if seal is None else seal.saved_ns
+        said = saved_ns(fs.cat_file(name, start=max(0, size - TAIL_BYTES), end=size)) if size else None
+        return modified_ns(fs, name) if said is None else said
     except OSError:  # which will be reported when it is verified
         return 0

@@ -14,9 +14,9 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_smddp.checkpoint.contents import Dump
-from lightning_smddp.checkpoint.files import explained, write_file
-from lightning_smddp.checkpoint.seal import write_sealed
+from lightning_smddp.checkpoint.files import explained, require_as_written, write_file
 from lightning_smddp.checkpoint.temporary import STRAY_AFTER_S, is_temporary, remove, temporary_name
+from lightning_smddp.checkpoint.zip_files import write_stamped
 
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci"}
 
@@ -56,12 +56,11 @@ def _write_remote(dump: Dump, fs: Any, path: str, verify: bool) -> None:
     temporary = posixpath.join(directory, temporary_name(name))
     try:
         with fs.open(temporary, "wb") as file:
-            seal, size = write_sealed(dump, file)
+            size = write_stamped(dump, file)
         _require_size(fs, temporary, size)
         if verify:
             with fs.open(temporary, "rb") as written:
-                if not seal.matches(written):
-                    raise OSError(errno.EIO, "what was read back differs from what was written")
+                require_as_written(written)
         fs.mv(temporary, path)
         _require_size(fs, path, size)
     except BaseException:

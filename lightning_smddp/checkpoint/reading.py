@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
 import re
 import shutil
 import sys
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -21,11 +18,10 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.places import locate
-from lightning_smddp.checkpoint.seal import BrokenSealError, Seal
+from lightning_smddp.checkpoint.zip_files import BrokenZipError, require_whole
 
 _ANOTHER = "Use an earlier checkpoint, or another copy of this one."
-_DAMAGED = "its contents changed since it was saved (wrong SHA-256)"
-_BROKEN_ZIP = "is cut off or damaged: the zip file's table of contents, a checksum or its end is wrong"
+_DAMAGED = "is cut off or damaged: the zip file's table of contents, a checksum or its end is wrong"
 _ZIP = b"PK\x03\x04"
 _LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch.save wrote at first until torch 1.6
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
@@ -69,7 +65,7 @@ def refused_objects(path: str | PathLike[str]) -> list[str]:
 
 
 def verify_checkpoint(path: str | PathLike[str]) -> None:
-    """Read a whole file and compare its hash, or where it has none of ours, the checksums that ``torch.save`` wrote.
+    """Read a whole file and compare the checksums that ``torch.save`` wrote.
 
     Raises:
         CheckpointError, FileNotFoundError: as :func:`read_checkpoint`.
@@ -101,41 +97,11 @@ def _verify(file: IO[bytes], path: str) -> None:
     start = file.read(512)
     if start.startswith(_ZIP):
         try:
-            seal = Seal.of(file)
-        except BrokenSealError as error:
+            require_whole(file)
+        except BrokenZipError as error:
             raise CheckpointError(path, _DAMAGED, _ANOTHER) from error
-        if seal is None:
-            _verify_zip(file, path)
-        elif not seal.matches(file):
-            raise CheckpointError(path, _DAMAGED, _ANOTHER)
     elif not start.startswith(_LEGACY):
         raise CheckpointError(path, *_what_it_is(start))
-
-
-def _verify_zip(file: IO[bytes], path: str) -> None:
-    """Compare a plain file's checksums, which ``torch.load`` does not. ``torch.save`` can be told to write none: 0."""
-    try:
-        complete = _ends_as_it_says(file)
-        with zipfile.ZipFile(file) as archive:
-            for record in archive.infolist():
-                with archive.open(record) as contents:
-                    while record.CRC and contents.read(2**20):
-                        pass
-    except Exception as error:  # whatever its parser stumbles over
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a wrong offset
-            raise
-        raise CheckpointError(path, _BROKEN_ZIP, _ANOTHER) from error
-    if not complete:
-        raise CheckpointError(path, _BROKEN_ZIP, _ANOTHER)
-
-
-def _ends_as_it_says(file: IO[bytes]) -> bool:
-    """Whether nothing follows a zip file's end, or is missing there, which its parsers tolerate."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 2**16 - 22))
-    tail = file.read()
-    end = tail.rfind(b"PK\x05\x06")
-    return end >= 0 and end + 22 + int.from_bytes(tail[end + 20 : end + 22], "little") == len(tail)
 
 
 def _what_it_is(start: bytes) -> tuple[str, str]:
