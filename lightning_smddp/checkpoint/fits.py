@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp._compat import loadable_names
 from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.wording import counted
 
 Shape = tuple[int, ...]
 _SHOWN = 10
@@ -113,7 +114,7 @@ def compare_states(
 def compare_optimizers(outlines: Sequence[OptimizerOutline], states: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is wrong with saved optimizer states for these optimizers; empty if nothing."""
     if len(outlines) != len(states):
-        return [f"it has the states of {len(states)} optimizers, the model has {len(outlines)}"]
+        return [f"it has the states of {counted(len(states), 'optimizer')}, the model has {len(outlines)}"]
     return [
         f"optimizer {index} ({outline.name}): {problem}"
         for index, (outline, state) in enumerate(zip(outlines, states, strict=True))

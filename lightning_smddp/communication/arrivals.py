@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from lightning_smddp.communication.errors import StartError
+from lightning_smddp.wording import counted
 
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_PROCID", "PMIX_NAMESPACE", "PMIX_RANK", "NODE_RANK", "RANK")
 _COMPARED = ("torch", "lightning", "lightning_smddp")  # versions of these have to be equal
@@ -195,8 +196,10 @@ def _absent(cards: Sequence[Card], world_size: int, limit_s: float) -> str | Non
     for card in cards:
         hosts.setdefault(card.host, []).append(card.rank)
     there = "; ".join(f"{host}: {_some(sorted(members))}" for host, members in sorted(hosts.items()))
+    verb = "is" if len(ranks) == 1 else "are"
     return (
-        f"After init_timeout={limit_s:g} s {len(ranks)} of {world_size} ranks are missing: {_some(ranks)}. There are, "
+        f"After init_timeout={limit_s:g} s {len(ranks)} of {world_size} ranks {verb} missing: {_some(ranks)}. There "
+        "are, "
         f"by host, {there}. Look at the missing ranks' own output and at the launcher's number of nodes and "
         "processes, or raise `init_timeout`."
     )
@@ -213,7 +216,8 @@ def _different_worlds(cards: Sequence[Card]) -> str | None:
         return None
     first, other = sorted((cards[0], other), key=lambda card: card.rank)
     return (
-        f"The ranks disagree about the world size: {first} was started for {first.world_size} ranks, {other} for "
+        f"The ranks disagree about the world size: {first} was started for {counted(first.world_size, 'rank')}, "
+        f"{other} for "
         f"{other.world_size}. Start all of them with the same number of nodes and devices (WORLD_SIZE)."
     )
 

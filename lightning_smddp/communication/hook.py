@@ -26,6 +26,7 @@ from lightning_smddp.communication.nonfinite import NonFiniteWatch
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
+from lightning_smddp.wording import counted
 
 
 class GradientSynchronizer:
@@ -150,7 +151,8 @@ class GradientSynchronizer:
         for name, value in errors.items():
             if value.numel() != self._numels.get(name):
                 raise ValueError(
-                    f"The checkpoint's compression state for {name!r} has {value.numel()} elements, the parameter has "
+                    f"The checkpoint's compression state for {name!r} has {counted(value.numel(), 'element')}, the "
+                    "parameter has "
                     f"{self._numels.get(name)}. It belongs to another model."
                 )
         self._restore(errors)

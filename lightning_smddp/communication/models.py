@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_smddp.communication.compression import Compression, check_compressible
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.topology import Topology
+from lightning_smddp.wording import counted
 
 
 def describe_parameters(module: nn.Module) -> list[str]:
@@ -49,7 +50,8 @@ def check_trainable(module: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         count = sum(1 for _ in module.parameters())
         raise ValueError(
-            f"{type(module).__name__} has no parameter that requires a gradient ({count} parameters in all), so there "
+            f"{type(module).__name__} has no parameter that requires a gradient ({counted(count, 'parameter')} in "
+            "all), so there "
             "is nothing to synchronise. Unfreeze a parameter, or create the layers in `__init__` or `configure_model`."
         )
 
@@ -90,13 +92,13 @@ def describe_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers
     lines = []
     for number, optimizer in enumerate(optimizers):
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning's wrapper
-        lines.append(f"optimizer {number} is {type(plain).__name__} with {len(plain.param_groups)} groups")
+        lines.append(f"optimizer {number} is {type(plain).__name__} with {counted(len(plain.param_groups), 'group')}")
         for index, group in enumerate(plain.param_groups):
             where = f"group {index} of optimizer {number}"
             members = [names.get(id(p), "a tensor that is no parameter of the module") for p in group["params"]]
             digest = hashlib.sha256(json.dumps(members).encode()).hexdigest()[:8]
             span = f"{members[0]} to {members[-1]}" if members else "nothing"
-            lines.append(f"{len(members)} parameters, {span} (digest {digest}), in {where}")
+            lines.append(f"{counted(len(members), 'parameter')}, {span} (digest {digest}), in {where}")
             given = sorted((key, value) for key, value in group.items() if key not in ("params", "param_names"))
             lines += [f"{key}={_setting(value)} in {where}" for key, value in given]
     return [*lines, *(f"scheduler {number}: {text}" for number, text in enumerate(schedulers))]

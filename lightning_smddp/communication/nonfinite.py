@@ -25,6 +25,7 @@ from torch.nn.utils import get_total_norm
 from lightning_smddp.communication.errors import NonFiniteGradientError
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.wording import counted
 
 _SHOWN = 3  # parameters of a rank, in messages
 
@@ -177,7 +178,7 @@ def _describe(values: Tensor) -> str | None:
     if bad == 0:
         return None
     kind = "nan" if bool(values.isnan().any()) else "inf"
-    return f"{kind} in {bad} of {values.numel()} elements"
+    return f"{kind} in {bad} of {counted(values.numel(), 'element')}"
 
 
 def _values(gradient: Tensor) -> Tensor:

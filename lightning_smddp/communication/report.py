@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.stats import Totals
+from lightning_smddp.wording import counted
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class CommunicationReport:
     def __str__(self) -> str:
         steps = max(self.steps, 1)
         lines = [
-            f"gradient communication over {self.steps} steps",
+            f"gradient communication over {counted(self.steps, 'step')}",
             f"  gradients             {_size(self.gradient_bytes / steps)} a step on each rank",
             f"  moved inside nodes    {_size(self.intra_node_bytes / steps)} a step, all ranks",
             f"  sent between nodes    {_size(self.inter_node_bytes / steps)} a step, all ranks",

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_smddp._compat import share_storage
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh
 from lightning_smddp.communication.topology import shard_bounds
+from lightning_smddp.wording import counted
 
 WINDOW_BYTES = 64 * 2**20  # how much of a bucket is staged at a time
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
@@ -216,7 +217,7 @@ class SharedMemory:
         topology = self.mesh.topology
         us, them = (topology.describe(topology.local_ranks[local]) for local in (self.mesh.rank, peer))
         raise ValueError(
-            f"Ranks reduce different tensors: {us} brings bucket {slot} with {tensor.numel()} elements of "
+            f"Ranks reduce different tensors: {us} brings bucket {slot} with {counted(tensor.numel(), 'element')} of "
             f"{tensor.dtype}, {them} bucket {theirs[1]} with {theirs[2]} of {theirs[0]}. "
             "The models, or the order in which their layers run, differ between ranks."
         )

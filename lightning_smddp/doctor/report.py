@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_smddp.doctor.findings import Finding
+from lightning_smddp.wording import counted
 
 _WIDTH = 16
 
@@ -45,7 +46,8 @@ def _facts(facts: Mapping[str, Any]) -> list[str]:
 
 def _measured(measured: Mapping[str, Any]) -> list[str]:
     nodes = measured["nodes"]
-    lines = [f"measured with {measured['world_size']} ranks on {len(nodes)} node(s), {measured['device']}"]
+    ranks = counted(measured["world_size"], "rank")
+    lines = [f"measured with {ranks} on {counted(len(nodes), 'node')}, {measured['device']}"]
     lines.append(f"  {'all-reduce':<{_WIDTH}}" + "".join(f"{_bytes(size):>12}" for size in measured["sizes"]))
     for name, seconds in measured["all_reduce"].items():
         lines.append(f"    {name:<{_WIDTH - 2}}" + "".join(f"{_time(value):>12}" for value in seconds))

@@ -16,6 +16,7 @@ from lightning_smddp.communication.groups import connect_pairs
 from lightning_smddp.pipeline.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.stage import Boundary, Stage, StageBody
+from lightning_smddp.wording import counted
 
 _KEPT_SCHEDULES = 16  # torch's objects, one per number of micro-batches and mode; they hold orders only, no tensors
 
@@ -54,8 +55,8 @@ class PipelineEngine:
         stages_per_rank, rest = divmod(num_stages, group.size())
         if rest or not schedule.stages_per_rank_ok(stages_per_rank):
             raise ValueError(
-                f"schedule={schedule.name!r} cannot place {num_stages} stages on {group.size()} ranks; "
-                f"use {schedule.default_stages_per_rank * group.size()} stages"
+                f"schedule={schedule.name!r} cannot place {num_stages} stages on {counted(group.size(), 'rank')}; "
+                f"use {counted(schedule.default_stages_per_rank * group.size(), 'stage')}"
             )
         placement = schedule.rank_of_stage(num_stages, group.size())
         here = [stage for stage, rank in enumerate(placement) if rank == group.rank()]

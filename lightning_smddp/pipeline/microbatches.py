@@ -33,6 +33,7 @@ from lightning_smddp.pipeline.answers import Answers
 from lightning_smddp.pipeline.objects import describe, hides_something, is_plain
 from lightning_smddp.pipeline.row_ways import Rows, UnclearBatchError, Ways, is_cuttable, take_rows
 from lightning_smddp.pipeline.structure import Members, Path, leaves, members_of, with_members
+from lightning_smddp.wording import counted
 
 _ARRAYS = (Tensor, np.ndarray)
 _NO_JOIN = -1
@@ -335,7 +336,10 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, i
         UncombinableError: naming the place, when there is no rule.
     """
     if len(outputs) != len(sizes) or not outputs:
-        raise ValueError(f"{len(outputs)} outputs for {len(sizes)} micro-batches; give one for each, and at least one")
+        raise ValueError(
+            f"{counted(len(outputs), 'output')} for {counted(len(sizes), 'micro-batch')}; give one for each, and at "
+            "least one"
+        )
     return outputs[0] if len(outputs) == 1 else _combine(list(outputs), list(sizes), (), joins or {})
 
 

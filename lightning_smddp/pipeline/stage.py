@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.pipeline.backward import Roots, SplitBackward, backward
 from lightning_smddp.pipeline.spans import Recorder, action
+from lightning_smddp.wording import counted
 
 
 @dataclass(frozen=True)
@@ -272,7 +273,9 @@ class Stage:
             return
         specs = self._outgoing[microbatch]
         if len(outputs) != len(specs):
-            raise ValueError(f"{what}: {len(outputs)} outputs where {len(specs)} were announced: {list(specs)}")
+            raise ValueError(
+                f"{what}: {counted(len(outputs), 'output')} where {len(specs)} were announced: {list(specs)}"
+            )
         for position, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
             if not _matches(output, spec, self.has_backward):
                 raise ValueError(f"{what}, output {position}: {_describe([output])} where {spec} was announced")

@@ -25,6 +25,7 @@ from lightning_smddp.pipeline.python_random import digest
 from lightning_smddp.pipeline.structure import leaves, map_leaves, rebuild
 from lightning_smddp.pipeline.tails import Tail
 from lightning_smddp.pipeline.value_sizes import deciding_tensors
+from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.replay import Replay
@@ -246,7 +247,7 @@ class Run(TorchFunctionMode):
         sources = item.returned.sources
         if len(found) != len(sources):
             was = f"it returned {len(sources)} when the step was traced"
-            raise ReplayError(f"{item.name} returned {len(found)} things; {was}. {OTHER_COURSE}")
+            raise ReplayError(f"{item.name} returned {counted(len(found), 'thing')}; {was}. {OTHER_COURSE}")
         for leaf, (kind, source) in zip(found, sources, strict=True):
             if isinstance(leaf, Tensor) != (kind == "value") and kind != "argument":
                 raise ReplayError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lightning_smddp.planner.coupled_search import solve_coupled
 from lightning_smddp.planner.problem import PICOSECONDS, Item, Link, PartitionError, PartitionProblem, StageCosts
 from lightning_smddp.planner.stage_search import fastest_stage, fewest_bytes, least_memory, most_stages, windows
+from lightning_smddp.wording import counted
 
 __all__ = [
     "Item",
@@ -117,7 +118,8 @@ def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partitio
     """
     if len(split) != problem.num_stages - 1:
         raise PartitionError(
-            f"split={list(split)} makes {len(split) + 1} stages, but {problem.num_stages} were asked for: name the"
+            f"split={list(split)} makes {counted(len(split) + 1, 'stage')}, but {problem.num_stages} were asked "
+            "for: name the"
             f" first unit of each stage but the first"
         )
     cuts = [_find(name, problem.items) for name in split]
@@ -177,7 +179,7 @@ def _check_enough_units(costs: StageCosts) -> None:
     if wanted > units:
         names = ", ".join(item.name for item in costs.problem.items if item.is_unit) or "none"
         raise PartitionError(
-            f"{wanted} stages were asked for, but the step has only {units} units ({names}): lower"
+            f"{wanted} stages were asked for, but the step has only {counted(units, 'unit')} ({names}): lower"
             f" pipeline_parallel_size or stages_per_rank so that their product is at most {units}, or let bigger"
             f" units be opened"
         )

@@ -19,6 +19,7 @@ from lightning_smddp.planner.advice import Setting, advice
 from lightning_smddp.planner.problem import Link
 from lightning_smddp.planner.schedules import parse_action, simulated_bound
 from lightning_smddp.strategies.pipeline_options import PipelineOptions
+from lightning_smddp.wording import counted
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -129,13 +130,15 @@ def looks_at_other_rows(module: nn.Module) -> list[str]:
 
 def _units(division: Division) -> str:
     calls = [item.module for item in division.program.items if item.module is not None]
-    return f"{len(set(calls))} modules, {len(calls)} calls; {len(division.program.items)} items in all"
+    items = counted(len(division.program.items), "item")
+    return f"{counted(len(set(calls)), 'module')}, {counted(len(calls), 'call')}; {items} in all"
 
 
 def _schedule(options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]) -> str:
     sizes = sorted({microbatch.size for microbatch in microbatches}, reverse=True)
     rows = " or ".join(map(str, sizes))
-    text = f"{options.schedule.name}, {len(microbatches)} micro-batches of {rows} row{'s' if sizes != [1] else ''}"
+    counts = counted(len(microbatches), "micro-batch")
+    text = f"{options.schedule.name}, {counts} of {rows} row{'s' if sizes != [1] else ''}"
     bound = _bound(options, resources, len(microbatches))
     return f"{text}; ranks compute {100 * bound:.0f} % of the time at best"
 

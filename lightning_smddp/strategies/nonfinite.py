@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.nonfinite import NonFiniteWatch, agreed, diagnosis, refuse
+from lightning_smddp.wording import counted
 
 
 class NonFiniteGuard:
@@ -63,7 +64,7 @@ class NonFiniteGuard:
 
     def report(self) -> str | None:
         """What was left out, at the end."""
-        return f"on_nonfinite='skip' left out {self.skipped} steps" if self.skipped else None
+        return f"on_nonfinite='skip' left out {counted(self.skipped, 'step')}" if self.skipped else None
 
 
 def by_watch(watch: NonFiniteWatch) -> Mapping[str, str] | None:

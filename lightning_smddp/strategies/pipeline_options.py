@@ -11,6 +11,7 @@ from lightning_smddp.pipeline.schedules import Schedule, check, parse
 from lightning_smddp.pipeline.splitter import SplitBatch
 from lightning_smddp.strategies.option_checks import is_positive, require_bools
 from lightning_smddp.strategies.session import Options
+from lightning_smddp.wording import counted
 
 FALLBACKS = ("replicate", "error")
 
@@ -98,8 +99,9 @@ class PipelineOptions:
         stages = size * self.stages_per_rank
         if self.split is not None and len(self.split) != stages - 1:
             raise ValueError(
-                f"split={list(self.split)} makes {len(self.split) + 1} stages, but there are {stages} "
-                f"(pipeline_parallel_size={size}, stages_per_rank={self.stages_per_rank}). Name {stages - 1} units: "
+                f"split={list(self.split)} makes {counted(len(self.split) + 1, 'stage')}, but there are {stages} "
+                f"(pipeline_parallel_size={size}, stages_per_rank={self.stages_per_rank}). Name "
+                f"{counted(stages - 1, 'unit')}: "
                 "the first of each stage but the first."
             )
         return grid

@@ -12,6 +12,7 @@ import torch
 from lightning_smddp.strategies._compat import skip_indices, skips_indices, work_is_left
 from lightning_smddp.strategies.random_states import RandomStates, from_plain, to_plain
 from lightning_smddp.strategies.worker_states import WorkerStates, keeps_workers
+from lightning_smddp.wording import counted
 
 
 @dataclass
@@ -220,7 +221,8 @@ class _RecordedIterator(Iterator[Any]):
                 skip(self._iterator)
             except StopIteration:
                 raise ValueError(
-                    f"The checkpoint was saved after {count} batches of an epoch, but the training data has only "
+                    f"The checkpoint was saved after {counted(count, 'batch')} of an epoch, but the training data "
+                    "has only "
                     f"{done}. Resume with the data that it was saved with."
                 ) from None
         self._course.count = count

@@ -35,6 +35,7 @@ from lightning_smddp.communication.rehearsal import settle_buckets
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder, recorder_for
 from lightning_smddp.strategies.option_checks import is_positive, require_bools, require_cache
+from lightning_smddp.wording import counted
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
 _LEAVE_S = 60.0  # for the groups to end
@@ -212,7 +213,7 @@ class Session:
         rows = [
             ("nodes", f"{topology.num_nodes} ({', '.join(topology.hosts)})"),
             ("ranks per node", " to ".join(map(str, sizes if len(sizes) == 1 else (sizes[0], sizes[-1])))),
-            ("cluster size", f"{world} ranks on {self.communicator.device.type}"),
+            ("cluster size", f"{counted(world, 'rank')} on {self.communicator.device.type}"),
             ("replicas", str(world)),
         ]
         if batch is not None:
@@ -288,7 +289,9 @@ def check_devices(num_processes: int, creates_processes_externally: bool) -> Non
     started = os.environ.get("LOCAL_WORLD_SIZE")
     if creates_processes_externally and started is not None and int(started) != num_processes:
         raise ValueError(
-            f"The launcher started {started} processes on this node (LOCAL_WORLD_SIZE={started}), but the strategy was "
-            f"asked for devices={num_processes}. Set devices={started}, or start {num_processes} processes a node "
+            f"The launcher started {counted(int(started), 'process')} on this node (LOCAL_WORLD_SIZE={started}), "
+            "but the strategy was "
+            f"asked for devices={num_processes}. Set devices={started}, or start "
+            f"{counted(num_processes, 'process')} a node "
             f"(for torchrun: --nproc-per-node={num_processes})."
         )

@@ -15,6 +15,7 @@ from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.planner.spans import Span
 from lightning_smddp.planner.timeline import to_perfetto
 from lightning_smddp.planner.timeline_svg import to_svg
+from lightning_smddp.wording import counted
 
 _SUFFIXES = (".svg", ".json")
 
@@ -72,7 +73,8 @@ class RecordTimeline:
         self.spans = [Span(*fields) for spans in everyones for fields in spans]
         if trainer.is_global_zero:
             options = trainer.strategy.options
-            self.write(f"{options.schedule.name}, {1 + max(span.microbatch for span in self.spans)} micro-batches")
+            count = 1 + max(span.microbatch for span in self.spans)
+            self.write(f"{options.schedule.name}, {counted(count, 'micro-batch')}")
 
     def write(self, title: str) -> None:
         """Write what was recorded to all paths."""

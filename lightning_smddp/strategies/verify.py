@@ -21,6 +21,7 @@ from lightning_smddp.pipeline.verification import Finding, VerificationError
 from lightning_smddp.strategies.lightning import PipelineStrategy
 from lightning_smddp.strategies.run_differences import Difference, compare_runs
 from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.wording import counted
 
 STEPS = 2  # of training, and of validation
 _LOADERS = ("train_dataloader", "val_dataloader")
@@ -127,7 +128,8 @@ def _judge(alone: Mapping[str, Any], again: Mapping[str, Any], piped: Mapping[st
     if by_chance:
         print(
             "The loss and gradients of one micro-batch are those of one process. Whole batches could not be compared "
-            f"in {len(by_chance)} respects (such as {min(by_chance)}), which differ from run to run in one process "
+            f"in {counted(len(by_chance), 'respect')} (such as {min(by_chance)}), which differ from run to run in "
+            "one process "
             "too: the step draws random numbers."
         )
         return 0

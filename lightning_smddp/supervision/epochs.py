@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.member import Member
 from lightning_smddp.supervision.wire import Message
+from lightning_smddp.wording import counted
 
 _CURE = (
     "Give every rank the same number of batches: equally many samples, or `drop_last=True`. If code of yours sets "
@@ -47,7 +48,9 @@ class Rendezvous:
         for rank, member in members.items():
             problem = self._problem(member, epoch, batches, first in self._validating)
             if problem is not None:
-                mine = f"{members[first].name} ended epoch {epoch} after {batches} batches, {problem}. {_CURE}"
+                mine = (
+                    f"{members[first].name} ended epoch {epoch} after {counted(batches, 'batch')}, {problem}. {_CURE}"
+                )
                 self._declare(self._blamed(members[first], member).failure("left", mine))
                 return
             if member.has_left:

@@ -128,7 +128,7 @@ def optimizers(group: dist.ProcessGroup, make: Callable[[nn.Module, int], torch.
     ("make", "scheduled", "first", "other"),
     [
         (adam, -1, "lr=0.2 in group 0 of optimizer 0", "lr=0.1 in group 0 of optimizer 0"),
-        (groups, -1, "optimizer 0 is SGD with 1 groups", "optimizer 0 is SGD with 2 groups"),
+        (groups, -1, "optimizer 0 is SGD with 1 group", "optimizer 0 is SGD with 2 groups"),
         (order, -1, "4 parameters, 0.weight to 1.bias (digest", "4 parameters, 0.weight to 1.bias (digest"),
         (kind, -1, "optimizer 0 is Adam with", "optimizer 0 is AdamW with"),
         (nothing_different, 2, "scheduler 0: StepLR every 1 epoch", "scheduler 0: StepLR every 2 epoch"),

@@ -259,10 +259,10 @@ def test_refusals_name_values_and_cure() -> None:
         "give 2 rows of 1",
         "give 1 rows of 1",
         "stage 0, micro-batch 0, output 0: TensorSpec(shape=(2, 3)",
-        "1 outputs where 2 were announced",
+        "1 output where 2 were announced",
         "requires_grad=True) where TensorSpec(shape=(2, 3), dtype=torch.float32, requires_grad=False)",
         "the last stage returns (loss,)",
-        "cannot place 2 stages on 1 ranks; use 1 stages",
+        "cannot place 2 stages on 1 rank; use 1 stage",
         "rank 0 holds stages [0, 1], but bodies are for [0]",
         "use requires_grad=False",
     ]
