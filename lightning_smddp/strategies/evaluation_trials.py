@@ -114,6 +114,7 @@ class EvaluationTrials:
 
     def keep_whole(self, step: LightningStep, why: str) -> None:
         """Each batch of ``step`` is one micro-batch from here on. On all ranks of the pipeline."""
+        step.forget()
         self.cutter.keep_whole(step)
         if dist.get_rank() == 0:
             warnings.warn(

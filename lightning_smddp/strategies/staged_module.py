@@ -39,6 +39,8 @@ from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.strategies.batch_cutting import BatchCutter
+from lightning_smddp.strategies.count_trials import settle_counts
+from lightning_smddp.strategies.counts import UNKNOWN
 from lightning_smddp.strategies.course_trials import find_courses, look_behind
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
@@ -87,9 +89,8 @@ class StagedModule:
     ) -> None:
         self.module, self.options, self.groups, self.device = module, options, groups, device
         self.context, self.timeout = context, timeout
-        size = groups.pipeline.size()
-        self.num_stages = size * options.stages_per_rank
-        self.rank_of_stage = options.schedule.rank_of_stage(self.num_stages, size)
+        self.num_stages = groups.pipeline.size() * options.stages_per_rank
+        self.rank_of_stage = options.schedule.rank_of_stage(self.num_stages, groups.pipeline.size())
         self.last_rank = self.rank_of_stage[-1]
         replicas = groups.replicas if groups.grid.num_replicas > 1 else None
         self.host_values = HostValues()
@@ -203,7 +204,8 @@ class StagedModule:
         divided.window.set_aside()
         divided.buffers.trained = True
         look_behind(divided, self.cutter, step, batch, found[0])
-        output = self._share(step, outputs)
+        settle = functools.partial(settle_counts, divided, self.cutter, step, batch, found[0])
+        output = self._share(step, outputs, settle)
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
 
@@ -379,17 +381,19 @@ class StagedModule:
         return LightningStep(self.module, hook, arguments, lambda: self.context(hook), self.capture, scale)
 
     def _microbatches(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
-        can_try = self.divided is None and is_whole(self.module, self.device)
-        parts = self.cutter.cut(batch, step, can_try)
+        parts = self.cutter.cut(batch, step, can_try=self.divided is None and is_whole(self.module, self.device))
         return parts if self.divided is None else self.cutter.weighted(self.divided.weighting, parts)
 
     def _casts_weights(self) -> bool:
         with self.context("training_step"):
             return torch.is_autocast_enabled(self.device.type)
 
-    def _share(self, step: LightningStep, outputs: list[Any]) -> Any:
+    def _share(self, step: LightningStep, outputs: list[Any], settle: Callable[[], None]) -> Any:
         """Combine what the micro-batches gave where the step ends, and apply it on every rank."""
         results = self._results(step, outputs)
+        if isinstance(results, str) and results.startswith(UNKNOWN):
+            settle()
+            results = self._results(step, outputs)
         if isinstance(results, str):
             raise ValueError(
                 f"What `{step.hook}` gives for micro-batches cannot be put together: {results}. Use num_microbatches=1."
@@ -401,17 +405,14 @@ class StagedModule:
         results: StepResults | str | None = None
         if self.groups.place == self.last_rank:
             try:
+                self.capture.require_known_counts(step.key)
                 with self.context(step.hook):  # metrics that see the whole batch compute as they would in the step
                     results = self.capture.results(outputs, key=step.key)
             except UncombinableError as error:
                 results = str(error)
-        cache = self._caches.setdefault(step.key, HeaderCache())
+        cache, groups = self._caches.setdefault(step.key, HeaderCache()), self.groups
         like = self.capture.examples.get(step.key)
-        groups = self.groups
-        shared = broadcast_results(results, groups.pipeline, self.last_rank, self.device, cache, like, groups.host)
-        if isinstance(shared, str):
-            self.capture.clear()
-        return shared
+        return broadcast_results(results, groups.pipeline, self.last_rank, self.device, cache, like, groups.host)
 
     def _applied(self, results: StepResults) -> Any:
         """Let ranks and hooks have what the step shows, and return what it returns. Collective."""

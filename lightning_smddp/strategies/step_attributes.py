@@ -193,9 +193,11 @@ def _combine_steps(place: Place, steps: list[int], sizes: list[int], per_row: di
     """How far a batch moves an integer, by which its micro-batches would: a count of rows or hits, or of calls."""
     if max(sizes) > 1:
         per_row[place] = steps == sizes
-    if len(set(steps)) > 1:
+    differ = len(set(steps)) > 1
+    if differ and sum(map(bool, steps)) > 1:
         per_row[adds_up(place)] = True
-    return sum(steps) if per_row.get(place, False) or per_row.get(adds_up(place), abs(steps[0]) != 1) else steps[0]
+    adds = differ or per_row.get(place, False) or per_row.get(adds_up(place), abs(steps[0]) != 1)
+    return sum(steps) if adds else steps[0]
 
 
 def adds_up(place: Place) -> Place:
@@ -223,7 +225,8 @@ def learn_steps(
         moved, *steps = [torch.as_tensor(value - start).double() for value in [after, *ends]]
         if not any(step.any() for step in [moved, *steps]):
             continue
-        if torch.allclose(torch.stack(steps).sum(0), moved, rtol=_ROUNDING):
+        shows = type(after) is not int or sum(map(bool, steps)) > 1  # else it may be one at the most for a batch
+        if shows and torch.allclose(torch.stack(steps).sum(0), moved, rtol=_ROUNDING):
             per_row[adds_up((name,))] = True
         elif all(torch.equal(step, moved) for step in steps):
             per_row[adds_up((name,))] = False

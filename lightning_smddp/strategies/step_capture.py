@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_smddp._compat import forward_cache, without_torch_functions
 from lightning_smddp.pipeline.microbatches import UncombinableError, combine
 from lightning_smddp.pipeline.structure import Path, copied, leaves, map_leaves
+from lightning_smddp.strategies.counts import UNKNOWN, Moved, settle, unknown_counts
 from lightning_smddp.strategies.left_behind import LeftBehind, without_ghosts
 from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics, members, owners
 from lightning_smddp.strategies.step_attributes import (
@@ -149,6 +150,7 @@ class StepCapture:
         self._known: dict[tuple[str, str], Any] = {}
         self._batch_sizes: dict[str, int] = {}
         self.per_row: dict[Place, bool] = {}  # see `combine_changes`
+        self._settled: dict[Place, int] = {}  # of the kept micro-batches' batch, what a trial has shown
         self._running: tuple[_Record, AttributeWatch] | None = None
         self._watch: AttributeWatch | None = None  # of the micro-batch that runs
 
@@ -262,10 +264,10 @@ class StepCapture:
             changes = [marks.put_on_changes(record) for record in records]
             weights = [record.weight for record in records]
             appended, values = marks.take_off(combine_changes(changes, sizes, weights, self.per_row))
-            attributes = {place[0]: value for place, value in values.items()}
+            attributes = {place[0]: value for place, value in (values | self._settled).items()}
             marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
             output = marks.take_off(_with_losses(combine(marked, sizes, self.joins.get(key)), marked, weights))
-        self._kept, self._metrics = {}, None
+        self._kept, self._metrics, self._settled = {}, None, {}
         return StepResults(logs, metrics, appended, attributes, output)
 
     def _require_no_doubts(self, records: Sequence[_Record], key: Any) -> None:
@@ -277,6 +279,29 @@ class StepCapture:
             raise UncombinableError(
                 f"self.{doubtful[0][0]} goes on by the same number for each micro-batch, so it may count rows or calls"
             )
+
+    def require_known_counts(self, key: Any) -> None:
+        """Raise ``UncombinableError`` if a trial has to show first what an integer counts that training has moved."""
+        unknown = self._unknown_counts() if key[0] == "training_step" and not self._settled else []
+        if unknown:
+            raise UncombinableError(f"{UNKNOWN}self.{unknown[0].place[0]}")
+
+    def learn_counts(self, whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> str | None:
+        """Learn it of runs of the batch at once and of its micro-batches: what they set attributes to.
+
+        Returns:
+            What is wrong with one that counts neither rows nor calls.
+        """
+        problems = []
+        for moved in self._unknown_counts():
+            self._settled[moved.place], problem = settle(moved, whole, parts, self.per_row)
+            problems += [] if problem is None else [problem]
+        return problems[0] if problems else None
+
+    def _unknown_counts(self) -> list[Moved]:
+        if len(self._kept) < 2:
+            return []
+        return unknown_counts([self._kept[index].changes for index in sorted(self._kept)], self.per_row)
 
     # ---- micro-batches ----
 

@@ -98,10 +98,47 @@ class ExactlyEnough(Counting):
         self.log_dict({"batches": float(self.batches), "table": self.table.pow(2).sum()})
 
 
-def counted(bench: Bench, kind: type[Counting], tests: bool = False, pipeline: Any = None) -> Any:
+class Beginning(Counting):
+    """Numbers that move from the fourth step on: calls, rows, and one that is set."""
+
+    rows_for_one = 1
+
+    def reset(self) -> None:
+        self.calls = self.rows = self.phase = 0
+        self.seen: list[tuple[float, ...]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        begun = int(self.global_step >= 4)
+        self.calls += begun
+        self.rows += begun * len(batch[0]) // self.rows_for_one
+        self.phase = 3 * begun
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append((self.calls, self.rows, self.phase))
+
+    validation_step = on_validation_epoch_end = on_validation_epoch_start = None  # type: ignore[assignment]
+
+
+class ByFours(Beginning):
+    """So that each micro-batch moves it by one."""
+
+    rows_for_one = 4
+
+
+class Lows(Beginning):
+    """Of a batch one at the most: for its micro-batches that would be more or fewer."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.calls += int(loss < 1.0)
+        return loss
+
+
+def counted(bench: Bench, kind: type[Counting], tests: bool = False, pipeline: Any = None, **options: Any) -> Any:
     """Training, with validation; what the module is left with."""
     model = kind()
-    trainer = bench.trainer(pipeline, max_epochs=2, num_sanity_val_steps=0)
+    trainer = bench.trainer(pipeline, max_epochs=2, num_sanity_val_steps=0, **options)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer.fit(model)
@@ -120,8 +157,10 @@ CASES: list[Case] = [
         (Averaging, {}),
         (Averaging, TWO_PARTS),
         (ExactlyEnough, {}),
+        (Beginning, {}),
+        (Lows, {}),
     ]
-]
+] + [functools.partial(counted, kind=ByFours, pipeline=TWO_PARTS, accumulate_grad_batches=2)]
 TWO = Matrix(CASES)
 
 
@@ -137,3 +176,11 @@ def test_running_values_need_whole_batches() -> None:
     (_, said), _ = TWO.results(CASES[2])
     assert any("the logged 'running' is" in text and text.startswith("The training step") for text in said), said
     assert any("the logged 'running' is" in text and text.startswith("`validation_step`") for text in said), said
+
+
+def test_what_counts_neither_rows_nor_calls_needs_whole_batches() -> None:
+    (_, said), _ = TWO.results(CASES[7])
+    assert ["neither rows nor calls" in text for text in said] == [True], said
+    for case in (CASES[6], CASES[8]):
+        (_, said), _ = TWO.results(case)
+        assert said == []
