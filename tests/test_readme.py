@@ -292,3 +292,16 @@ def test_quoted_messages_exist(message: str) -> None:
     parts = [part.strip(" ():=,.;") for part in re.split(r"\.\.\.|='\w+'", message)]
     for part in filter(None, parts):
         assert part in strings, part
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", page.read_text()))
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_no_snippet_is_left_out() -> None:
+    programs = [snippets(README, "python")[0], snippets(PIPELINE_GUIDE, "python")[0]]
+    everything = [text for page in PAGES for text in snippets(page, "python")]
+    left = [text for text in everything if text not in FRAGMENTS + FITTING + programs]
+    assert left == []
