@@ -140,9 +140,12 @@ def _problem(divided: DividedModule, step: LightningStep, pair: MicroBatch | Non
 
 
 def _drift(divided: DividedModule, step: LightningStep, pair: MicroBatch | None) -> _Problem | None:
-    """What is wrong with weights since two batches, for whatever reason. Collective over all ranks."""
+    """What is wrong with weights since two batches, for whatever reason. Collective over all ranks.
+
+    Without a reason to look, 16 bits say too little: rounding is worse in gradients of a model that has been trained.
+    """
     problem = None
-    if pair is not None and divided.weighting.fits and not _draws(step):
+    if pair is not None and divided.weighting.fits and divided.is_exact() and not _draws(step):
         since = f"At {step.place()} the loss is another than when weights of micro-batches were found"
         found = _misfit_of_gradients(divided, step, pair)
         problem = None if found is None else _in_words(found, pair, since)
@@ -284,7 +287,8 @@ def _agreed(
     channel = divided.groups.host
     largest = max(gather_json(max([0.0, *whole.norms.values()]), *channel))
     runs = (whole, *parts)
-    is_exact, is_finite = all(run.is_exact for run in runs), all(run.is_finite() for run in runs)
+    is_exact = divided.is_exact() and all(run.is_exact for run in runs)  # autocast may keep nothing for backward
+    is_finite = all(run.is_finite() for run in runs)
     found = misfit_of(whole, parts, weights, largest)
     everyones = gather_json([found.parameter, found.error, is_exact, is_finite], *channel)
     exact, mixed = tolerances_on(divided.device)
