@@ -15,9 +15,9 @@ from lightning_smddp.pipeline.program import Item, Modules, Program, SplitError,
 from lightning_smddp.pipeline.reference import Reference
 from lightning_smddp.pipeline.replay import StagePlan
 from lightning_smddp.pipeline.tracing import Trace
-from lightning_smddp.planner.partition import Partition, PartitionError, best_partition, given_partition
+from lightning_smddp.planner.partition import Partition, best_partition, given_partition
 from lightning_smddp.planner.problem import Item as Cost
-from lightning_smddp.planner.problem import Link, PartitionProblem
+from lightning_smddp.planner.problem import Link, PartitionError, PartitionProblem
 
 _BACKWARD_OF_FORWARD = 2.0  # time of a backward where only the forward was measured
 _BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,

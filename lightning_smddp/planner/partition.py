@@ -7,21 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_smddp.planner.coupled_search import solve_coupled
-from lightning_smddp.planner.problem import PICOSECONDS, Item, Link, PartitionError, PartitionProblem, StageCosts
-from lightning_smddp.planner.stage_search import fastest_stage, fewest_bytes, least_memory, most_stages, windows
+from lightning_smddp.planner.problem import PICOSECONDS, Item, PartitionError, PartitionProblem, StageCosts
+from lightning_smddp.planner.stage_search import best_of, fastest_stage, least_memory, most_stages, windows
 from lightning_smddp.wording import counted
-
-__all__ = [
-    "Item",
-    "Link",
-    "Partition",
-    "PartitionError",
-    "PartitionProblem",
-    "best_partition",
-    "given_partition",
-    "partition_at",
-]
 
 
 @dataclass(frozen=True)
@@ -33,19 +21,14 @@ class Partition:
         num_items: how many items the step has.
         stage_seconds: for a micro-batch, forward and backward and boundaries (see ``StageCosts``).
         stage_memory: bytes, a parameter counted once for each stage.
-        rank_seconds, rank_memory: the same, by rank; a parameter counted once for each rank.
-        bytes_sent: over all cuts between two ranks, one way, for a micro-batch.
-        is_proven: False where the search was cut short, and a better partition may exist.
+        rank_memory: bytes, a parameter counted once for each rank.
     """
 
     cuts: tuple[int, ...]
     num_items: int
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
-    rank_seconds: dict[int, float]
     rank_memory: dict[int, int]
-    bytes_sent: int
-    is_proven: bool = True
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -56,12 +39,13 @@ class Partition:
 def best_partition(problem: PartitionProblem) -> Partition:
     """The partition whose slowest stage is fastest, and which keeps every rank under the memory limit.
 
-    Ties are decided by the smallest slowest rank (sum over its stages), then by the fewest bytes sent.
+    Of several with as fast a slowest stage it is the one that sends the fewest bytes, or where ranks hold several
+    stages, the one with the most even stages. For n items and S stages this is dynamic programming over (stage, end):
+    O(S n^2) at worst, O(n^2 log S) where stages are balanced.
 
-    For n items and S stages, one on each rank, this is dynamic programming over (stage, end): O(S n^2) at worst,
-    O(n^2 log S) where stages are balanced. Stages that share a rank are coupled through the rank's total; there the
-    exact search keeps the Pareto-optimal partial partitions, exponentially many at worst. It keeps a bounded number,
-    and ``is_proven`` says whether that was all of them. Without a memory limit the slowest stage is always optimal.
+    Where that is over the memory limit it is the best of those whose stages each keep to an equal share of their rank's
+    memory. Where no partition does, the one whose biggest share is smallest is taken, if every rank's sum is under the
+    limit.
 
     Raises:
         PartitionError: with more stages than units, when forbidden cuts leave too few stages, or when the memory
@@ -69,18 +53,17 @@ def best_partition(problem: PartitionProblem) -> Partition:
     """
     costs = StageCosts(problem)
     _check_enough_units(costs)
-    limit = None if problem.memory_limit is None else math.floor(problem.memory_limit)
-    slowest = fastest_stage(costs, limit)
-    if slowest is None:
-        raise _memory_error(costs)
-    if costs.is_one_stage_per_rank:
-        return _evaluate(costs, fewest_bytes(costs, windows(costs, slowest, limit)))
-    found = solve_coupled(costs, slowest, limit)
-    if found is not None:
-        return _evaluate(costs, *found)
-    smallest = _evaluate(costs, least_memory(costs), is_proven=False)
-    if limit is not None and max(smallest.rank_memory.values()) > limit:
-        raise _memory_error(costs)
+    limit = math.inf if problem.memory_limit is None else problem.memory_limit
+    for limits in [math.inf] * costs.num_stages, [limit / count for count in costs.stages_beside]:
+        slowest = fastest_stage(costs, limits)
+        if slowest is not None:
+            found = _evaluate(costs, best_of(costs, windows(costs, slowest, limits)))
+            if max(found.rank_memory.values()) <= limit:
+                return found
+    smallest = _evaluate(costs, least_memory(costs))
+    needed = max(smallest.rank_memory.values())
+    if needed > limit:
+        raise _memory_error(costs, needed)
     return smallest
 
 
@@ -150,7 +133,7 @@ def _bounds(cuts: Sequence[int], num_items: int) -> list[tuple[int, int]]:
     return list(zip([0, *cuts], [*cuts, num_items], strict=True))
 
 
-def _evaluate(costs: StageCosts, cuts: tuple[int, ...], is_proven: bool = True) -> Partition:
+def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
     problem, bounds = costs.problem, _bounds(cuts, costs.num_items)
     seconds = [costs.seconds(stage, *bound) / PICOSECONDS for stage, bound in enumerate(bounds)]
     ranks = sorted(set(problem.rank_of_stage))
@@ -160,10 +143,7 @@ def _evaluate(costs: StageCosts, cuts: tuple[int, ...], is_proven: bool = True) 
         num_items=costs.num_items,
         stage_seconds=tuple(seconds),
         stage_memory=tuple(costs.memory(stage, *bound) for stage, bound in enumerate(bounds)),
-        rank_seconds={rank: sum(seconds[stage] for stage in stages_of[rank]) for rank in ranks},
         rank_memory={rank: _rank_memory(costs, stages_of[rank], bounds) for rank in ranks},
-        bytes_sent=sum(costs.sent_bytes(stage, start) for stage, (start, _) in enumerate(bounds)),
-        is_proven=is_proven,
     )
 
 
@@ -193,10 +173,9 @@ def _check_enough_units(costs: StageCosts) -> None:
         )
 
 
-def _memory_error(costs: StageCosts) -> PartitionError:
+def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
     limit, items = costs.problem.memory_limit, costs.problem.items
     assert limit is not None
-    needed = max(_evaluate(costs, least_memory(costs)).rank_memory.values())
     fewest = min(costs.problem.in_flight)
     biggest, name = max((costs.memory_of_item(i, fewest), item.name) for i, item in enumerate(items))
     which = "the smallest limit that would do" if costs.is_one_stage_per_rank else "a limit that would do"

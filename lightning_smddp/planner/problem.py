@@ -133,12 +133,11 @@ class StageCosts:
         self.units = _prefix(item.is_unit for item in items)
         uses = Counter(name for item in items for name in set(item.parameters))
         self.tied = [frozenset(name for name in item.parameters if uses[name] > 1) for item in items]
-        self.last_use = {name: index for index, names in enumerate(self.tied) for name in names}
         self.own = _prefix(
             sum(problem.parameter_bytes[name] for name in set(item.parameters) if uses[name] == 1) for item in items
         )
-        self._tied_between: dict[tuple[int, int], frozenset[str]] = {}
-        self._tied_bytes = self._tied_table() if self.last_use else None
+        self._tied_bytes = self._tied_table() if any(self.tied) else None
+        self.stages_beside = [problem.rank_of_stage.count(rank) for rank in problem.rank_of_stage]  # itself counted
         self.is_allowed = [0 < i < len(items) and size < math.inf for i, size in enumerate(problem.cut_bytes)]
         self.is_sent = [a != b for a, b in zip(problem.rank_of_stage, problem.rank_of_stage[1:], strict=False)]
         links = [link if sent else None for link, sent in zip(self._links(), self.is_sent, strict=True)]
@@ -189,14 +188,6 @@ class StageCosts:
         """Bytes of ``stage`` when it has the items ``start`` .. ``end - 1``."""
         shared = self._tied_bytes[end][start] if self._tied_bytes else 0
         return self.untied_bytes(stage, start, end) + shared
-
-    def tied_between(self, start: int, end: int) -> frozenset[str]:
-        """Names of the tied parameters of the items ``start`` .. ``end - 1``."""
-        if not self.last_use:
-            return frozenset()
-        if (start, end) not in self._tied_between:
-            self._tied_between[start, end] = frozenset[str]().union(*self.tied[start:end])
-        return self._tied_between[start, end]
 
     def memory_of_item(self, index: int, in_flight: int) -> int:
         """Bytes of a stage with this item only."""

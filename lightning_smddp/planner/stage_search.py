@@ -1,9 +1,12 @@
-"""The best partition where stages can be judged one by one: dynamic programming over (stage, end of the stage)."""
+"""The best partition, by dynamic programming over (stage, end of the stage).
+
+Stages are judged one by one, each with a limit of its own for what it may hold.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from lightning_smddp.planner.problem import StageCosts
 
@@ -22,25 +25,29 @@ def most_stages(costs: StageCosts) -> tuple[int, list[tuple[int, int]]]:
     return len(bounds), [(a, b) for a, b in bounds if costs.units[b] - costs.units[a] > 1]
 
 
-def fastest_stage(costs: StageCosts, memory_limit: int | None) -> int | None:
-    """Picoseconds of the slowest stage in the best partition; None if some stage is always over the limit."""
+def fastest_stage(costs: StageCosts, limits: Sequence[float]) -> int | None:
+    """Picoseconds of the slowest stage in the best partition; None if some stage is always over its limit."""
 
     def compute(stage: int, start: int, end: int) -> int:
         return costs.compute[end] - costs.compute[start]
 
-    found = _smallest_worst(costs, costs.seconds, compute, memory_limit)
+    found = _smallest_worst(costs, costs.seconds, compute, limits)
     return None if found is None else found[0]
 
 
 def least_memory(costs: StageCosts) -> tuple[int, ...]:
-    """Cuts whose biggest stage, in bytes, is smallest."""
-    found = _smallest_worst(costs, costs.memory, costs.memory, None)
+    """Cuts whose biggest stage, in bytes and times the stages of its rank, is smallest."""
+
+    def memory(stage: int, start: int, end: int) -> int:
+        return costs.memory(stage, start, end) * costs.stages_beside[stage]
+
+    found = _smallest_worst(costs, memory, memory, [math.inf] * costs.num_stages)
     assert found is not None
     return found[1]
 
 
 def _smallest_worst(
-    costs: StageCosts, cost: Cost, bound: Cost, memory_limit: int | None
+    costs: StageCosts, cost: Cost, bound: Cost, limits: Sequence[float]
 ) -> tuple[int, tuple[int, ...]] | None:
     """(worst cost of a stage, cuts) of the partition whose worst stage is best.
 
@@ -57,7 +64,7 @@ def _smallest_worst(
             for start in range(end - 1, -1, -1):
                 if bound(stage, start, end) >= best:
                     break
-                if memory_limit is not None and costs.memory(stage, start, end) > memory_limit:
+                if costs.memory(stage, start, end) > limits[stage]:
                     break
                 before = worst[stage].get(start)
                 if before is None or not costs.has_unit(start, end):
@@ -74,18 +81,18 @@ def _smallest_worst(
     return worst[-1][n], tuple(reversed(cuts[1:]))
 
 
-def windows(costs: StageCosts, slowest: int, memory_limit: int | None) -> Windows:
-    """All stages that take at most ``slowest`` picoseconds, fit the limit and are part of some whole partition."""
+def windows(costs: StageCosts, slowest: int, limits: Sequence[float]) -> Windows:
+    """All stages that take at most ``slowest`` picoseconds, fit their limits and are part of some whole partition."""
     found: Windows = []
     starts = {0}
     for stage in range(costs.num_stages):
-        ends = {start: list(_ends(costs, stage, start, slowest, memory_limit)) for start in sorted(starts)}
+        ends = {start: list(_ends(costs, stage, start, slowest, limits[stage])) for start in sorted(starts)}
         found.append(ends)
         starts = {end for each in ends.values() for end in each}
-    return still_whole(found, costs.num_items)
+    return _still_whole(found, costs.num_items)
 
 
-def still_whole(stages: Windows, num_items: int) -> Windows:
+def _still_whole(stages: Windows, num_items: int) -> Windows:
     """Those of the ``stages`` that can be followed by others up to the last item."""
     alive = {num_items}
     result: Windows = []
@@ -96,12 +103,12 @@ def still_whole(stages: Windows, num_items: int) -> Windows:
     return result[::-1]
 
 
-def _ends(costs: StageCosts, stage: int, start: int, slowest: int, memory_limit: int | None) -> Iterator[int]:
+def _ends(costs: StageCosts, stage: int, start: int, slowest: int, limit: float) -> Iterator[int]:
     n = costs.num_items
     for end in [n] if stage == costs.num_stages - 1 else range(start + 1, n):
         if costs.compute[end] - costs.compute[start] > slowest:
             return
-        if memory_limit is not None and costs.memory(stage, start, end) > memory_limit:
+        if costs.memory(stage, start, end) > limit:
             return
         if not (costs.is_allowed[end] or end == n) or not costs.has_unit(start, end):
             continue
@@ -109,13 +116,23 @@ def _ends(costs: StageCosts, stage: int, start: int, slowest: int, memory_limit:
             yield end
 
 
-def fewest_bytes(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
-    """Cuts of the partition made of ``stages`` that sends the fewest bytes; the earliest cuts among equals."""
-    best: dict[int, tuple[int, tuple[int, ...]]] = {costs.num_items: (0, ())}
+def best_of(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
+    """Cuts of the best partition made of ``stages``, none of which is slower than the slowest one has to be.
+
+    With one stage on each rank the slowest one sets the pace, whatever the others take: it is the partition that sends
+    the fewest bytes. With several on a rank their sum does, so even stages come first (the least sum of squared times).
+    The earliest cuts among equals.
+    """
+    even = 0 if costs.is_one_stage_per_rank else 1
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {costs.num_items: (0, 0, ())}
     for stage in reversed(range(costs.num_stages)):
         following, best = best, {}
         for start, ends in stages[stage].items():
-            sent, cuts = min(following[end] for end in ends)
+            ways = []
+            for end in ends:
+                squares, sent, cuts = following[end]
+                ways.append((squares + even * costs.seconds(stage, start, end) ** 2, sent, cuts))
+            squares, sent, cuts = min(ways)
             here = (start,) if stage > 0 else ()
-            best[start] = sent + costs.sent_bytes(stage, start), here + cuts
-    return best[0][1]
+            best[start] = squares, sent + costs.sent_bytes(stage, start), here + cuts
+    return best[0][2]

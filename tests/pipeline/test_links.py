@@ -9,8 +9,8 @@ import torch.distributed as dist
 from lightning_smddp.pipeline import links
 from lightning_smddp.pipeline.links import LOOPBACK, find_links
 from lightning_smddp.pipeline.placement import Grid, Groups
-from lightning_smddp.planner.partition import Item, PartitionProblem, best_partition
-from lightning_smddp.planner.problem import Link
+from lightning_smddp.planner.partition import best_partition
+from lightning_smddp.planner.problem import Item, Link, PartitionProblem
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

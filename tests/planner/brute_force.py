@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from itertools import combinations
 
-from lightning_smddp.planner.partition import PartitionProblem
+from lightning_smddp.planner.problem import PartitionProblem
 
-Score = tuple[float, float, float]  # slowest stage, slowest rank, bytes sent
+Score = tuple[float, float, float]  # slowest stage, how uneven where ranks hold several, bytes sent
 
 
 def possible_cuts(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
@@ -56,17 +57,22 @@ def rank_memory(problem: PartitionProblem, cuts: tuple[int, ...]) -> dict[int, i
     return memory
 
 
+def keeps_shares(problem: PartitionProblem, cuts: tuple[int, ...]) -> bool:
+    """Whether each stage keeps to its share of its rank's memory, which the rank's stages divide equally."""
+    if problem.memory_limit is None:
+        return True
+    alone = dataclasses.replace(problem, rank_of_stage=list(range(problem.num_stages)), links=())
+    shares = [problem.memory_limit / problem.rank_of_stage.count(rank) for rank in problem.rank_of_stage]
+    return all(used <= share for used, share in zip(rank_memory(alone, cuts).values(), shares, strict=True))
+
+
 def score(problem: PartitionProblem, cuts: tuple[int, ...]) -> Score:
-    seconds = stage_seconds(problem, cuts)
-    totals = dict.fromkeys(problem.rank_of_stage, 0.0)
-    for rank, value in zip(problem.rank_of_stage, seconds, strict=True):
-        totals[rank] += value
-    ranks = problem.rank_of_stage
+    seconds, ranks = stage_seconds(problem, cuts), problem.rank_of_stage
+    uneven = 0.0 if len(set(ranks)) == len(ranks) else sum(value**2 for value in seconds)
     sent = sum(problem.cut_bytes[cut] for k, cut in enumerate(cuts, start=1) if ranks[k - 1] != ranks[k])
-    return max(seconds), max(totals.values()), sent
+    return max(seconds), uneven, sent
 
 
 def best_score(problem: PartitionProblem) -> Score | None:
-    limit = math.inf if problem.memory_limit is None else problem.memory_limit
-    fitting = (cuts for cuts in possible_cuts(problem) if max(rank_memory(problem, cuts).values()) <= limit)
+    fitting = (cuts for cuts in possible_cuts(problem) if keeps_shares(problem, cuts))
     return min((score(problem, cuts) for cuts in fitting), default=None)

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from lightning_smddp.planner.partition import Item, Link, PartitionProblem
+from lightning_smddp.planner.problem import Item, Link, PartitionProblem
 
 PLACEMENTS = {
     "one": lambda ranks: list(range(ranks)),

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from lightning_smddp.planner.partition import Item, PartitionError, PartitionProblem, given_partition
+from lightning_smddp.planner.partition import given_partition
+from lightning_smddp.planner.problem import Item, PartitionError, PartitionProblem
 
 NAMES = [
     "embed",

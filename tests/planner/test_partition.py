@@ -6,10 +6,12 @@ import dataclasses
 import math
 import random
 import time
+from collections import Counter
 
 import pytest
 
-from lightning_smddp.planner.partition import Item, Link, PartitionError, PartitionProblem, best_partition, partition_at
+from lightning_smddp.planner.partition import best_partition, partition_at
+from lightning_smddp.planner.problem import Item, Link, PartitionError, PartitionProblem
 from tests.planner.brute_force import best_score, possible_cuts, rank_memory, score, stage_seconds
 from tests.planner.problems import PLACEMENTS, chain, llama_7b, random_problem
 
@@ -25,7 +27,8 @@ def tightened(problem: PartitionProblem, draw: random.Random) -> PartitionProble
 @PLACES
 @pytest.mark.parametrize("limited", [False, True])
 def test_equal_to_brute_force(placement: str, limited: bool) -> None:
-    solved = 0
+    """The best of all where that fits, else the best of those whose stages keep to their shares of memory."""
+    outcomes = Counter[str]()
     for seed in range(120):
         draw = random.Random(f"{placement} {seed}")
         problem = random_problem(
@@ -39,16 +42,20 @@ def test_equal_to_brute_force(placement: str, limited: bool) -> None:
         )
         if limited:
             problem = tightened(problem, draw)
-        expected = best_score(problem)
-        if expected is None:
-            with pytest.raises(PartitionError):
-                best_partition(problem)
+        free, shared = best_score(dataclasses.replace(problem, memory_limit=None)), best_score(problem)
+        try:
+            found = best_partition(problem)
+        except PartitionError:
+            assert shared is None
+            outcomes["refused"] += free is not None
             continue
-        solved += 1
-        found = best_partition(problem)
-        assert score(problem, found.cuts) == expected
-        assert found.is_proven
-    assert solved > 60
+        limit = math.inf if problem.memory_limit is None else problem.memory_limit
+        assert max(rank_memory(problem, found.cuts).values()) <= limit
+        assert shared is None or score(problem, found.cuts) in (free, shared)
+        outcomes["free" if score(problem, found.cuts) == free else "shared" if shared else "smallest"] += 1
+    assert outcomes["free"] > 20
+    assert (outcomes["refused"] > 0) == limited
+    assert outcomes["shared"] > 0 or placement == "three_loops" or not limited
 
 
 @PLACES
@@ -58,9 +65,6 @@ def test_figures_are_those_of_the_definition(placement: str) -> None:
         found = best_partition(problem)
         assert list(found.stage_seconds) == pytest.approx(stage_seconds(problem, found.cuts))
         assert found.rank_memory == rank_memory(problem, found.cuts)
-        assert (max(found.stage_seconds), max(found.rank_seconds.values()), found.bytes_sent) == pytest.approx(
-            score(problem, found.cuts)
-        )
         assert found == partition_at(problem, found.cuts)
 
 
@@ -72,7 +76,8 @@ def test_a_tied_parameter_counts_once_for_each_stage_and_each_rank() -> None:
     assert partition_at(dataclasses.replace(problem, rank_of_stage=[0, 1, 0]), (2, 3)).rank_memory == {0: 100, 1: 0}
 
 
-def test_tied_parameters_draw_their_users_to_one_rank() -> None:
+def test_parameters_that_stages_of_a_rank_share_count_once() -> None:
+    """Each of the two stages is over its share, their sum is not."""
     problem = chain(4, [0, 1, 1, 0], tied={0: "wte", 3: "wte"}, sizes={"wte": 100})
     limited = dataclasses.replace(problem, memory_limit=100)
     assert best_partition(limited).rank_memory == {0: 100, 1: 0}
@@ -80,12 +85,17 @@ def test_tied_parameters_draw_their_users_to_one_rank() -> None:
         best_partition(dataclasses.replace(problem, memory_limit=99))
 
 
+def test_ranks_with_several_stages_get_even_ones_where_one_stage_is_slow_anyway() -> None:
+    items = [Item("embed", 1, 2, 0), *(Item(f"net.{i}", 1, 2, 0) for i in range(7)), Item("head", 10, 20, 0)]
+    cut_bytes = [0, *range(8, 0, -1), 0]  # the fewest bytes are sent by late cuts
+    found = best_partition(PartitionProblem(items, {}, cut_bytes, [0, 1, 0, 1], [1] * 4))
+    assert found.stage_seconds == (9, 9, 6, 30) or found.stage_seconds == (6, 9, 9, 30)
+
+
 def test_boundaries_cost_both_ends_unless_they_share_a_rank() -> None:
     problem = chain(4, [0, 1, 1, 0], cut_bytes=[0, 10, 20, 30, 0], link=Link(1, 10))
     found = partition_at(problem, (1, 2, 3))
     assert found.stage_seconds == (3 + 4, 3 + 4, 3 + 8, 3 + 8)
-    assert found.rank_seconds == {0: 18, 1: 18}
-    assert found.bytes_sent == 10 + 30
 
 
 def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
@@ -225,13 +235,12 @@ def test_many_items_are_cut_quickly(ranks: list[int]) -> None:
     start = time.perf_counter()
     found = best_partition(problem)
     free_s = time.perf_counter() - start
-    limit = 1.03 * sum(found.rank_memory.values()) / len(found.rank_memory)
+    limit = 1.15 * sum(found.rank_memory.values()) / len(found.rank_memory)
     limited = best_partition(dataclasses.replace(problem, memory_limit=limit))
     limited_s = time.perf_counter() - start - free_s
 
     mean = sum(found.stage_seconds) / 16
     assert mean < max(found.stage_seconds) < 1.1 * mean
-    assert found.is_proven
     assert max(limited.rank_memory.values()) <= limit
     assert free_s < 2  # 0.2 s on an idle machine
-    assert limited_s < 20  # at most 4 s on an idle machine
+    assert limited_s < 4  # 0.4 s on an idle machine
