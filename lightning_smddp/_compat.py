@@ -239,6 +239,25 @@ DispatchMode = TorchDispatchMode
 without_torch_function = torch._C.DisableTorchFunction
 
 
+def arguments_by_name(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of an aten operator, in the order of its schema, with default values.
+
+    Private because operators have no public schema. Remove when they have.
+    """
+    parameters = operator._schema.arguments
+    given = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
+    return {p.name: given.get(p.name, p.default_value) for p in parameters}
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an aten operator has no kernel of its own: autograd and devices see its parts.
+
+    Private because dispatch keys have no public names. Remove when ``torch.library`` tells.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(operator.has_kernel_for_dispatch_key(key))
+
+
 def idle_node() -> Any:
     """A node of the autograd graph to which no gradient ever comes, for hooks that must not fire here.
 
