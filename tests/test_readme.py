@@ -30,6 +30,7 @@ from tests.ranks import run_trainer_ranks
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+OPTIONS = ROOT / "docs" / "options.md"
 GUIDE = ROOT / "docs" / "data_parallel.md"
 PIPELINE_GUIDE = ROOT / "docs" / "pipeline.md"
 PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -77,8 +78,8 @@ def test_the_first_program_trains_on_two_ranks(tmp_path: Path) -> None:
     assert "gradient communication over 32 steps" in output
 
 
-def test_the_first_pipeline_is_the_same_on_both_pages() -> None:
-    assert snippets(README, "python")[1] == snippets(PIPELINE_GUIDE, "python")[0]
+def test_the_first_page_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 150
 
 
 @pytest.mark.slow
@@ -167,7 +168,7 @@ def test_snippets_that_fit_run_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_yaml_names_arguments_that_exist() -> None:
-    strategy = yaml.safe_load(snippets(README, "yaml")[0])["trainer"]["strategy"]
+    strategy = yaml.safe_load(snippets(OPTIONS, "yaml")[0])["trainer"]["strategy"]
     assert strategy["class_path"] == "lightning_smddp.SMDDPStrategy"
     SMDDPStrategy(**strategy["init_args"])
 
@@ -179,7 +180,7 @@ TRAINER_ONLY = {"stop_grace", "resume", "async_save", "sharded"}
 
 
 def test_options_table_is_the_signature() -> None:
-    documented = {row[0].strip("`"): row[1].strip("`") for row in first_cells(README, "## Options")}
+    documented = {row[0].strip("`"): row[1].strip("`") for row in first_cells(OPTIONS, "## Data parallelism")}
     for strategy, lacks in ((SMDDPStrategy, set()), (SMDDPFabricStrategy, TRAINER_ONLY)):
         signature = inspect.signature(strategy.__init__).parameters.values()
         own = [p for p in signature if p.kind is p.KEYWORD_ONLY or p.name == "process_group_backend"]
@@ -188,7 +189,7 @@ def test_options_table_is_the_signature() -> None:
 
 
 def test_pipeline_arguments_are_the_signature() -> None:
-    rows = first_cells(PIPELINE_GUIDE, "## Arguments")
+    rows = first_cells(OPTIONS, "## Pipelines")
     documented = {name: row[1].strip("`") for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     parameters = inspect.signature(PipelineStrategy.__init__).parameters.values()
     expected = {p.name: repr(p.default).replace("'", '"') for p in parameters if p.name not in ("self", "unknown")}
@@ -221,10 +222,10 @@ def most_held(actions: list[Action]) -> int:
 
 
 def test_algorithms_and_methods_are_all_there() -> None:
-    text, guide = README.read_text(), GUIDE.read_text()
+    text, guide = OPTIONS.read_text(), GUIDE.read_text()
     for name in NAMES:
         assert f"`{name}`" in guide
-        assert f"`{name}`" in text or f'`"{name}"`' in text
+        assert f'`"{name}"`' in text
     for name in METHODS:
         assert f"`{name}`" in guide
         assert f'`"{name}"`' in text
