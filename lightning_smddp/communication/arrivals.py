@@ -17,7 +17,6 @@ from typing import Protocol
 from lightning_smddp.communication.errors import StartError
 from lightning_smddp.wording import counted
 
-_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_PROCID", "PMIX_NAMESPACE", "PMIX_RANK", "NODE_RANK", "RANK")
 _COMPARED = ("torch", "lightning", "lightning_smddp")  # versions of these have to be equal
 _FAREWELL_S = 1.5  # for others to hear why the start failed
 _PATIENCE_S = 1.0  # beyond the limit, for the judgement to come
@@ -41,21 +40,16 @@ class Card:
     Attributes:
         rank: global rank that it was started as.
         world_size: number of ranks that it was told.
-        local_rank: on its node.
         versions: of torch, Lightning, this package and Python.
         problem: why it cannot take part, or None.
     """
 
     rank: int
     world_size: int
-    local_rank: int
     versions: Mapping[str, str]
     problem: str | None = None
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    launcher: Mapping[str, str] = field(
-        default_factory=lambda: {name: os.environ[name] for name in _LAUNCHERS if name in os.environ}
-    )
 
     @classmethod
     def parse(cls, text: bytes) -> Card:

@@ -48,7 +48,6 @@ class Meeting:
     Attributes:
         rank: global rank of this process.
         world_size: number of ranks.
-        local_rank: on its node.
         spans_nodes: whether there is more than one node.
         address: host name or address that rank 0 can be reached under.
         port: TCP port there.
@@ -57,7 +56,6 @@ class Meeting:
 
     rank: int
     world_size: int
-    local_rank: int
     spans_nodes: bool
     address: str
     port: int
@@ -95,7 +93,7 @@ def join(
     limit_s = limit.total_seconds()
     deadline = time.monotonic() + limit_s
     problem = interface_problem(backend)
-    card = Card(meeting.rank, meeting.world_size, meeting.local_rank, meeting.versions, problem)
+    card = Card(meeting.rank, meeting.world_size, meeting.versions, problem)
     if problem is not None:
         _tell_and_raise(meeting, card)
     store, served = _open_store(meeting, card, deadline, limit)

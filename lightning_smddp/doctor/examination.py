@@ -94,7 +94,6 @@ def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.dev
     meeting = Meeting(
         rank=launch["rank"],
         world_size=launch["world_size"],
-        local_rank=launch["local_rank"],
         spans_nodes=(launch["num_nodes"] or 1) > 1,
         address=launch["main_address"],
         port=launch["main_port"],

@@ -53,7 +53,6 @@ class Division:
         homes: for each parameter the stages that use it.
         reference: the first rank's run of the whole step, or None if that was not possible.
         stage_seconds, stage_memory: predicted, forward and backward of a micro-batch; bytes.
-        forward_seconds, backward_seconds: of each item.
         decision: what the first rank decided, by times that it measured, in JSON.
     """
 
@@ -64,7 +63,6 @@ class Division:
     reference: Reference | None
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
-    item_seconds: tuple[float, ...]
     decision: Mapping[str, Any]
 
     @property
@@ -175,7 +173,6 @@ def divide(
         reference,
         tuple(decided["stage_seconds"]),
         tuple(decided["stage_memory"]),
-        _item_seconds(program, reference),
         {key: value for key, value in decided.items() if key != "reference"},
     )
 
@@ -332,9 +329,3 @@ def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: t
     if "error" in answer:
         raise SplitError(answer["error"])
     return answer["value"]
-
-
-def _item_seconds(program: Program, reference: Reference | None) -> tuple[float, ...]:
-    if reference is None or not reference.forward_seconds:
-        return tuple(item.seconds for item in program.items)
-    return tuple(f + b for f, b in zip(reference.forward_seconds, reference.backward_seconds, strict=True))

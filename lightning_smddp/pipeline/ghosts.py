@@ -26,7 +26,6 @@ class ReplayError(RuntimeError):
 class Ghost(Tensor):
     """A value of another stage: it has a shape and a type, but no numbers. ``pattern`` is a plain tensor on meta."""
 
-    value: int
     pattern: Tensor
 
     @classmethod
@@ -130,7 +129,7 @@ class Shapes:
                 raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
             pattern = self.values[value].pattern()
             made = pattern.as_subclass(Ghost)
-            made.value, made.pattern = value, pattern
+            made.pattern = pattern
             self.ghosts[value] = made
         return made
 

@@ -40,7 +40,6 @@ def start_process_group(
     meeting = Meeting(
         rank=rank,
         world_size=world_size,
-        local_rank=strategy.local_rank,
         spans_nodes=strategy.num_nodes > 1,
         address=os.environ["MASTER_ADDR"],
         port=int(os.environ["MASTER_PORT"]),

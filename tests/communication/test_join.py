@@ -33,7 +33,7 @@ def come(port: int, limit: float, rank: int, world: int, **changes: Any) -> tupl
     begin = time.monotonic()
     meeting = Meeting(
         **{
-            **{"rank": rank, "world_size": world, "local_rank": rank, "spans_nodes": False},
+            **{"rank": rank, "world_size": world, "spans_nodes": False},
             **{"address": "127.0.0.1", "port": port, "versions": VERSIONS, **changes},
         }
     )
@@ -178,7 +178,7 @@ def pester(port: int, limit: float, ranks: list[dict[str, Any]], flag: str) -> s
 
 
 def join_only(port: int, limit: float, mine: dict[str, Any]) -> str:
-    meeting = Meeting(mine["rank"], mine["world"], mine["rank"], False, "127.0.0.1", port, VERSIONS)
+    meeting = Meeting(mine["rank"], mine["world"], False, "127.0.0.1", port, VERSIONS)
     return join(meeting, "gloo", None, timedelta(seconds=20), timedelta(seconds=limit))
 
 
@@ -236,7 +236,7 @@ def come_to(ranks: list[dict[str, Any]]) -> str:
 
 
 def card(**changes: Any) -> Card:
-    return Card(**{"rank": 0, "world_size": 2, "local_rank": 0, "versions": VERSIONS, **changes})
+    return Card(**{"rank": 0, "world_size": 2, "versions": VERSIONS, **changes})
 
 
 def test_what_does_not_contradict() -> None:
