@@ -85,16 +85,6 @@ def registered_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Those that an operation of torch's dispatcher writes to. Its schema has no public name; remove when it has."""
-    schema = function._schema
-    if not schema.is_mutable:
-        return []
-    given = {**dict(zip([argument.name for argument in schema.arguments], args, strict=False)), **kwargs}
-    aliases = [(argument.name, argument.alias_info) for argument in schema.arguments]
-    return [given.get(name) for name, alias in aliases if alias is not None and alias.is_write]
-
-
 def makes_its_results(function: Any) -> bool:
     """Whether what an operation of torch's dispatcher returns has memory of its own; its schema has no public name.
 

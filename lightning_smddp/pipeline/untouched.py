@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_smddp._compat import DispatchMode, storage_key
-from lightning_smddp._compat_steps import makes_its_results, registered_buffers, written_arguments
+from lightning_smddp._compat import DispatchMode, operator_facts, storage_key
+from lightning_smddp._compat_steps import makes_its_results, registered_buffers
 from lightning_smddp.pipeline.foreign_writes import ForeignWrites
 from lightning_smddp.pipeline.ghosts import Ghost
 from lightning_smddp.pipeline.structure import leaves
@@ -95,7 +95,7 @@ class _Keeper(DispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for leaf in leaves(written_arguments(function, args, kwargs)):
+        for leaf in leaves(operator_facts(function).written(args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._save(leaf)
         result = function(*args, **kwargs)
