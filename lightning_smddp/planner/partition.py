@@ -1,4 +1,4 @@
-"""Cutting a step into pipeline stages: the best cuts under a cost model, or the user's own."""
+"""Cutting a step into pipeline stages: the best cuts by measured times, or the user's own."""
 
 from __future__ import annotations
 

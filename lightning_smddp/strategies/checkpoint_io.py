@@ -26,7 +26,7 @@ class SafeFiles(_Base):
     """Checkpoints as ordinary files, of which a valid one exists whenever the process or the machine dies.
 
     Local files are written beside their place, verified and renamed; URLs (``s3://...``) likewise, in their store.
-    Files carry their SHA-256 and stay readable by ``torch.load`` and by Lightning without this package. Files are
+    Files carry torch's checksums and stay readable by ``torch.load`` and by Lightning without this package. Files are
     verified before they are loaded, and load tensors and plain data only.
 
     Args:
