@@ -12,7 +12,7 @@ parameter that is used twice in a stage, and on outputs that are views. Here bot
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -110,47 +110,64 @@ class SplitBackward:
                 handle.remove()
 
 
+class _Union:
+    """Union-find over the nodes of each part."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Node, Node] = {}
+
+    def find(self, node: Node) -> Node:
+        """The node that stands for the part of ``node``."""
+        while (above := self.parent.setdefault(node, node)) is not node:
+            self.parent[node] = above = self.parent[above]
+            node = above
+        return node
+
+    def merge(self, node: Node, into: Node) -> None:
+        """Let both be in one part."""
+        self.parent[self.find(node)] = self.find(into)
+
+
 def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], list[_Part]]:
     """The nodes that lead to ``inputs``, and the parts into which the rest of the graph falls.
 
     Two parameters are in one part when a node that leads to no input leads to both: their gradients have to flow
     through it together. Most parts are one layer's weight and bias.
     """
-    input_nodes = {get_gradient_edge(leaf).node for leaf in inputs}
     to_inputs: set[Node] = set()
     to_leaves: set[Node] = set()
     leaves: dict[Node, Tensor] = {}
-    parent: dict[Node, Node] = {}  # union-find over the nodes of each part
-
-    def find(node: Node) -> Node:
-        while (above := parent.setdefault(node, node)) is not node:
-            parent[node] = above = parent[above]
-            node = above
-        return node
-
+    union = _Union()
+    input_nodes = {get_gradient_edge(leaf).node for leaf in inputs}
     for node in _children_first([edge.node for edge, _ in roots]):
         children = [child for child, _ in node.next_functions if child is not None]
         if node in input_nodes or any(child in to_inputs for child in children):
             to_inputs.add(node)
         elif (leaf := _leaf_of(node)) is not None:
-            leaves[find(node)] = leaf
+            leaves[union.find(node)] = leaf
             to_leaves.add(node)
         for child in children:
             if child in to_leaves:
                 to_leaves.add(node)
                 if child not in to_inputs:
-                    parent[find(child)] = find(node)
+                    union.merge(child, node)
+    return to_inputs, _collect(roots, union, to_inputs, to_leaves, leaves)
+
+
+def _collect(
+    roots: Roots, union: _Union, to_inputs: set[Node], to_leaves: set[Node], leaves: Mapping[Node, Tensor]
+) -> list[_Part]:
     parts: dict[Node, _Part] = {}
-    for node in parent:
-        part = parts.setdefault(find(node), _Part())
+    for node in union.parent:
+        part = parts.setdefault(union.find(node), _Part())
         if node in to_inputs:
             part.frontier.append(node)
         elif node in leaves:
             part.leaves.append(leaves[node])
     for edge, gradient in roots:
         if edge.node not in to_inputs and edge.node in to_leaves:
-            parts[find(edge.node)].roots.append((edge, gradient))
-    return to_inputs, list(parts.values())
+            parts[union.find(edge.node)].roots.append((edge, gradient))
+    return list(parts.values())
 
 
 def _leaf_of(node: Node) -> Tensor | None:

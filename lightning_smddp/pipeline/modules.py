@@ -42,6 +42,7 @@ class Modules:
         self.varying = varying(trace, root, Deciding.MODULE)
         self._find_escapes()
         self._judge_calls()
+        self._judge_events()
 
     def seconds(self, name: str) -> float:
         """Forward time of all calls of a module."""
@@ -57,6 +58,8 @@ class Modules:
         deciding = {call.module for call in self.trace.calls if call.sizes_by_batch}
         for name in deciding & self._returning(varying(self.trace, self.root, Deciding.BATCH)):
             self.obstacles.setdefault(name, "the size of its result depends on the batch's values")
+
+    def _judge_events(self) -> None:
         leaking = self._returning(self.varying)
         last_begin = max((call.first for call in self.trace.calls), default=0)
         for event in self.trace.events:

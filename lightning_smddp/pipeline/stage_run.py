@@ -146,6 +146,10 @@ class Run(TorchFunctionMode):
                 return self._free(function, args, kwargs)
         elif sets_flag(function) and isinstance(args[0], nn.Parameter):
             return function(*args, **kwargs)
+        return self._of_item(kind, function, args, kwargs)
+
+    def _of_item(self, kind: Kind, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation of the trace: done where it is this stage's, else a stand-in for its result."""
         item = self._next(None, function)
         if item is not None and item.index not in self.replay.mine:
             return self._stand_in(item, args, kwargs)

@@ -85,6 +85,18 @@ class Client:
         self.neighbour: Member | None = None  # watched for a hub on another host
         self.pids: frozenset[int] = frozenset()
         self.missing: list[Process] = []  # did not answer when the ranks were asked where to stop
+        self._handlers: dict[str, Callable[[Message], None]] = {
+            "beat": self._heard,
+            "ping": lambda message: self.beat(),
+            "welcome": self._welcomed,
+            "failure": self._told_of_failure,
+            "ask": self._asked,
+            "stop": self._told_to_stop,
+            "epoch": lambda message: self._state.update(epoch=int(message["epoch"])),
+            "refused": self._refused,
+            "over": lambda message: self._state.update(first_is_over=True),
+            "bye": self._left,
+        }
 
     def join(self, connection: Connection) -> None:
         """Use this connection to the hub, whose name comes with its welcome."""
@@ -98,39 +110,40 @@ class Client:
         kind = message["type"]
         if self.hub is not None:
             self.hub.silence_s = 0.0
-        if kind == "beat":
-            if self.hub is not None and isinstance(self.hub.progress, RemoteProgress):
-                self.hub.progress.told = Reading.from_json(message["progress"])
-        elif kind == "ping":
-            self.beat()
-        elif kind == "welcome":
-            self._welcomed(message)
-        elif kind == "failure":
-            kill = message["kill"]
-            self.record(Failure.from_json(message["failure"]), None if kill is None else Process.from_json(kill))
-        elif kind == "ask":
-            self._state.attention = True  # before the answer reads the step
-            signum = int(message["signum"])
-            first = self._state.gate.answer(signum)
-            self._state.update()
-            self.tell({"type": "ready", "step": first})
-            self._on_stop(signum)
-        elif kind == "stop":
-            self.missing = [Process.from_json(values) for values in message["missing"]]
-            self.decide(int(message["signum"]), message["step"])
-        elif kind == "epoch":
-            self._state.update(epoch=int(message["epoch"]))
-        elif kind == "refused":
-            text = f"the supervisor of rank 0 refused it: {message['reason']}"
-            self.record(failure_of(self.rank, self._host, os.getpid(), Reading(), "exception", text), None)
-        elif kind == "over":
-            self._state.update(first_is_over=True)
-        elif kind == "bye":
-            if self.hub is not None:
-                self.hub.has_left = True
-            self._state.update(goodbye=True, first_is_over=True)
-        else:
+        handler = self._handlers.get(kind)
+        if handler is None:
             raise ValueError(f"unknown message {kind!r}")
+        handler(message)
+
+    def _heard(self, message: Message) -> None:
+        if self.hub is not None and isinstance(self.hub.progress, RemoteProgress):
+            self.hub.progress.told = Reading.from_json(message["progress"])
+
+    def _told_of_failure(self, message: Message) -> None:
+        kill = message["kill"]
+        self.record(Failure.from_json(message["failure"]), None if kill is None else Process.from_json(kill))
+
+    def _asked(self, message: Message) -> None:
+        """How far this rank has come, and so where it can stop."""
+        self._state.attention = True  # before the answer reads the step
+        signum = int(message["signum"])
+        first = self._state.gate.answer(signum)
+        self._state.update()
+        self.tell({"type": "ready", "step": first})
+        self._on_stop(signum)
+
+    def _told_to_stop(self, message: Message) -> None:
+        self.missing = [Process.from_json(values) for values in message["missing"]]
+        self.decide(int(message["signum"]), message["step"])
+
+    def _refused(self, message: Message) -> None:
+        text = f"the supervisor of rank 0 refused it: {message['reason']}"
+        self.record(failure_of(self.rank, self._host, os.getpid(), Reading(), "exception", text), None)
+
+    def _left(self, message: Message) -> None:
+        if self.hub is not None:
+            self.hub.has_left = True
+        self._state.update(goodbye=True, first_is_over=True)
 
     def _welcomed(self, message: Message) -> None:
         ranks = {int(rank): (Process.from_json(values), int(number)) for rank, values, number in message["ranks"]}
