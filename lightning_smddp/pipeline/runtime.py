@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.splitting import Splitting
 from lightning_smddp.pipeline.stage_run import WriteWatch
 from lightning_smddp.pipeline.structure import map_leaves
-from lightning_smddp.pipeline.tails import NEW_NUMBERS, NOTHING_NEW, KnownTails, Tail
+from lightning_smddp.pipeline.tails import NEW_NUMBERS, NEW_OWNERS, NOTHING_NEW, KnownTails, Tail
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, rehearsal_plan
 
@@ -112,6 +112,7 @@ class PipelineRuntime:
         self.engine = PipelineEngine(groups.neighbours, device, schedule, num_stages, bodies, recorder=recorder)
         self._running: _Running | None = None
         self.writes = NewWrites()
+        self.finds_owners: Callable[[], bool] = lambda: False  # that the step changes, and no trace saw it
         self._tails: list[tuple[StagedStep, Tail]] = []  # since they were accepted
         self.news = NOTHING_NEW  # of those, on all ranks alike
 
@@ -146,7 +147,7 @@ class PipelineRuntime:
             train: whether there is a backward.
             observe: called around each item that is done here.
             looks: numbers that modules keep; if given, :attr:`news` says whether something is new there, or behind the
-                last unit.
+                last unit; in any case, whether an object has changed for the first time.
 
         Returns:
             What the step returned for each micro-batch, on the rank where it ends; else an empty list.
@@ -171,7 +172,8 @@ class PipelineRuntime:
             for index, text in self.writes.found().items():
                 running.failures.setdefault(index, text)
             found = running.tails or []
-            news = max([kept, *(staged.tails.look(tail) for staged, tail in found if staged.tails is not None)])
+            owners = NEW_OWNERS if self.finds_owners() else NOTHING_NEW
+            news = max([kept, owners, *(staged.tails.look(tail) for staged, tail in found if staged.tails is not None)])
             self.news = max(self.news, require_no_departure(running.failures, *self.groups.host, news))
             self._tails += found
             return running.results if self.ends_here else []

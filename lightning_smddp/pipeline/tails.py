@@ -27,7 +27,9 @@ _BEGIN, _END = "begin", "end"
 _WORDS = frozenset((str, bool, type(None)))
 _DEPTH = 12  # frames
 
-NOTHING_NEW, NEW_NUMBERS, NEW_FUNCTIONS = range(3)
+# Of a batch that a step has run on, the most that matters: it has changed an object that no trace saw it change; it is
+# given numbers of another magnitude; it runs other functions.
+NOTHING_NEW, NEW_OWNERS, NEW_NUMBERS, NEW_FUNCTIONS = range(4)
 
 
 class Tail:

@@ -8,18 +8,30 @@ is run for nothing once more, at once and in its micro-batches, forward only.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.messages import broadcast_json
+from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.constant_random import ConstantRandom
 from lightning_smddp.pipeline.microbatches import MicroBatch
 from lightning_smddp.strategies.batch_cutting import BatchCutter
+from lightning_smddp.strategies.counts import UNKNOWN
 from lightning_smddp.strategies.divided_module import DividedModule
 from lightning_smddp.strategies.pipeline_step import LightningStep
+from lightning_smddp.strategies.step_attributes import Place
+from lightning_smddp.strategies.step_results import StepResults
+
+
+def combined(find: Callable[[], StepResults | str], settle: Callable[[], None]) -> StepResults | str:
+    """What ``find`` says that micro-batches come to; behind ``settle`` where nobody knew what integers count."""
+    results = find()
+    if isinstance(results, str) and results.startswith(UNKNOWN):
+        settle()
+        results = find()
+    return results
 
 
 def settle_counts(
@@ -27,19 +39,23 @@ def settle_counts(
 ) -> None:
     """Let what has been kept of ``batch`` be combined, though nobody knew what integers count. Collective.
 
-    Called where ``StepCapture.require_known_counts`` has raised on the rank where ``step`` ends. Where an integer
-    counts neither rows nor calls, batches are one micro-batch from here on, but for a number that the user gave.
+    Called where ``StepCapture.require_known_counts`` has raised on the rank where ``step`` ends, or ``LeftBehind`` has
+    found doubts on any. Where an integer counts neither rows nor calls, batches are one micro-batch from here on, but
+    for a number that the user gave.
     """
-    capture, last = step.capture, divided.runtime.last_rank
-    runs = []
+    capture = step.capture
+    runs, left = [], []
     with capture.aside():
         for rows in (cutter.together(batch, microbatches), *microbatches):
-            runs.append(_attributes(divided, step.unscaled(), rows))
+            with capture.left.recorded() as found:
+                runs.append(_attributes(divided, step.unscaled(), rows))
+            left.append(found)
     divided.take_unforeseen(step)  # of the trials
-    problem = None
+    mine = capture.left.learn_counts(left[0], left[1:])
     if divided.runtime.ends_here:
-        problem = capture.learn_counts(runs[0], runs[1:])
-    problem = broadcast_json(problem, divided.groups.pipeline, divided.device, last)
+        mine = capture.learn_counts(runs[0], runs[1:]) or mine
+    problems = gather_json(mine, divided.groups.pipeline, divided.device)
+    problem = next((found for found in reversed(problems) if found is not None), None)
     if problem is None:
         return
     if divided.options.num_microbatches is None:
@@ -48,8 +64,8 @@ def settle_counts(
         warnings.warn(f"At {step.place()} {problem} {cutter.consequence()}", stacklevel=2)
 
 
-def _attributes(divided: DividedModule, step: LightningStep, rows: MicroBatch) -> dict[str, Any]:
+def _attributes(divided: DividedModule, step: LightningStep, rows: MicroBatch) -> dict[Place, Any]:
     """What the step sets attributes to for ``rows``, on the rank where it ends. Collective over the pipeline."""
     with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
         seen = divided.try_out(step, [rows])
-    return {} if seen is None else seen.results.attributes
+    return {} if seen is None else {(name,): value for name, value in seen.results.attributes.items()}

@@ -46,7 +46,7 @@ from lightning_smddp.pipeline.separate_draws import separate_draws
 from lightning_smddp.pipeline.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.spans import Recorder
 from lightning_smddp.pipeline.splitting import Resources, Splitting, follow, is_within
-from lightning_smddp.pipeline.tails import NOTHING_NEW
+from lightning_smddp.pipeline.tails import NEW_OWNERS, NOTHING_NEW
 from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.untouched import untouched
 from lightning_smddp.pipeline.variants import Course, StagedStep, Variants
@@ -145,6 +145,7 @@ class DividedModule:
         self.runtime = PipelineRuntime(
             module, groups, device, options.schedule, len(ranks), of_stage, options.activation_checkpointing, recorder
         )
+        self.runtime.finds_owners = step.capture.left.has_news
         self.view = GlobalView(module, ownership, groups.pipeline, device, groups.host)
         self.buffers = SharedBuffers(self.view, ownership, ranks)
         self._variants: dict[Any, Variants] = {}
@@ -234,11 +235,13 @@ class DividedModule:
         Where ``may_drop`` is False, the batch counts, and the doubt remains.
         """
         news = self.runtime.news
-        counts = news == NOTHING_NEW or not may_drop
+        counts = news <= NEW_OWNERS or not may_drop
+        if news != NOTHING_NEW:
+            step.capture.left.agree(self.groups.pipeline, self.device)
         if step.trains:
             self.doubts.note_tail(news, counts)
         else:
-            self._variants[step.key].unforeseen |= news != NOTHING_NEW
+            self._variants[step.key].unforeseen |= news > NEW_OWNERS
         self.runtime.accept_tails()
         self._variants[step.key].kept.accept()
         return counts

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,10 +27,12 @@ from lightning_smddp.communication.trees import UnknownTypeError, dtype_of, name
 from lightning_smddp.pipeline.ghosts import Ghost
 from lightning_smddp.pipeline.patches import set_within
 from lightning_smddp.pipeline.replay import active_run
+from lightning_smddp.pipeline.stage_run import Run
 from lightning_smddp.pipeline.structure import tensors
 from lightning_smddp.pipeline.tracing import note_left
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
+from lightning_smddp.strategies.counts import UNKNOWN, Moved, in_words, settle, unknown_counts
 from lightning_smddp.strategies.owner_watch import (
     MISSING,
     Found,
@@ -38,6 +40,7 @@ from lightning_smddp.strategies.owner_watch import (
     has_ghosts,
     ignored_of,
     list_at,
+    owner_in_words,
     owners_in,
     place_from_json,
     place_to_json,
@@ -46,6 +49,8 @@ from lightning_smddp.strategies.owner_watch import (
 )
 from lightning_smddp.strategies.step_attributes import Changes, Place, combine_changes, detached
 
+Trial: TypeAlias = dict[tuple[int, str], dict[Place, Any]]  # what attributes are set to, by stage and owner
+
 _HELD = "held"  # among names of owners: values by number
 
 
@@ -53,6 +58,7 @@ _HELD = "held"  # among names of owners: values by number
 class _Note:
     """What a stage's run of one micro-batch left with one owner: what is whole there, and what has ghosts, by place."""
 
+    index: int
     size: int
     weight: float
     whole: Changes = field(default_factory=Changes)
@@ -67,6 +73,8 @@ class _Pass:
     size: int
     weight: float
     watches: dict[str, OwnerWatch]
+    quiet: dict[str, OwnerWatch]  # over those that no trace has seen change
+    numbers: dict[str, list[Found]] = field(default_factory=dict)  # changes of those
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class LeftBehind:
     """Keeps what steps of ``module`` leave with other objects.
 
     Attributes:
-        changing: names of owners that a trace found to change, see :meth:`agree`. Only these are watched.
+        changing: names of owners that a trace found to change, see :meth:`agree`. Of others only numbers are watched.
         is_learning: whether a trace runs.
     """
 
@@ -117,6 +125,12 @@ class LeftBehind:
         self._held: dict[int, dict[int, _Note]] = defaultdict(dict)  # by stage: values for later stages' notes
         self._per_row: dict[str, dict[Place, bool]] = defaultdict(dict)
         self._shown: list[tuple[str, Place, Any]] = []
+        self._quiet: dict[str, OwnerWatch] = {}  # over owners that are not `changing`, as they were last seen
+        self._new: dict[str, None] = {}  # of them, those that have changed since all ranks agreed
+        self._sizes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)  # by stage: of its micro-batches
+        self._settled: dict[tuple[int, str], dict[Place, int]] = defaultdict(dict)  # what a trial has shown
+        self._recorded: Trial | None = None
+        self._reports: list[Any] | None = None  # of all ranks
 
     # ---- runs of the step ----
 
@@ -126,8 +140,19 @@ class LeftBehind:
 
     def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks watch what any of them found to change: callbacks may be on some ranks only. Collective."""
-        found = gather_json(list(self.changing), group, device)
-        self.changing = dict.fromkeys(name for part in found for name in part)
+        found = gather_json([*self.changing, *self._new], group, device)
+        self.changing, self._new = dict.fromkeys(name for part in found for name in part), {}
+        self._owners = owners_in(self.module, with_helpers=True)
+        watched = {id(vars(self._owners[name])) for name in self.changing if name in self._owners}
+        self._quiet = {}
+        for name, owner in self._owners.items():
+            if id(vars(owner)) not in watched:
+                watched.add(id(vars(owner)))
+                self._quiet[name] = self._watch(name)
+
+    def has_news(self) -> bool:
+        """Whether owners have changed, since all ranks agreed, that no trace saw change."""
+        return bool(self._new)
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Around a step that every rank runs as a whole, once: what it does stays done."""
@@ -143,7 +168,7 @@ class LeftBehind:
             self._owners = owners_in(self.module, with_helpers=True)
         names = self._owners if self.is_learning else self.changing
         watches = {name: self._watch(name) for name in names if name in self._owners}
-        self._pass = _Pass(index, size, weight, watches)
+        self._pass = now = _Pass(index, size, weight, watches, {} if self.is_learning else self._refreshed())
         try:
             yield
         finally:
@@ -151,6 +176,17 @@ class LeftBehind:
             with without_torch_functions():
                 for name, watch in watches.items():
                     watch.restore(of_members_alone=not name)
+                for name, found in now.numbers.items():
+                    for change in found:
+                        now.quiet[name].put_back(change)
+
+    def _refreshed(self) -> dict[str, OwnerWatch]:
+        """Watches over owners that do not change in steps, as they are now, behind hooks."""
+        with without_torch_functions():
+            for name, watch in self._quiet.items():
+                if watch.is_touched():
+                    self._quiet[name] = OwnerWatch(watch.owner, watch.ignored)
+        return self._quiet
 
     def look(self) -> None:
         """Note what has changed. At the end of the step's code, or where a stage leaves it."""
@@ -159,21 +195,47 @@ class LeftBehind:
             return
         run = active_run()
         with without_torch_functions():
+            for name, watch in now.quiet.items():
+                if watch.is_touched() and (found := [c for c in watch.numbers() if name or c.is_member]):
+                    self._new[name] = None
+                    now.numbers[name] = found
             for name, watch in now.watches.items():
                 found = [change for change in watch.found() if name or change.is_member]
                 if found and self.is_learning:
                     self.changing[name] = None
                     note_left(tensors([change.after for change in found]))
-                if run is not None and not run.replay.is_rehearsal:
-                    self._notes[run.plan.stage, name][now.index] = _note(now, found)
+                self._keep(run, name, now, found)
+            for name, found in now.numbers.items():
+                self._keep(run, name, now, found)
+            if run is not None and not run.replay.is_rehearsal:
+                self._sizes[run.plan.stage][now.index] = (now.size, now.weight)
             if run is not None and self.changing and not run.replay.is_rehearsal:
                 held = {(value,): (None, tensor.detach()) for value, tensor in run.made_and_left().items()}
-                self._held[run.plan.stage][now.index] = _Note(now.size, now.weight, Changes(values=held))
+                self._held[run.plan.stage][now.index] = _Note(now.index, now.size, now.weight, Changes(values=held))
+
+    def _keep(self, run: Run | None, name: str, now: _Pass, found: Sequence[Found]) -> None:
+        if run is None or run.replay.is_rehearsal:
+            return
+        note = _note(now, found)
+        self._notes[run.plan.stage, name][note.index] = note
+        if self._recorded is not None:
+            after = {place: value for place, (_, value) in note.whole.values.items()}
+            self._recorded[run.plan.stage, name] = after
+
+    @contextmanager
+    def recorded(self) -> Iterator[Trial]:
+        """Around a run for nothing of some rows at once: gives what it sets attributes to."""
+        found: Trial = {}
+        self._recorded = found
+        try:
+            yield found
+        finally:
+            self._recorded = None
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Around other runs of the step: the notes are kept."""
-        notes, held = dict(self._notes), dict(self._held)
+        notes, held, sizes = dict(self._notes), dict(self._held), dict(self._sizes)
         self.clear()
         try:
             yield
@@ -181,22 +243,64 @@ class LeftBehind:
             self.clear()
             self._notes.update(notes)
             self._held.update(held)
+            self._sizes.update(sizes)
 
     def clear(self) -> None:
         """Forget the notes."""
         self._notes.clear()
         self._held.clear()
+        self._sizes.clear()
+        self._settled.clear()
 
     # ---- after the step ----
 
-    def share(self, view: GlobalView, last_stage: int) -> None:
-        """Find out together what the batch's step has left where, and prepare what hooks see. Collective.
+    def find_out(self, last_stage: int, group: dist.ProcessGroup, device: torch.device) -> str | None:
+        """Find out together what the batch's step has left where, for :meth:`share`. Collective.
 
         Nothing is sent where no trace found anything.
+
+        Returns:
+            Of which number a trial has to show first what it counts: the same on every rank.
         """
+        self._reports = None
         if not self.changing:
+            return None
+        self._reports = gather_json(self._report(last_stage), group, device)
+        return next((report["doubt"] for report in self._reports if report["doubt"] is not None), None)
+
+    def learn_counts(self, whole: Trial, parts: Sequence[Trial]) -> str | None:
+        """Learn what integers count of runs of the batch at once, and of its micro-batches.
+
+        Returns:
+            What is wrong with one that counts neither rows nor calls.
+        """
+        problems = []
+        for stage, name in self._notes:
+            mine = [part.get((stage, name), {}) for part in parts]
+            for moved in self._unknown_counts(stage, name):
+                found = settle(moved, whole.get((stage, name), {}), mine, self._per_row[name], owner_in_words(name))
+                self._settled[stage, name][moved.place], problem = found
+                problems += [] if problem is None else [problem]
+        return problems[0] if problems else None
+
+    def _unknown_counts(self, stage: int, name: str) -> list[Moved]:
+        notes = self._ordered(stage, name)
+        if len(notes) < 2:
+            return []
+        found = unknown_counts([note.whole for note in notes], self._per_row[name], members=True)
+        return [moved for moved in found if moved.place not in self._settled[stage, name]]
+
+    def _doubt(self) -> str | None:
+        for stage, name in self._notes:
+            for moved in self._unknown_counts(stage, name):
+                return UNKNOWN + in_words(owner_in_words(name), moved.place)
+        return None
+
+    def share(self, view: GlobalView) -> None:
+        """Let all ranks have what :meth:`find_out` found, and prepare what hooks see. Collective."""
+        reports, self._reports = self._reports, None
+        if reports is None:
             return
-        reports = gather_json(self._report(last_stage), view.agreement.group, view.agreement.device)
         offers: dict[tuple[str, Place], list[_Offer]] = defaultdict(list)
         held: dict[int, _Offer] = {}
         wanted: dict[tuple[str, Place], _Wanted] = {}
@@ -267,11 +371,14 @@ class LeftBehind:
 
     def _report(self, last_stage: int) -> dict[str, Any]:
         """What this rank's stages have, and what the last one would like to have, as JSON."""
+        doubt = self._doubt()
+        if doubt is not None:
+            return {"doubt": doubt, "offers": [], "wanted": [], "held": []}
         offers: dict[tuple[str, Place], list[Any]] = {}
         wanted: dict[tuple[str, Place], list[Any]] = {}
-        for (stage, name), notes in sorted(self._notes.items()):
-            ordered = [notes[index] for index in sorted(notes)]
-            for place, (grows, value) in self._combined(name, ordered).items():
+        for stage, name in sorted(self._notes):
+            ordered = self._ordered(stage, name)
+            for place, (grows, value) in self._of_stage(stage, name).items():
                 found: dict[tuple[str, ...], Tensor] = {}
                 try:
                     plain = take_out(value, found)
@@ -286,7 +393,17 @@ class LeftBehind:
         for stage, notes in self._held.items():
             for (value,), (_, tensor) in self._combined(_HELD, [notes[index] for index in sorted(notes)]).items():
                 held.append([value, stage, _spec((), tensor)])
-        return {"offers": self._keyed(offers), "wanted": self._keyed(wanted), "held": held}
+        return {"doubt": None, "offers": self._keyed(offers), "wanted": self._keyed(wanted), "held": held}
+
+    def _ordered(self, stage: int, name: str) -> list[_Note]:
+        """Of all micro-batches, also of those that have changed nothing."""
+        notes, sizes = self._notes[stage, name], self._sizes[stage]
+        return [notes.get(index) or _Note(index, *sizes[index]) for index in sorted(sizes)]
+
+    def _of_stage(self, stage: int, name: str) -> dict[Place, tuple[bool, Any]]:
+        """What a stage has left with an owner, by place, and whether a list gains it."""
+        found = self._combined(name, self._ordered(stage, name))
+        return found | {place: (False, value) for place, value in self._settled[stage, name].items()}
 
     def _keyed(self, found: dict[tuple[str, Place], list[Any]]) -> list[list[Any]]:
         keyed = []
@@ -308,8 +425,7 @@ class LeftBehind:
     def _of_offer(self, name: str, place: Place, chosen: _Offer, view: GlobalView) -> dict[tuple[str, ...], Tensor]:
         local: dict[tuple[str, ...], Tensor] = {}
         if chosen.rank == view.rank:
-            notes = self._notes[chosen.stage, name]
-            _, value = self._combined(name, [notes[index] for index in sorted(notes)])[place]
+            _, value = self._of_stage(chosen.stage, name)[place]
             take_out(value, local)
         return {tuple(spec[0]): _global(view, chosen.rank, spec, local.get(tuple(spec[0]))) for spec in chosen.specs}
 
@@ -340,7 +456,7 @@ def without_ghosts(changes: Changes) -> Changes:
 
 
 def _note(now: _Pass, found: Sequence[Found]) -> _Note:
-    note = _Note(now.size, now.weight)
+    note = _Note(now.index, now.size, now.weight)
     for change in found:
         if has_ghosts(change.after):
             note.ghosts[change.place] = _Wanted.of(change)
@@ -355,7 +471,7 @@ def _note(now: _Pass, found: Sequence[Found]) -> _Note:
 def _only(note: _Note, place: Place, name: Place) -> _Note:
     """The change at ``place`` alone, under another name, by which it may be a loss."""
     values = {name: note.whole.values[place]} if place in note.whole.values else {}
-    return _Note(note.size, note.weight, Changes(values=values))
+    return _Note(note.index, note.size, note.weight, Changes(values=values))
 
 
 def _without_repeats(changes: Changes, last: Changes, is_held: bool) -> Changes:

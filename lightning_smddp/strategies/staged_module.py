@@ -39,8 +39,7 @@ from lightning_smddp.pipeline.verification import VerificationError
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.strategies.batch_cutting import BatchCutter
-from lightning_smddp.strategies.count_trials import settle_counts
-from lightning_smddp.strategies.counts import UNKNOWN
+from lightning_smddp.strategies.count_trials import combined, settle_counts
 from lightning_smddp.strategies.course_trials import find_courses, look_behind
 from lightning_smddp.strategies.divided_module import DividedModule, is_whole
 from lightning_smddp.strategies.division_table import describe, resources_for
@@ -331,7 +330,8 @@ class StagedModule:
         except (SplitError, LeftCourseError) as error:  # on every rank
             self.lockstep.take(step, error)
             return self._in_lockstep(step, batch)
-        results = self._results(step, outputs)
+        settle = functools.partial(settle_counts, divided, self.cutter, step, batch, microbatches)
+        results = combined(functools.partial(self._results, step, outputs), settle)
         if isinstance(results, str):
             self.trials.keep_whole(step, results)
             return self._evaluate(step, batch)
@@ -390,10 +390,7 @@ class StagedModule:
 
     def _share(self, step: LightningStep, outputs: list[Any], settle: Callable[[], None]) -> Any:
         """Combine what the micro-batches gave where the step ends, and apply it on every rank."""
-        results = self._results(step, outputs)
-        if isinstance(results, str) and results.startswith(UNKNOWN):
-            settle()
-            results = self._results(step, outputs)
+        results = combined(functools.partial(self._results, step, outputs), settle)
         if isinstance(results, str):
             raise ValueError(
                 f"What `{step.hook}` gives for micro-batches cannot be put together: {results}. Use num_microbatches=1."
@@ -402,6 +399,8 @@ class StagedModule:
 
     def _results(self, step: LightningStep, outputs: list[Any]) -> StepResults | str:
         """What the step shows for the batch, on every rank; or why the micro-batches' results do not make it up."""
+        if (doubt := self.capture.left.find_out(self.num_stages - 1, *self.groups.host)) is not None:
+            return doubt
         results: StepResults | str | None = None
         if self.groups.place == self.last_rank:
             try:
@@ -418,7 +417,7 @@ class StagedModule:
         """Let ranks and hooks have what the step shows, and return what it returns. Collective."""
         output = results.apply(self.module, self.metrics)
         assert self.view is not None
-        self.capture.left.share(self.view, self.num_stages - 1)
+        self.capture.left.share(self.view)
         return output
 
     def _divide(

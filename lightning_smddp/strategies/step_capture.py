@@ -286,7 +286,7 @@ class StepCapture:
         if unknown:
             raise UncombinableError(f"{UNKNOWN}self.{unknown[0].place[0]}")
 
-    def learn_counts(self, whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> str | None:
+    def learn_counts(self, whole: Mapping[Place, Any], parts: Sequence[Mapping[Place, Any]]) -> str | None:
         """Learn it of runs of the batch at once and of its micro-batches: what they set attributes to.
 
         Returns:

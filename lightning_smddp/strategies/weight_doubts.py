@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_smddp.pipeline.microbatches import MicroBatch
-from lightning_smddp.pipeline.tails import NEW_FUNCTIONS, NOTHING_NEW
+from lightning_smddp.pipeline.tails import NEW_FUNCTIONS, NEW_OWNERS
 
 _FIRST_LOOK, _GROWTH = 4, 2
 
@@ -34,7 +34,7 @@ class WeightDoubts:
 
     def note_tail(self, news: int, counts: bool) -> None:
         """What has run behind the last module, see ``tails.py``, and whether the batch ``counts``."""
-        self.of_tail = self.of_tail or news != NOTHING_NEW
+        self.of_tail = self.of_tail or news > NEW_OWNERS
         self.new_tails += news == NEW_FUNCTIONS
         self.batches += counts
 

@@ -45,6 +45,6 @@ def test_unknown(steps: list[int], known: dict[Place, bool], is_unknown: bool) -
 def test_settled(
     steps: list[int], whole: int, known: dict[Place, bool], expected: int, law: bool | None, is_wrong: bool
 ) -> None:
-    parts = [{"n": 7 + step} if step else {} for step in steps]
-    value, problem = settle(Moved(PLACE, 7, steps), {"n": 7 + whole}, parts, known)
+    parts = [{PLACE: 7 + step} if step else {} for step in steps]
+    value, problem = settle(Moved(PLACE, 7, steps), {PLACE: 7 + whole}, parts, known)
     assert (value, known.get(LAW), problem is not None) == (expected, law, is_wrong)
