@@ -24,8 +24,12 @@ class ReplayError(RuntimeError):
 
 
 class Ghost(Tensor):
-    """A value of another stage: it has a shape and a type, but no numbers. ``pattern`` is a plain tensor on meta."""
+    """A value of another stage: it has a shape and a type, but no numbers. ``pattern`` is a plain tensor on meta.
 
+    ``value`` is its number in the program: what a step leaves in attributes is found by it.
+    """
+
+    value: int
     pattern: Tensor
 
     @classmethod
@@ -129,7 +133,7 @@ class Shapes:
                 raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
             pattern = self.values[value].pattern()
             made = pattern.as_subclass(Ghost)
-            made.pattern = pattern
+            made.value, made.pattern = value, pattern
             self.ghosts[value] = made
         return made
 
