@@ -302,7 +302,9 @@ class DividedModule:
             with step.random.at(index), torch.set_grad_enabled(step.trains):  # so that the begin is no change
                 traced = record(step.alone(microbatch, index), self.module, self.device, group, self._fetch)
         except SplitError as error:
-            raise own_error(error) from None
+            if step.trains:
+                raise own_error(error) from None
+            raise  # of the same kind on all ranks, which then go on alike
         program = build_on_all(traced, Modules(traced, self.module), is_within(self._units()), group, self.device)
         require_same(program, group, self.device)
         step.capture.left.agree(group, self.device)

@@ -305,12 +305,13 @@ class StagedModule:
         try:
             courses = divided.courses(step, microbatches)
         except Exception as error:
-            if not is_new and not isinstance(error, SplitError):
-                raise
-            if len(microbatches) > 1 and not isinstance(error, SplitError):
-                self.trials.keep_whole(step, f"it fails on a part ({error!r})")
+            failed = isinstance(error, StepFailedError) or not isinstance(error, SplitError)
+            if failed and not is_new:
+                raise own_error(error) from None
+            if failed and len(microbatches) > 1:
+                self.trials.keep_whole(step, f"it fails on a part ({own_error(error)!r})")
                 return self._evaluate(step, batch)
-            self.lockstep.take(step, error)
+            self.lockstep.take(step, own_error(error))
             return self._in_lockstep(step, batch)
         self._traced.add(step.key)
         if self.options.check and not self.trials.has(step) and (rows := self.cutter.pair(batch, microbatches)):

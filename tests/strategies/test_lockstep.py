@@ -117,7 +117,23 @@ class InputGradient(Net):
     val_dataloader = Evaluated.val_dataloader
 
 
-MODULES = {cls.__name__: cls for cls in (Texts, Seq2Seq, Samples, InputGradient)}
+class AsOne(torch.autograd.Function):
+    """A whole model within one function, as reversible layers have it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, model: Any) -> Tensor:
+        return model(x)
+
+
+class OfOneFunction(Evaluated):
+    """The first stage's layers within one function: another stage fails at them, while the first one goes on."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        out = self.net[2:](AsOne.apply(batch[0], self.net[:2]))
+        self.log("val_loss", torch.nn.functional.cross_entropy(out, batch[1]))
+
+
+MODULES = {cls.__name__: cls for cls in (Texts, Seq2Seq, Samples, InputGradient, OfOneFunction)}
 
 
 def fit(bench: Bench, module: str) -> Any:
