@@ -27,7 +27,7 @@ from torch import Tensor, cat, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_smddp import PipelineStrategy
-from lightning_smddp.pipeline.runtime import PipelineRuntime
+from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
 
 RANKS = 2
 OURS, AUTO = "smddp_pipeline", "smddp_pipeline, own cut"
@@ -113,7 +113,7 @@ def rank_main(model: str, rows: int, count: int, rounds: int) -> dict[str, Any]:
     workload = WORKLOADS[model](rows)
     cut = len(workload.names) // 2
     ours = Fit(workload, _strategy(count, [workload.names[cut]]), RANKS)
-    with _timed("lightning_smddp.strategies.divided_module:divide") as divide:
+    with _timed("lightning_smddp.bridge.partitioned_module:divide") as divide:
         first = _milliseconds(ours)
     auto = Fit(workload, _strategy(count, None), RANKS)
     arms: dict[str, Any] = {

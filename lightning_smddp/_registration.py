@@ -3,7 +3,7 @@
 Lightning has no entry-point group for strategies. PyTorch, however, calls every entry point of the group
 ``torch.backends`` at the end of ``import torch`` (torch >= 2.5, off with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), and
 Lightning imports torch. :func:`autoload` is that entry point: it installs one import hook, which registers factories
-in Lightning's registries right after these are created, and makes the changes of ``launchers/_compat.py``. Only the
+in Lightning's registries right after these are created, and makes the changes of ``_compat/environments.py``. Only the
 standard library is imported here, and nothing heavier until a name is used.
 """
 
@@ -25,7 +25,7 @@ _REGISTRIES = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy", None),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy", None),
 }
-# module that searches for a cluster environment -> what `launchers/_compat.py` does with it
+# module that searches for a cluster environment -> what `_compat/environments.py` does with it
 _CHANGES = {
     "lightning.fabric.plugins.environments.mpi": "survive_mpi4py_without_mpi",
     "lightning_fabric.plugins.environments.mpi": "survive_mpi4py_without_mpi",
@@ -80,7 +80,7 @@ def change(module: ModuleType) -> None:
     if module.__name__ in _REGISTRIES:
         register(module)
     else:
-        getattr(import_module("lightning_smddp.launchers._compat"), _CHANGES[module.__name__])(module)
+        getattr(import_module("lightning_smddp._compat.environments"), _CHANGES[module.__name__])(module)
 
 
 class _RegisteringLoader(Loader):

@@ -35,7 +35,7 @@ def _no_network_namespaces() -> str | None:
     return None if result.returncode == 0 else result.stderr.strip()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session: pytest.GradientCommunication) -> None:
     """Build the simulated device before the first test's time starts."""
     needed = any(item.get_closest_marker("simulated_cuda") for item in session.items)
     if needed and not session.config.option.collectonly and build.problem() is None:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_smddp import Compression, PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
-from lightning_smddp.pipeline.schedules import SCHEDULES, orders
+from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks

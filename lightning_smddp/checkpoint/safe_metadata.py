@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_smddp._compat import dcp_place
+from lightning_smddp._compat.torch import dcp_place
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.tensor_files import METADATA, Entry
 from lightning_smddp.communication.trees import name_of_dtype

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_smddp._compat import is_nccl
+from lightning_smddp._compat.torch import is_nccl
 from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.communication.collective import Collective
-from lightning_smddp.communication.exchange import Exchange
+from lightning_smddp.communication.inter_node import InterNodeReduce
+from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.shared_memory import SharedMemory
 
 AlgorithmName = Literal["auto", "native", "shared_memory", "hierarchical", "balanced"]
@@ -142,9 +142,9 @@ class TwoLevel:
         name: str,
         world_size: int,
         thread: ThreadPoolExecutor,
-        scatter: SharedMemory | Collective | None,
-        gather: SharedMemory | Collective | None,
-        exchange: Exchange | None,
+        scatter: SharedMemory | IntraNodeGroup | None,
+        gather: SharedMemory | IntraNodeGroup | None,
+        exchange: InterNodeReduce | None,
         shard_index: int = 0,
         by_rows: bool = False,
     ) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lightning_smddp.communication.algorithms import NAMES, Algorithm, Native, SharedMemoryAllReduce, TwoLevel
 from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.communication.collective import Collective
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.exchange import BalancedExchange, Exchange, RingExchange
 from lightning_smddp.communication.groups import close_group, create_group, new_name
+from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
+from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.powersgd import PowerSGDExchange
@@ -182,7 +182,7 @@ class Communicator:
         by_rows = compression is not None and compression.method == "powersgd"
         return TwoLevel(name, self.world_size, self._thread, scatter, gather, exchange, topology.local_rank, by_rows)
 
-    def _inside_node(self) -> tuple[SharedMemory | Collective | None, SharedMemory | Collective | None]:
+    def _inside_node(self) -> tuple[SharedMemory | IntraNodeGroup | None, SharedMemory | IntraNodeGroup | None]:
         topology = self.topology
         if self.shared_memory_refusal is None:
             return self._memory(0, topology.num_shards), self._memory(1, topology.num_shards)
@@ -193,10 +193,10 @@ class Communicator:
         ]
         for scatter, gather in pairs:
             if scatter is not None and gather is not None:
-                return Collective(scatter, topology.num_shards), Collective(gather, topology.num_shards)
+                return IntraNodeGroup(scatter, topology.num_shards), IntraNodeGroup(gather, topology.num_shards)
         return None, None
 
-    def _exchange(self, name: str, ranks: tuple[int, ...], compression: Compression | None) -> Exchange | None:
+    def _exchange(self, name: str, ranks: tuple[int, ...], compression: Compression | None) -> InterNodeReduce | None:
         """The exchange among ``ranks``; None on other ranks. Collective over ``ranks``."""
         first, second = self._new_group("start", ranks), self._new_group("finish", ranks)
         if first is None or second is None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lightning_smddp._compat import abort_and_forget, abort_nccl, default_store, is_nccl, new_group_among
+from lightning_smddp._compat.torch import abort_and_forget, abort_nccl, default_store, is_nccl, new_group_among
 from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.communication.messages import broadcast_json
 

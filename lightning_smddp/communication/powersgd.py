@@ -42,7 +42,7 @@ class PowerSGDExchange:
         self.factors: dict[str, Tensor] = {}  # Q of the last step, by name of its piece
 
     def start(self, shard: Tensor, layout: Layout) -> Callable[[], object]:
-        """See ``Exchange.start``."""
+        """See ``InterNodeReduce.start``."""
         if self.feedback is not None:
             self.feedback.add_to(shard, layout)
         matrices = [piece for piece in layout.pieces if self._shrinks(piece)]

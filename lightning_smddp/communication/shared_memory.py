@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_smddp._compat import share_storage
+from lightning_smddp._compat.torch import share_storage
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh
 from lightning_smddp.communication.topology import shard_bounds
 from lightning_smddp.wording import counted

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lightning_smddp.communication.arrivals import versions
 from lightning_smddp.communication.errors import StartError
-from lightning_smddp.communication.join import Meeting, join
 from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.rank_info import versions
+from lightning_smddp.communication.rendezvous import RendezvousConfig, join
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Finding, find, merged
 from lightning_smddp.doctor.measuring import measure
@@ -91,7 +91,7 @@ _HOW_TO_SAY = "Set MASTER_ADDR and MASTER_PORT on all ranks, or start the job as
 
 def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device) -> None:
     os.environ.update(launch["will_set"])
-    meeting = Meeting(
+    meeting = RendezvousConfig(
         rank=launch["rank"],
         world_size=launch["world_size"],
         spans_nodes=(launch["num_nodes"] or 1) > 1,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp import __version__
-from lightning_smddp.communication.interfaces import addresses, interface_problem
+from lightning_smddp.communication.network import addresses, interface_problem
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.efa import network_variables
 

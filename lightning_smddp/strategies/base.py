@@ -26,18 +26,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.values import broadcast_value
-from lightning_smddp.strategies._compat_runs import is_control_flow, is_stop
-from lightning_smddp.strategies.exact_resume import ExactResume
-from lightning_smddp.strategies.joining import start_process_group
-from lightning_smddp.strategies.layouts import Place
+from lightning_smddp.resume.exact_resume import ExactResume
+from lightning_smddp.resume.layouts import Place
 from lightning_smddp.strategies.reliability import ReliabilityOptions
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
 from lightning_smddp.strategies.sanity_checks import SanityChecks
 from lightning_smddp.strategies.saving import Saving
-from lightning_smddp.strategies.session import Options, Session, check_devices
+from lightning_smddp.strategies.session import GradientCommunication, Options, check_devices
+from lightning_smddp.strategies.start import start_process_group
 from lightning_smddp.strategies.tables import say
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class TrainerStrategy(_Base):
     def _hold_parts(self, communication: Options, reliability: ReliabilityOptions) -> None:
         """The last thing that a constructor does."""
         self._reliability = reliability
-        self._session = Session(communication)
+        self._session = GradientCommunication(communication)
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)
         self._checks = SanityChecks(self)
@@ -73,7 +73,7 @@ class TrainerStrategy(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""
-        fresh = {"_session": Session(self._session.options), "_exact_resume": ExactResume()}
+        fresh = {"_session": GradientCommunication(self._session.options), "_exact_resume": ExactResume()}
         return {**super().__getstate__(), **fresh}
 
     # ---- start ----

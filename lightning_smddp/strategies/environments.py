@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 
-from lightning_smddp.communication.interfaces import addresses
+from lightning_smddp.communication.network import addresses
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.efa import network_variables
 from lightning_smddp.launchers.launch import Launch

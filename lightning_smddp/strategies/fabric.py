@@ -16,12 +16,12 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.values import broadcast_value
-from lightning_smddp.strategies.joining import start_process_group
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
 from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.session import Options, Session, check_devices, finish_wrapping
+from lightning_smddp.strategies.session import GradientCommunication, Options, check_devices, finish_wrapping
+from lightning_smddp.strategies.start import start_process_group
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class FabricDataParallel(_Base):
             checkpoint_io=checkpoint_io, precision=precision, timeout=timeout, start_method=start_method,
             process_group_backend=options.process_group_backend, **kwargs,
         )  # fmt: skip
-        self._session = Session(options)
+        self._session = GradientCommunication(options)
         reliability = ReliabilityOptions.parse(init_timeout, 90.0, None, on_nonfinite, False, False)
         self._guard, self._init_timeout = NonFiniteGuard(reliability.on_nonfinite), reliability.init_timeout
         self._user_ddp_kwargs = dict(self._ddp_kwargs)

@@ -1,6 +1,9 @@
 """``Trainer(strategy="smddp_pipeline")``: pipeline parallelism of the module's own ``training_step``.
 
-The main flow: :meth:`PipelineParallel.training_step` -> ``StagedModule.run`` -> ``pipeline/runtime.py``.
+A micro-batch's way, downward: :meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (one batch),
+``bridge/partitioned_module.py`` (its micro-batches), ``pipeline/runtime/step_runtime.py`` (which path, which shapes),
+``pipeline/runtime/engine.py`` (torch's schedule), ``stage.py`` (forward and backward of one stage), ``replay.py`` (the
+step's own code again).
 """
 
 from __future__ import annotations
@@ -19,25 +22,27 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_smddp._compat import finetuning_by_identity, keeps_user_samplers
-from lightning_smddp._compat_steps import default_group
+from lightning_smddp._compat.torch import finetuning_by_identity, keeps_user_samplers
+from lightning_smddp._compat.torch_steps import default_group
+from lightning_smddp.bridge.deferred_backward import arrives_as_expected, connected, factor_of
+from lightning_smddp.bridge.hook_view import HookView
+from lightning_smddp.bridge.parts import require_whole
+from lightning_smddp.bridge.pipeline_options import PipelineOptions
+from lightning_smddp.bridge.pipelined_module import PipelinedModule
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.full_state import broadcast_initial, load_full_state_dict
-from lightning_smddp.pipeline.materialise import parameters_on_meta
-from lightning_smddp.pipeline.patches import set_within
-from lightning_smddp.pipeline.placement import Groups
-from lightning_smddp.pipeline.program import SplitError
-from lightning_smddp.pipeline.separate_draws import join_draws
-from lightning_smddp.pipeline.verification import Finding
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.patches import set_within
+from lightning_smddp.pipeline.partition.mesh import Groups
+from lightning_smddp.pipeline.partition.verify import Finding
+from lightning_smddp.pipeline.runtime.separate_draws import join_draws
+from lightning_smddp.pipeline.state.full_state import broadcast_initial, load_full_state_dict
+from lightning_smddp.pipeline.state.materialize import parameters_on_meta
+from lightning_smddp.resume.layouts import Place
 from lightning_smddp.strategies.base import TrainerStrategy
-from lightning_smddp.strategies.hand_over import arrives_as_expected, connected, factor_of
-from lightning_smddp.strategies.hook_view import HookView
-from lightning_smddp.strategies.layouts import Place
 from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.option_checks import refuse_all, require_arguments_of_ddp
-from lightning_smddp.strategies.parts import require_whole
 from lightning_smddp.strategies.pipeline_checks import (
     callback_against_pipelining,
     callbacks_of,
@@ -47,11 +52,9 @@ from lightning_smddp.strategies.pipeline_checks import (
     without_sync_advice,
     zeroes_as_usual,
 )
-from lightning_smddp.strategies.pipeline_options import PipelineOptions
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options
-from lightning_smddp.strategies.staged_module import StagedModule
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -102,8 +105,8 @@ class PipelineParallel(TrainerStrategy):
 
     _notebook_name = "smddp_pipeline_notebook"
     _groups: Groups | None = None
-    _staged: StagedModule | None = None
-    _ended: StagedModule | None = None
+    _staged: PipelinedModule | None = None
+    _ended: PipelinedModule | None = None
     _shown: set[str] | None = None  # steps whose table was printed
     _accumulates = False
     _in_step = False
@@ -208,7 +211,7 @@ class PipelineParallel(TrainerStrategy):
         assert dist.group.WORLD is not None
         self._checks.require_same_model()
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
-        self._staged = StagedModule(
+        self._staged = PipelinedModule(
             self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
         )
         if self._shown is None:
@@ -238,7 +241,7 @@ class PipelineParallel(TrainerStrategy):
         assert self.lightning_module is not None
         return callback_against_pipelining(callbacks_of(trainer), self.lightning_module, self.options.fallback)
 
-    def _current(self) -> StagedModule | None:
+    def _current(self) -> PipelinedModule | None:
         return self._staged
 
     @override
@@ -526,13 +529,13 @@ class PipelineParallel(TrainerStrategy):
     def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
         return self._last_staged().optimized(optimizer)
 
-    def _last_staged(self) -> StagedModule:
+    def _last_staged(self) -> PipelinedModule:
         """That of the run; afterwards that of the last run, as checkpoints can be saved then too."""
         staged = self._staged or self._ended
         assert staged is not None, "setup() comes first"
         return staged
 
-    def _require_staged(self) -> StagedModule:
+    def _require_staged(self) -> PipelinedModule:
         assert self._staged is not None, "setup() comes first"
         return self._staged
 

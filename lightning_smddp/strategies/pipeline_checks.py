@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
-from lightning_smddp._compat import is_compiled_module
-from lightning_smddp.communication.models import require_initialized
-from lightning_smddp.pipeline.program import SplitError
-from lightning_smddp.pipeline.structure import leaves
-from lightning_smddp.strategies.division_table import looks_at_other_rows
+from lightning_smddp._compat.torch import is_compiled_module
+from lightning_smddp.bridge.partition_table import looks_at_other_rows
+from lightning_smddp.communication.consistency import require_initialized
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.pytree import leaves
 from lightning_smddp.strategies.nonfinite import is_changed_hook
-from lightning_smddp.strategies.quiet import without_warning
+from lightning_smddp.strategies.suppress_warning import without_warning
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

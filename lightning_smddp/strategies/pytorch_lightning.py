@@ -6,13 +6,13 @@ from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy
 
-from lightning_smddp.strategies._compat_runs import launchers_of
+from lightning_smddp._compat.trainer import launchers_of
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
-from lightning_smddp.strategies.launching import ScriptLaunching, SpawnLaunching
+from lightning_smddp.strategies.ddp import DataParallel
+from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.monitor import MonitorCommunication
 from lightning_smddp.strategies.pipeline import PipelineParallel
 from lightning_smddp.strategies.timeline import RecordTimeline
-from lightning_smddp.strategies.trainer import TrainerDataParallel
 
 _Script, _Spawn = launchers_of(DDPStrategy)
 
@@ -29,8 +29,8 @@ class SafeCheckpointIO(SafeFiles, CheckpointIO):  # noqa: D101
     __doc__ = SafeFiles.__doc__
 
 
-class SMDDPStrategy(TrainerDataParallel, DDPStrategy):  # noqa: D101
-    __doc__ = TrainerDataParallel.__doc__
+class SMDDPStrategy(DataParallel, DDPStrategy):  # noqa: D101
+    __doc__ = DataParallel.__doc__
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
 
 

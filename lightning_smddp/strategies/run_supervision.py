@@ -13,12 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from lightning_smddp._compat import default_store
-from lightning_smddp.communication.device_watch import DeviceWatch, mark
-from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.groups import abort_groups, spoil_groups
-from lightning_smddp.communication.join import start_limit
-from lightning_smddp.strategies._compat_runs import (
+from lightning_smddp._compat.torch import default_store
+from lightning_smddp._compat.trainer import (
     after_training_epoch,
     is_control_flow,
     is_stop,
@@ -28,8 +24,12 @@ from lightning_smddp.strategies._compat_runs import (
     stop_exception,
     will_step,
 )
-from lightning_smddp.strategies.auto_resume import stop_checkpoint
-from lightning_smddp.strategies.launching import end_processes, launcher_pid, may_be_ended
+from lightning_smddp.communication.device_watch import DeviceWatch, mark
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.groups import abort_groups, spoil_groups
+from lightning_smddp.communication.rendezvous import start_limit
+from lightning_smddp.resume.auto_resume import stop_checkpoint
+from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.strategies.tables import say

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_smddp._compat.trainer import set_default_root
 from lightning_smddp.checkpoint.convert import consolidate
 from lightning_smddp.checkpoint.places import locate
 from lightning_smddp.checkpoint.reading import verify_checkpoint
@@ -22,7 +23,6 @@ from lightning_smddp.checkpoint.sharded import is_sharded
 from lightning_smddp.checkpoint.temporary import temporary_name
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.sagemaker.folders import MODEL, Folders, failure_file, point_at, write_failure
-from lightning_smddp.strategies._compat_runs import set_default_root
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import text_of
 

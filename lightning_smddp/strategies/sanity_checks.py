@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_smddp.communication.models import check_same_lengths, check_same_model, check_same_optimizers
+from lightning_smddp.communication.consistency import check_same_lengths, check_same_model, check_same_optimizers
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.topology import discover
 from lightning_smddp.strategies.nonfinite import (

@@ -17,21 +17,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_smddp._compat import is_nccl, set_group_timeout
+from lightning_smddp._compat.torch import is_nccl, set_group_timeout
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
+from lightning_smddp.communication.bucket_order import settle_buckets
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import METHODS, Compression
-from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within
-from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.communication.models import (
+from lightning_smddp.communication.consistency import (
     check_compression,
     check_same_model,
     check_trainable,
     require_initialized,
 )
-from lightning_smddp.communication.rehearsal import settle_buckets
+from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within
+from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder, recorder_for
 from lightning_smddp.strategies.option_checks import is_positive, require_bools, require_cache
@@ -104,7 +104,7 @@ class Options:
         )
 
 
-class Session:
+class GradientCommunication:
     """Gradient communication of one strategy object: groups for its process group, a hook for each DDP module."""
 
     def __init__(self, options: Options) -> None:
@@ -263,7 +263,7 @@ class Session:
         return f"{compression.method} {where}, {feedback} error feedback"
 
 
-def _leave(reference: weakref.ref[Session]) -> None:
+def _leave(reference: weakref.ref[GradientCommunication]) -> None:
     """End the process group before the interpreter ends.
 
     Else a thread of gloo's that lets go of its last tensor meanwhile ends the process with SIGABRT, now and then.

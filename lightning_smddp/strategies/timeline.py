@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.spans import Recorder
+from lightning_smddp.pipeline.runtime.spans import Recorder
 from lightning_smddp.planner.spans import Span
 from lightning_smddp.planner.timeline import to_perfetto
 from lightning_smddp.planner.timeline_svg import to_svg

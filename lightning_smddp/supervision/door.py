@@ -20,7 +20,7 @@ _RETRY_S = 0.1
 _log = logging.getLogger(__name__)
 
 
-class Door:
+class Acceptor:
     """Accepts connections on ``listener`` and calls ``admit(message, connection)`` for those with the secret.
 
     ``admit`` returns None, or why it refuses. Everyone else is dropped, with one line in the log for each.

@@ -25,7 +25,7 @@ _LOOK_S = 0.2
 
 
 class InterruptionError(RankFailedError):
-    """The error that :meth:`Ending.interrupt` raises in the training thread; made without arguments there."""
+    """The error that :meth:`Shutdown.interrupt` raises in the training thread; made without arguments there."""
 
     failure: Failure
 
@@ -37,7 +37,7 @@ class InterruptionError(RankFailedError):
         return RankFailedError, (self.rank, str(self))
 
 
-class Ending:
+class Shutdown:
     """Created by the training thread; the methods that say so belong to it, the others to the loop's thread.
 
     Args:

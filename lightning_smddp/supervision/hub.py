@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from lightning_smddp.supervision.door import Door
+from lightning_smddp.supervision.door import Acceptor
 from lightning_smddp.supervision.epochs import Rendezvous
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
 from lightning_smddp.supervision.hangs import HangRule
@@ -64,7 +64,7 @@ class Hub:
         self.failure: Failure | None = None
         self.secret = secrets.token_hex(16)
         self.started = False
-        self._door: Door | None = None
+        self._door: Acceptor | None = None
         self._doubt: _Doubt | None = None
         self._hangs = HangRule(limit)
         self._stops = StopVote(loop, self._all, self._tell_all, agree_within_s)
@@ -75,7 +75,7 @@ class Hub:
     def open(self, listener: socket.socket | None, within_s: float) -> None:
         """Let the other ranks in; those that have not come in time are the first failure."""
         if listener is not None:
-            self._door = Door(self._loop, listener, self.secret, self._admit)
+            self._door = Acceptor(self._loop, listener, self.secret, self._admit)
             self._loop.later(within_s, self._check_all_came, within_s)
         self._start_if_complete()
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_smddp.supervision.client import Client, ParentWatch, State
 from lightning_smddp.supervision.door import connect, listen
-from lightning_smddp.supervision.ending import Ending
+from lightning_smddp.supervision.ending import Shutdown
 from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, failure_of
 from lightning_smddp.supervision.hangs import DeviceStillness
 from lightning_smddp.supervision.hub import Hub
@@ -65,7 +65,7 @@ class Watch:
         self._stop_at = 0.0
         self._loop = Loop()
         self._oom = OomWatch()
-        self.ending = Ending(self._loop, self._where, lambda: self.state.waiting, self._others_run_hooks)
+        self.ending = Shutdown(self._loop, self._where, lambda: self.state.waiting, self._others_run_hooks)
         self.client = Client(
             self._loop,
             rank,

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_smddp.checkpoint.compatibility import check_fits, compare_states
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.fits import check_fits, compare_states
 
 SGD([nn.Parameter(torch.zeros(1))])  # the first optimizer imports torch's compiler, which sets environment variables
 

@@ -19,7 +19,7 @@ from lightning_smddp.communication.compression import (
     Int8Codec,
     check_compressible,
 )
-from lightning_smddp.communication.exchange import BalancedExchange, Exchange, RingExchange
+from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from tests.ranks import run_in_threads
 
@@ -123,7 +123,7 @@ def test_fp16_keeps_what_is_finite_finite_and_what_is_not_visible() -> None:
 
 # ---- exchanges ----
 
-Make = Callable[[dist.ProcessGroup, ErrorFeedback | None], Exchange]
+Make = Callable[[dist.ProcessGroup, ErrorFeedback | None], InterNodeReduce]
 EXCHANGES: dict[str, Make] = {
     "ring bf16": lambda group, feedback: RingExchange(group, CastCodec(torch.bfloat16), feedback),
     "ring fp16": lambda group, feedback: RingExchange(group, CastCodec(torch.float16), feedback),

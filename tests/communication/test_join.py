@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.arrivals import Card, contradiction, versions
 from lightning_smddp.communication.errors import StartError
-from lightning_smddp.communication.interfaces import addresses, holder_of, interface_problem
-from lightning_smddp.communication.join import Meeting, join
+from lightning_smddp.communication.network import addresses, holder_of, interface_problem
+from lightning_smddp.communication.rank_info import RankInfo, contradiction, versions
+from lightning_smddp.communication.rendezvous import RendezvousConfig, join
 from tests.ranks import run_ranks
 
 VERSIONS = {"torch": "2.13.0+cpu", "lightning": "2.6.6", "lightning_smddp": "0.1.0", "python": "3.11.1"}
@@ -31,7 +31,7 @@ def free_port() -> int:
 def come(port: int, limit: float, rank: int, world: int, **changes: Any) -> tuple[str, float]:
     """Join as ``rank``; returns what was said, and after how many seconds."""
     begin = time.monotonic()
-    meeting = Meeting(
+    meeting = RendezvousConfig(
         **{
             **{"rank": rank, "world_size": world, "spans_nodes": False},
             **{"address": "127.0.0.1", "port": port, "versions": VERSIONS, **changes},
@@ -178,7 +178,7 @@ def pester(port: int, limit: float, ranks: list[dict[str, Any]], flag: str) -> s
 
 
 def join_only(port: int, limit: float, mine: dict[str, Any]) -> str:
-    meeting = Meeting(mine["rank"], mine["world"], False, "127.0.0.1", port, VERSIONS)
+    meeting = RendezvousConfig(mine["rank"], mine["world"], False, "127.0.0.1", port, VERSIONS)
     return join(meeting, "gloo", None, timedelta(seconds=20), timedelta(seconds=limit))
 
 
@@ -235,8 +235,8 @@ def come_to(ranks: list[dict[str, Any]]) -> str:
 # ---- the parts ----
 
 
-def card(**changes: Any) -> Card:
-    return Card(**{"rank": 0, "world_size": 2, "versions": VERSIONS, **changes})
+def card(**changes: Any) -> RankInfo:
+    return RankInfo(**{"rank": 0, "world_size": 2, "versions": VERSIONS, **changes})
 
 
 def test_what_does_not_contradict() -> None:
@@ -256,7 +256,7 @@ def test_whoever_comes_first_the_ranks_are_named_in_order() -> None:
 
 def test_a_card_that_is_none() -> None:
     with pytest.raises(StartError, match="not a rank's card"):
-        Card.parse(b'{"rank": 1}')
+        RankInfo.parse(b'{"rank": 1}')
 
 
 def no_address() -> str:

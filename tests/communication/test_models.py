@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp.communication.compression import Compression
-from lightning_smddp.communication.models import (
+from lightning_smddp.communication.consistency import (
     check_compression,
     check_same_lengths,
     check_same_model,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lightning_smddp.communication.algorithms import Native, TwoLevel
 from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.communication.collective import Collective
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.topology import shard_bounds
 from tests.ranks import run_ranks
 
@@ -46,7 +46,7 @@ def means() -> None:
     assert group is not None
     for dtype, value in ((torch.float16, 40000.0), (torch.bfloat16, 3.0), (torch.float32, 3.0)):
         for numel in (1, 8, 9):
-            collective, tensor = Collective(group, 2), on_device(value, numel, dtype)
+            collective, tensor = IntraNodeGroup(group, 2), on_device(value, numel, dtype)
             bounds = collective.bounds(numel)
             assert bounds == shard_bounds(numel, 2)
             shard = collective.reduce_scatter(tensor, None, 0.5, bounds)

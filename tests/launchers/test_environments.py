@@ -17,9 +17,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_smddp
 from lightning_smddp import MPIRunEnvironment, SageMakerEnvironment, _registration
-from lightning_smddp.launchers import _compat
+from lightning_smddp._compat import environments as _compat
 from lightning_smddp.strategies import environments
-from lightning_smddp.strategies.launching import launcher_pid, may_be_ended
+from lightning_smddp.strategies.launchers import launcher_pid, may_be_ended
 from tests.launchers.cases import FIXTURES, enter
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"]

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.engine import PipelineEngine
-from lightning_smddp.pipeline.schedules import parse
-from lightning_smddp.pipeline.stage import StageBody, TensorSpec
+from lightning_smddp.pipeline.runtime.engine import PipelineEngine
+from lightning_smddp.pipeline.runtime.schedules import parse
+from lightning_smddp.pipeline.runtime.stage import StageBody, TensorSpec
 
 WIDTH = 6
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.full_state import set_contents
-from lightning_smddp.pipeline.live_sets import live_sets
-from lightning_smddp.pipeline.program import Modules, Program, build_program
-from lightning_smddp.pipeline.replay import Replay, Shapes, StagePlan, patched_units
-from lightning_smddp.pipeline.tracing import trace
+from lightning_smddp.pipeline.capture.graph import Modules, StepGraph, build_program
+from lightning_smddp.pipeline.capture.tracer import trace
+from lightning_smddp.pipeline.partition.live_sets import live_sets
+from lightning_smddp.pipeline.runtime.replay import Replay, Shapes, StagePlan, patched_units
+from lightning_smddp.pipeline.state.full_state import set_contents
 
 CPU = torch.device("cpu")
 Step = Callable[[], Any]
@@ -29,7 +29,7 @@ class Stage:
     step: Step
 
 
-def program_of(root: nn.Module, step: Step, is_small: Callable[[str], bool]) -> Program:
+def program_of(root: nn.Module, step: Step, is_small: Callable[[str], bool]) -> StepGraph:
     """The program of ``step``; tracing leaves the buffers as they were."""
     buffers = _buffers(root)
     record = trace(step, root, CPU)
@@ -37,7 +37,7 @@ def program_of(root: nn.Module, step: Step, is_small: Callable[[str], bool]) -> 
     return build_program(record, Modules(record, root), is_small)
 
 
-def even_cuts(program: Program, num_stages: int) -> list[int]:
+def even_cuts(program: StepGraph, num_stages: int) -> list[int]:
     """Cuts in stages of about equally many units, where cuts are allowed."""
     allowed = program.cuts()
     units = [cut for cut in allowed if program.items[cut].module is not None]
@@ -45,7 +45,7 @@ def even_cuts(program: Program, num_stages: int) -> list[int]:
     return sorted({places[len(places) * stage // num_stages] for stage in range(1, num_stages)})
 
 
-def plans_of(program: Program, cuts: Sequence[int]) -> list[StagePlan]:
+def plans_of(program: StepGraph, cuts: Sequence[int]) -> list[StagePlan]:
     live, again = live_sets(program, cuts)
     bounds, received, sent = [0, *cuts, len(program.items)], [(), *live], [*live, ()]
     return [StagePlan(s, bounds[s], bounds[s + 1], again[s], received[s], sent[s]) for s in range(len(bounds) - 1)]
@@ -53,7 +53,7 @@ def plans_of(program: Program, cuts: Sequence[int]) -> list[StagePlan]:
 
 def split(
     root: nn.Module, step: Step, is_small: Callable[[str], bool], cuts: Sequence[int] | int
-) -> tuple[Program, list[Replay]]:
+) -> tuple[StepGraph, list[Replay]]:
     """Trace ``step`` and cut it before the items ``cuts``, or in ``cuts`` stages of about equally many units."""
     program = program_of(root, step, is_small)
     cuts = even_cuts(program, cuts) if isinstance(cuts, int) else cuts
@@ -61,7 +61,7 @@ def split(
 
 
 def run_stages(
-    program: Program, stages: Sequence[Stage], shapes: Shapes | None = None, record: Shapes | None = None
+    program: StepGraph, stages: Sequence[Stage], shapes: Shapes | None = None, record: Shapes | None = None
 ) -> Any:
     """Forward through all stages, and backward if the step returns something differentiable."""
     shapes = Shapes.of(program) if shapes is None else shapes
@@ -91,7 +91,7 @@ def run_stages(
     return result
 
 
-def run(root: nn.Module, program: Program, replays: list[Replay], step: Step) -> Any:
+def run(root: nn.Module, program: StepGraph, replays: list[Replay], step: Step) -> Any:
     """All stages on one module."""
     return run_stages(program, [Stage(root, replay, step) for replay in replays])
 
@@ -120,7 +120,7 @@ def assert_transparent(
     is_small: Callable[[str], bool],
     cuts: Sequence[int] | int,
     tolerance: float = 1e-6,
-) -> tuple[Program, list[Replay]]:
+) -> tuple[StepGraph, list[Replay]]:
     """The stages of the step give the loss, gradients and buffers that the whole step gives, with the same seed."""
     reference = copy.deepcopy(root)
     torch.manual_seed(7)
@@ -146,7 +146,7 @@ def assert_every_cut(
     make_step: Callable[[nn.Module], Step],
     is_small: Callable[[str], bool],
     tolerance: float = 1e-6,
-) -> Program:
+) -> StepGraph:
     """At every position where a cut is allowed, two stages give what the whole step gives."""
     reference = copy.deepcopy(root)
     torch.manual_seed(7)
@@ -172,7 +172,7 @@ def assert_every_cut(
 
 
 def apart(
-    root: nn.Module, make_step: Callable[[nn.Module], Step], program: Program, cuts: Sequence[int]
+    root: nn.Module, make_step: Callable[[nn.Module], Step], program: StepGraph, cuts: Sequence[int]
 ) -> list[Stage]:
     """Stages on copies of ``root`` of their own; parameters that a stage does not use are on the meta device."""
     stages = []

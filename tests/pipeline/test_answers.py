@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_smddp.pipeline.answers import NOTHING, Answers
-from lightning_smddp.pipeline.microbatches import split as split_batch
-from lightning_smddp.pipeline.replay import Shapes, patched_units
+from lightning_smddp.pipeline.partition.microbatches import split as split_batch
+from lightning_smddp.pipeline.runtime.answers import NOTHING, Answers
+from lightning_smddp.pipeline.runtime.replay import Shapes, patched_units
 from tests.pipeline.emulation import split
 
 X, MASK = torch.ones(3, 4), torch.tensor([True, False, True])

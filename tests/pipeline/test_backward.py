@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp.pipeline.backward import Roots, SplitBackward, backward
+from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
 
 Outputs = tuple[Tensor, ...]
 

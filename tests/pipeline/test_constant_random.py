@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.nn import functional as F
 
-from lightning_smddp.pipeline.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 
 WIDTH = 16
 

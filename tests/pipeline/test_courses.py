@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.program import Item, Program
-from lightning_smddp.pipeline.replay import Ghost, Replay, ReplayError, Shapes, StageDone, patched_units
+from lightning_smddp.pipeline.capture.graph import Item, StepGraph
+from lightning_smddp.pipeline.runtime.replay import RemoteTensor, Replay, ReplayError, Shapes, StageDone, patched_units
 from tests.pipeline.emulation import CPU, Stage, gradients, plans_of, program_of, run_stages
 from tests.pipeline.zoo import Cube, D, Layer, Net
 
@@ -33,7 +33,7 @@ class Case:
         self.net = Net(body, **more)
         self.root = nn.ModuleDict({"net": self.net})
         self.x = batch()
-        self.program: Program = program_of(self.root, self.step, lambda name: name != "net")
+        self.program: StepGraph = program_of(self.root, self.step, lambda name: name != "net")
         cut = next(item.index for item in self.program.items if item.name.startswith(begin))
         self.replays = [Replay(self.program, p, self.root, CPU, checkpointing) for p in plans_of(self.program, [cut])]
 
@@ -172,7 +172,7 @@ def test_what_is_kept_from_another_step() -> None:
 
 def test_a_ghost_where_it_cannot_be_followed() -> None:
     ghost = Shapes.of(Case(chain).program).ghost(0)
-    assert isinstance(ghost, Ghost)
+    assert isinstance(ghost, RemoteTensor)
     with pytest.raises(ReplayError, match=r"sin at .*test_courses.py:\d+ uses a tensor of another stage"):
         ghost.sin()
 

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline import transfer
-from lightning_smddp.pipeline.absent import may_be_absent
-from lightning_smddp.pipeline.full_state import (
+from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.runtime import transfer
+from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors, gather_tensors
+from lightning_smddp.pipeline.state.absent import may_be_absent
+from lightning_smddp.pipeline.state.full_state import (
     broadcast_initial,
     full_state_dict,
     gather_full,
     load_full_state_dict,
     release,
 )
-from lightning_smddp.pipeline.ownership import Ownership
-from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors, gather_tensors
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, seeded, tied
 from tests.ranks import run_in_threads

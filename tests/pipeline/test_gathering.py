@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_smddp.checkpoint.contents import Snapshot
 from lightning_smddp.communication import host_copies
-from lightning_smddp.pipeline import transfer
-from lightning_smddp.pipeline.transfer import gather_tensors
+from lightning_smddp.pipeline.runtime import transfer
+from lightning_smddp.pipeline.runtime.transfer import gather_tensors
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted, table
 

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_smddp.pipeline.gradient_trials import Gradients, GradientTrial, Misfit, misfit_of, noted_gradients
-from lightning_smddp.pipeline.microbatches import MicroBatch, split
-from lightning_smddp.pipeline.weighting import Weighting
+from lightning_smddp.pipeline.partition.gradient_trials import (
+    Gradients,
+    GradientTrial,
+    Misfit,
+    misfit_of,
+    noted_gradients,
+)
+from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, split
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 8, 6, 11, 8
 BY_ROWS, BY_LABELS = Weighting(), Weighting("labels", ("labels",))

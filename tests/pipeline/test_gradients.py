@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
-from lightning_smddp.pipeline.full_state import release
-from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
-from lightning_smddp.pipeline.ownership import Ownership, held_parameters
-from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.gradients.clipping import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.partition.ownership import Ownership, held_parameters
+from lightning_smddp.pipeline.state.full_state import release
+from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, seeded, tied, train_step
 from tests.ranks import run_in_threads, run_ranks

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_smddp.bridge.step_values import reduce_values
 from lightning_smddp.communication.nonfinite import bad_gradients
-from lightning_smddp.pipeline.broadcast import HeaderCache, broadcast_structure
-from lightning_smddp.pipeline.clipping import clip_by_norm, share_overflow
-from lightning_smddp.pipeline.microbatches import MicroBatch
-from lightning_smddp.pipeline.ownership import Ownership
-from lightning_smddp.pipeline.tied import TiedGradients, create_tied_groups
-from lightning_smddp.pipeline.weighting import Weighting
-from lightning_smddp.strategies.step_values import reduce_values
+from lightning_smddp.pipeline.gradients.clipping import clip_by_norm, share_overflow
+from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.runtime.broadcast import HeaderCache, broadcast_structure
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted, table
 

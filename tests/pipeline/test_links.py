@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.pipeline import links
-from lightning_smddp.pipeline.links import LOOPBACK, find_links
-from lightning_smddp.pipeline.placement import Grid, Groups
+from lightning_smddp.pipeline.partition import links
+from lightning_smddp.pipeline.partition.links import LOOPBACK, find_links
+from lightning_smddp.pipeline.partition.mesh import Groups, PipelineMesh
 from lightning_smddp.planner.partition import best_partition
 from lightning_smddp.planner.problem import Item, Link, PartitionProblem
 from tests.ranks import run_ranks
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def found_links(rank_of_stage: list[int], hosts: list[str]) -> list[Link]:
     """On ranks that say they are on ``hosts``."""
     assert dist.group.WORLD is not None
-    groups = Groups.create(Grid.of(dist.get_world_size(), max(rank_of_stage) + 1))
+    groups = Groups.create(PipelineMesh.of(dist.get_world_size(), max(rank_of_stage) + 1))
     links.node_identity = lambda: hosts[dist.get_rank()]
     return list(find_links(groups.pipeline, rank_of_stage, CPU, dist.group.WORLD))
 

@@ -8,23 +8,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.live_sets import live_sets, natural_bytes
-from lightning_smddp.pipeline.program import Program
+from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.partition.live_sets import live_sets, natural_bytes
 from tests.pipeline.emulation import assert_transparent, program_of
 from tests.pipeline.test_replay import Root, children, nothing, root_of, step_of
 from tests.pipeline.zoo import ZOO, D, Net
 
 
-def built(body: object, **modules: nn.Module) -> Program:
+def built(body: object, **modules: nn.Module) -> StepGraph:
     root = Root(Net(body, **modules))  # type: ignore[arg-type]
     return program_of(root, step_of(root), children)
 
 
-def item(program: Program, name: str) -> int:
+def item(program: StepGraph, name: str) -> int:
     return next(i.index for i in program.items if i.name.startswith(name))
 
 
-def bytes_of(program: Program, values: tuple[int, ...]) -> int:
+def bytes_of(program: StepGraph, values: tuple[int, ...]) -> int:
     return sum(program.values[v].nbytes for v in values)
 
 
@@ -95,7 +95,7 @@ def test_random_values_and_watched_ones_are_sent() -> None:
     assert not again
 
 
-def smallest(program: Program, cut: int) -> int:
+def smallest(program: StepGraph, cut: int) -> int:
     """By trying: the fewest bytes of values made before ``cut`` that everything later can be computed from."""
     candidates = [v for i in program.items[:cut] for v in i.outputs]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_smddp.pipeline.kept_numbers import KeptNumbers
-from lightning_smddp.pipeline.magnitudes import KnownMagnitudes, Magnitudes, is_number, magnitude
+from lightning_smddp.pipeline.partition.kept_numbers import KeptNumbers
+from lightning_smddp.pipeline.partition.magnitudes import KnownMagnitudes, Magnitudes, is_number, magnitude
 
 
 def turns(*values: float) -> Magnitudes:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.microbatches import MicroBatch, combine, signature, split
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, combine, signature, split
 
 Pair = namedtuple("Pair", ["first", "second"])
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW, Optimizer, RMSprop
 
-from lightning_smddp.pipeline.full_state import release
-from lightning_smddp.pipeline.optimizer_state import OptimizerPartition
+from lightning_smddp.pipeline.state.full_state import release
+from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, tied, train_step
 from tests.ranks import run_in_threads

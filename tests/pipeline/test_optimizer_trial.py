@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_smddp.pipeline.optimizer_trial import steps_one_by_one
+from lightning_smddp.pipeline.state.optimizer_trial import steps_one_by_one
 
 
 class Sign(Optimizer):

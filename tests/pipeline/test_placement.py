@@ -3,30 +3,30 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightning_smddp.pipeline.placement import Grid, Groups
+from lightning_smddp.pipeline.partition.mesh import Groups, PipelineMesh
 from tests.ranks import run_ranks
 
 
 def test_cluster_puts_a_pipeline_on_neighbouring_ranks() -> None:
-    assert Grid.of(8, 4, "cluster").pipelines == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert Grid.of(8, 4, "cluster").places == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert PipelineMesh.of(8, 4, "cluster").pipelines == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert PipelineMesh.of(8, 4, "cluster").places == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def test_spread_puts_the_replicas_of_a_stage_on_neighbouring_ranks() -> None:
-    assert Grid.of(8, 4, "spread").pipelines == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert Grid.of(8, 4, "spread").places == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert PipelineMesh.of(8, 4, "spread").pipelines == ((0, 2, 4, 6), (1, 3, 5, 7))
+    assert PipelineMesh.of(8, 4, "spread").places == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 @pytest.mark.parametrize(
     ("letters", "name"), [("DP", "cluster"), ("DPT", "cluster"), ("PD", "spread"), ("TPD", "spread")]
 )
 def test_letters_mean_what_they_mean_in_sagemaker(letters: str, name: str) -> None:
-    assert Grid.of(8, 2, letters) == Grid.of(8, 2, name)
+    assert PipelineMesh.of(8, 2, letters) == PipelineMesh.of(8, 2, name)
 
 
 def test_find_is_the_inverse() -> None:
     for placement in ("cluster", "spread"):
-        grid = Grid.of(12, 3, placement)
+        grid = PipelineMesh.of(12, 3, placement)
         for rank in range(12):
             replica, place = grid.find(rank)
             assert grid.pipelines[replica][place] == rank
@@ -34,13 +34,13 @@ def test_find_is_the_inverse() -> None:
 
 def test_sizes_have_to_fit() -> None:
     with pytest.raises(ValueError, match=r"pipeline_parallel_size=3 does not divide the world size 8.*1, 2, 4, 8"):
-        Grid.of(8, 3)
+        PipelineMesh.of(8, 3)
     with pytest.raises(ValueError, match=r"placement='near' is unknown.*'cluster'.*'spread'"):
-        Grid.of(8, 2, "near")
+        PipelineMesh.of(8, 2, "near")
 
 
 def report_groups(placement: str) -> tuple[list[int], list[int]]:
-    groups = Groups.create(Grid.of(4, 2, placement))
+    groups = Groups.create(PipelineMesh.of(4, 2, placement))
     return dist.get_process_group_ranks(groups.pipeline), dist.get_process_group_ranks(groups.replicas)
 
 

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.live_sets import live_sets
-from lightning_smddp.pipeline.program import Modules, Program, SplitError, build_program
-from lightning_smddp.pipeline.tracing import trace
+from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_program
+from lightning_smddp.pipeline.capture.tracer import trace
+from lightning_smddp.pipeline.partition.live_sets import live_sets
 from tests.pipeline.emulation import CPU
 from tests.pipeline.zoo import D, Layer, Net
 
 
-def program(body: Callable[..., Tensor], is_small: Callable[[str], bool] | None = None, **modules: object) -> Program:
+def program(body: Callable[..., Tensor], is_small: Callable[[str], bool] | None = None, **modules: object) -> StepGraph:
     net = Net(body, **modules)  # type: ignore[arg-type]
     root = nn.ModuleDict({"net": net})
     x = torch.linspace(-2, 2, 4 * D).reshape(4, D).sin()
@@ -24,7 +24,7 @@ def program(body: Callable[..., Tensor], is_small: Callable[[str], bool] | None 
     return build_program(record, Modules(record, root), is_small or (lambda name: name != "net"))
 
 
-def names(found: Program) -> list[str]:
+def names(found: StepGraph) -> list[str]:
     return [item.name.partition(" at")[0] for item in found.items]
 
 

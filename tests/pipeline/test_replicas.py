@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.pipeline.gradient_buckets import assign_buckets
-from lightning_smddp.pipeline.replicas import ReplicaGradients
+from lightning_smddp.pipeline.gradients.gradient_buckets import assign_buckets
+from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from tests.communication.errors import message_of
 from tests.ranks import run_ranks
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.pipeline import room
-from lightning_smddp.pipeline.full_state import gather_full, release
-from lightning_smddp.pipeline.ownership import Ownership
-from lightning_smddp.pipeline.room import available_host_bytes, fits_on_devices, fits_on_hosts
+from lightning_smddp.pipeline.partition import room
+from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.partition.room import available_host_bytes, fits_on_devices, fits_on_hosts
+from lightning_smddp.pipeline.state.full_state import gather_full, release
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

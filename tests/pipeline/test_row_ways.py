@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.microbatches import UnclearBatchError, split
-from lightning_smddp.pipeline.objects import with_same_memory
-from lightning_smddp.pipeline.row_evidence import evidence, has_time_first
-from lightning_smddp.pipeline.splitter import Splitter
+from lightning_smddp.pipeline.capture.objects import with_same_memory
+from lightning_smddp.pipeline.partition.microbatches import UnclearBatchError, split
+from lightning_smddp.pipeline.partition.row_evidence import evidence, has_time_first
+from lightning_smddp.pipeline.partition.splitter import Splitter
 
 X = torch.arange(30.0).reshape(5, 6)
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch.distributed.pipelining  # noqa: F401  (sets an environment variable when first imported, not in a test)
 
-from lightning_smddp.pipeline.schedules import (
+from lightning_smddp.pipeline.runtime.schedules import (
     SCHEDULES,
     Schedule,
     check,

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.pipeline.spans import Recorder, Span
+from lightning_smddp.pipeline.runtime.spans import Recorder, Span
 from tests.pipeline import chains
 from tests.pipeline.chains import HIDDEN, two_stages
 from tests.ranks import run_ranks

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.pipeline.division import build_on_all
-from lightning_smddp.pipeline.ghosts import Shape, Shapes
-from lightning_smddp.pipeline.program import Modules, SplitError
-from lightning_smddp.pipeline.records import Trace
-from lightning_smddp.pipeline.together import Together
-from lightning_smddp.pipeline.untouched import untouched
+from lightning_smddp.pipeline.capture.graph import Modules, SplitError
+from lightning_smddp.pipeline.capture.preserve_state import untouched
+from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.partition.plan import build_on_all
+from lightning_smddp.pipeline.runtime.remote import Shape, Shapes
+from lightning_smddp.pipeline.runtime.together import Together
 from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")

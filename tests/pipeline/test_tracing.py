@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.program import Modules, SplitError, build_program
-from lightning_smddp.pipeline.python_random import PythonRandom, from_json, same_states, to_json
-from lightning_smddp.pipeline.tracing import Trace, trace
+from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_program
+from lightning_smddp.pipeline.capture.python_random import PythonRandom, from_json, same_states, to_json
+from lightning_smddp.pipeline.capture.tracer import Trace, trace
 from tests.pipeline.emulation import CPU
 from tests.pipeline.zoo import Cube, D, Layer, Net
 

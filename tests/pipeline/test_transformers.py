@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.replay import Replay, Shapes
+from lightning_smddp.pipeline.runtime.replay import Replay, Shapes
 from tests.pipeline.emulation import (
     CPU,
     Stage,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_smddp.pipeline.constant_random import ConstantRandom
-from lightning_smddp.pipeline.microbatches import MicroBatch, split
-from lightning_smddp.pipeline.weight_trials import amplified, find_weighting
-from lightning_smddp.pipeline.weighting import Weighting
+from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, split
+from lightning_smddp.pipeline.partition.weight_trials import amplified, find_weighting
 
 ROWS, LENGTH, VOCABULARY = 8, 10, 13
 Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]

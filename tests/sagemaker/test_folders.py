@@ -19,9 +19,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, places
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
 from lightning_smddp.strategies import sagemaker_job
-from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT, places
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer
 from tests.strategies.pipeline_learners import Net

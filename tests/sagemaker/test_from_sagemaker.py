@@ -15,7 +15,7 @@ import pytest
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy, from_sagemaker
 from lightning_smddp.launchers.detection import detect
-from lightning_smddp.pipeline.placement import Grid
+from lightning_smddp.pipeline.partition.mesh import PipelineMesh
 from lightning_smddp.sagemaker import smp_v1, smp_v2, translate
 from lightning_smddp.sagemaker.jobs import distribution_of
 from tests.launchers.cases import FIXTURES, NAMES, environ
@@ -135,7 +135,7 @@ def test_placements_are_sagemakers(letters: str) -> None:
     order = {"cluster": "DPT", "spread": "TPD"}.get(letters, letters)
     placement = translate(v1(partitions=4, placement_strategy=letters)).options["placement"]
     expected = groups_of(order, 8, {"D": 2, "P": 4, "T": 1})
-    assert [sorted(pipeline) for pipeline in Grid.of(8, 4, placement).pipelines] == expected
+    assert [sorted(pipeline) for pipeline in PipelineMesh.of(8, 4, placement).pipelines] == expected
 
 
 # ---- keys without an equivalent ----

@@ -22,12 +22,12 @@ from torchmetrics.classification import (
     MulticlassRecall,
 )
 
-from lightning_smddp.pipeline.broadcast import HeaderCache
-from lightning_smddp.pipeline.microbatches import split
-from lightning_smddp.pipeline.structure import items
-from lightning_smddp.strategies.pipeline_metrics import PipelineMetrics
-from lightning_smddp.strategies.step_capture import StepCapture
-from lightning_smddp.strategies.step_results import broadcast_results
+from lightning_smddp.bridge.capture import StepCapture
+from lightning_smddp.bridge.pipeline_metrics import PipelineMetrics
+from lightning_smddp.bridge.step_results import broadcast_results
+from lightning_smddp.pipeline.capture.pytree import items
+from lightning_smddp.pipeline.partition.microbatches import split
+from lightning_smddp.pipeline.runtime.broadcast import HeaderCache
 from tests.strategies.learners import QUIET
 
 INPUTS, CLASSES, BATCH, COUNT = 6, 3, 8, 28  # the last batch has 4 rows

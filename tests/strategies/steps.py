@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_smddp.strategies.step_capture import StepCapture
+from lightning_smddp.bridge.capture import StepCapture
 
 
 class Module(LightningModule):

@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import CheckpointError, PipelineStrategy, SMDDPStrategy
 from lightning_smddp.checkpoint import manifest
-from lightning_smddp.strategies.auto_resume import STOP_CHECKPOINT, places, stop_checkpoint
+from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, places, stop_checkpoint
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer
 from tests.strategies.resuming import Run, Scenario, differences, run

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
-from lightning_smddp.strategies.session import Options, Session
+from lightning_smddp.strategies.session import GradientCommunication, Options
 from tests.ranks import run_ranks, run_trainer_ranks
 from tests.strategies.learners import Learner, Outcome, assert_equal, fit, make_trainer, silent
 
@@ -167,7 +167,7 @@ def test_collective_timeout_is_that_of_the_default_group_and_of_shared_memory(al
 
 
 def _leave_in_order() -> tuple[bool, bool]:
-    strategy = Session(Options.parse("auto", None, None, "auto", None, False, False))
+    strategy = GradientCommunication(Options.parse("auto", None, None, "auto", None, False, False))
     strategy.process_group_started()
     registered = []
     with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_smddp import Compression
-from lightning_smddp.strategies import trainer as trainer_module
+from lightning_smddp.strategies import ddp as trainer_module
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
 

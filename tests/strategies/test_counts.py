@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_smddp.strategies.counts import Moved, settle, unknown_counts
-from lightning_smddp.strategies.step_attributes import Changes, Place, adds_up
+from lightning_smddp.bridge.counts import Moved, settle, unknown_counts
+from lightning_smddp.bridge.step_attributes import Changes, Place, adds_up
 
 PLACE: Place = ("n",)
 LAW = adds_up(PLACE)

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_smddp.pipeline.foreign_writes import ForeignWrites, NewWrites
+from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites, NewWrites
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net
 
 TOTALS = torch.zeros(2)

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_smddp import PipelineStrategy
-from lightning_smddp.strategies.exact_resume import CHECKPOINT_KEY
+from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import CLASSES, make_trainer
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_smddp.pipeline import room
+from lightning_smddp.pipeline.partition import room
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Evaluated, assert_same
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_smddp.strategies.step_capture import StepCapture
+from lightning_smddp.bridge.capture import StepCapture
 from tests.strategies.chatty import assert_same
 from tests.strategies.steps import Module, run, whole
 

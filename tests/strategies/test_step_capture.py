@@ -17,9 +17,9 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import CharErrorRate
 from torchmetrics.wrappers import MetricTracker
 
-from lightning_smddp.strategies.step_capture import StepCapture
-from lightning_smddp.strategies.step_results import StepResults
-from lightning_smddp.strategies.step_values import reduce_values, whole_batch_size
+from lightning_smddp.bridge.capture import StepCapture
+from lightning_smddp.bridge.step_results import StepResults
+from lightning_smddp.bridge.step_values import reduce_values, whole_batch_size
 from tests.strategies.steps import Module, run, whole
 
 # ---- logged values ----

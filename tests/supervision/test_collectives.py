@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smddp._compat import default_store, set_group_timeout
+from lightning_smddp._compat.torch import default_store, set_group_timeout
 from lightning_smddp.supervision import Supervisor
 from tests.ranks import RanksFailedError, run_ranks
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_smddp._compat import DispatchMode, without_torch_function
-from lightning_smddp._compat_steps import mode_within_backwards
-from lightning_smddp.pipeline.functions import Kind, asks_for_place, kind_of, name_of
-from lightning_smddp.pipeline.patches import user_place
-from lightning_smddp.pipeline.structure import leaves, map_leaves
+from lightning_smddp._compat.torch import DispatchMode, without_torch_function
+from lightning_smddp._compat.torch_steps import mode_within_backwards
+from lightning_smddp.pipeline.capture.ops import Kind, asks_for_place, kind_of, name_of
+from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError
 
 if TYPE_CHECKING:

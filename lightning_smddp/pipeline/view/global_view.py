@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp._compat import swap_contents, without_torch_function
+from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.communication.messages import broadcast_json, gather_json
-from lightning_smddp.pipeline.ownership import Ownership
-from lightning_smddp.pipeline.patches import user_place
-from lightning_smddp.pipeline.placement import Channel
-from lightning_smddp.pipeline.structure import map_leaves
-from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors
+from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.pytree import map_leaves
+from lightning_smddp.pipeline.partition.mesh import Channel
+from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.agreement import Agreement, Ask
 from lightning_smddp.pipeline.view.functions import (
     ViewFunctions,

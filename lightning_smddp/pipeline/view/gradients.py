@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.transfer import Spec, broadcast_tensors
+from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.agreement import Ask
 from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.ownership import Ownership
+from lightning_smddp.pipeline.partition.ownership import Ownership
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_smddp._compat import WITHOUT_MARKS, OperatorFacts, operator_facts, storage_key
-from lightning_smddp.pipeline.patches import user_place
+from lightning_smddp._compat.torch import WITHOUT_MARKS, OperatorFacts, operator_facts, storage_key
+from lightning_smddp.pipeline.capture.patches import user_place
 from lightning_smddp.pipeline.view.tensor import (
     GlobalTensor,
     GlobalViewError,

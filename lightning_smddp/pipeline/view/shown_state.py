@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.transfer import Spec
+from lightning_smddp.pipeline.runtime.transfer import Spec
 from lightning_smddp.pipeline.view.agreement import Ask
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.leaves import Leaf

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_smddp._compat import disabled_torch_function, wrapper_subclass
-from lightning_smddp.pipeline.patches import user_place
+from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
+from lightning_smddp.pipeline.capture.patches import user_place
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.view.global_view import GlobalView

@@ -1,0 +1,561 @@
+"""The one place for private APIs of torch and Lightning, each with its reason and the condition for its removal."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
+# torch 2.13 renamed `all_gather_into_tensor` and deprecated the old name.
+# Remove when the oldest supported torch has `all_gather_single`.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# The operator of copies in another type, autocast's too. Remove when one has a public name.
+CAST = torch.ops.aten._to_copy.default
+# What torch makes as a view with a mark that kernels heed, and the operator that computes it. Remove as above.
+WITHOUT_MARKS = {
+    torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
+
+
+def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather equal ``tensor``s of all ranks, in rank order, into the flat ``output``."""
+    _all_gather_single(output, tensor, group=group)
+
+
+def reduce_scatter_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum ``tensor`` over the ranks; rank i receives the i-th of equal parts in ``output``."""
+    _reduce_scatter_single(output, tensor, group=group)
+
+
+def share_storage(tensor: Tensor) -> int:
+    """Move ``tensor``'s whole storage into shared memory, in place, and return the segment's file descriptor.
+
+    Every other view of the storage moves along, which is what makes DDP's own buckets shareable without a copy.
+    The file is unlinked before this returns and its space is allocated (no later SIGBUS); the descriptor belongs to
+    the storage. Raises ``RuntimeError`` when the shared-memory mount is full.
+
+    Private because the public ``share_memory_()`` picks its strategy from a process-wide setting and hands out no
+    descriptor. Remove when torch offers one.
+    """
+    fd, _size = tensor.untyped_storage()._share_fd_cpu_()
+    return cast(int, fd)
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Give the default group another timeout. Remove when ``torch.distributed`` has a public setter."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timeout)
+
+
+def default_store() -> dist.Store:
+    """The default group's key-value store. Remove when ``torch.distributed`` has a public getter."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def new_group_among(
+    ranks: list[int], name: str, timeout: timedelta, device: torch.device | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A group of the global ``ranks`` that they alone have to create; ``name`` is new and the same on all of them.
+
+    With ``device`` (NCCL's) its communicator is made now, else by its first use. Its ``backend`` is the default group's
+    unless given.
+
+    The public ``new_group`` has to be called by every rank of the world, or, with ``use_local_synchronization``, makes
+    a name out of the ranks that comes again when such a group was destroyed: the new group then finds the old one's
+    addresses in the store and hangs. And where the world is bound to a device, both have the new communicator split
+    off the world's (``ncclCommSplit``), at its first use even, for which every rank of the world has to come. So the
+    world's device is hidden meanwhile: then the members meet by the store. Remove when ``new_group`` takes a name, and
+    leaves who is no member alone.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    rank, backend = dist.get_rank(), backend or dist.get_backend()
+    world = c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        created, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(rank),
+            ranks,
+            dist.Backend(backend),
+            default_store(),
+            cast(Any, name),
+            timeout=timeout,
+            device_id=device,
+        )
+    finally:
+        world.bound_device_id = bound
+    c10d._world.pg_group_ranks[created] = {member: index for index, member in enumerate(ranks)}
+    return cast(dist.ProcessGroup, created)
+
+
+def abort_nccl() -> None:
+    """Abort NCCL's communicators of all groups, so that nobody waits for them; the groups stay, and are of no use.
+
+    For any thread. The public ``destroy_process_group`` waits for all that was launched, which may never end, and
+    ``_abort_process_group`` (both in torch 2.11 and 2.13) forgets the groups as well: code that still runs, and is
+    about to get NCCL's error, would get one of another kind. Remove when there is a public abort of the backends.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    names = c10d._world.pg_names
+    groups = [group for group in sorted(names, key=lambda group: names[group], reverse=True) if is_nccl(group)]
+    if not groups:
+        return
+    backend: Any = groups[0]._get_backend(torch.device("cuda"))
+    together = hasattr(backend, "_group_start")  # aborts of several communicators may wait for each other else
+    if together:
+        backend._group_start()
+    for group in groups:
+        cast(Any, group).abort()
+    if together:
+        backend._group_end()
+
+
+def is_nccl(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether this is NCCL's (None: the default group); other backends raise by themselves when a peer fails."""
+    return "nccl" in str(dist.get_backend(group))
+
+
+def abort_and_forget(group: dist.ProcessGroup | None = None) -> None:
+    """As ``destroy_process_group`` (None: all groups), but wait for nothing. Remove when there is a public one."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group(group)
+
+
+def swap_contents(tensor: Tensor, other: Tensor) -> None:
+    """Exchange memory, device, shape, ``requires_grad`` and ``.grad`` of two tensors; the Python objects stay.
+
+    The public ``torch.utils.swap_tensors`` also exchanges class and attributes, and refuses tensors that a weak
+    reference points to, as the memo of every ``FakeTensorMode`` does. ``tensor.data = other`` refuses a tensor on the
+    meta device. Hooks registered on a tensor go with its contents. Remove when either can.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+
+
+def forget_hooks(tensor: Tensor) -> None:
+    """After :func:`swap_contents`: ``tensor`` has no hooks, and knows it.
+
+    The Python object remembers that it had some, and adds new ones to those, which nobody calls any more.
+    """
+    tensor._backward_hooks = None
+    tensor._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def write_count(tensor: Tensor) -> int:
+    """How often ``tensor`` was written in place. Documented by torch, yet without a public name."""
+    return tensor._version
+
+
+def initializer(module: nn.Module) -> Callable[[], object] | None:
+    """What sets ``module``'s own parameters to their first values: ``reset_parameters``; None if it has none.
+
+    Some of torch's modules (``MultiheadAttention``) call it ``_reset_parameters``; remove when they do not.
+    """
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def register_ddp_comm_hook(model: DistributedDataParallel, state: object, hook: Any, wrapper: Any) -> None:
+    """Register a user's hook as Lightning does on CUDA. Private in Lightning; remove when it does so on CPU too."""
+    if wrapper is not None and hook is not None:
+        hook = wrapper(hook)
+    if hook is not None:
+        model.register_comm_hook(state=state, hook=hook)
+
+
+class WithoutFunctionMode:
+    """A context without ``mode`` if it is the innermost one, which saves every operation a call into Python.
+
+    Private because a mode can only be left in the order in which modes were entered. Where another mode was
+    entered since (``torch.device`` as a context, say), ``mode`` stays active.
+    """
+
+    __slots__ = ("innermost", "mode")  # no generator: entered for every call of a unit
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self.mode, self.innermost = mode, False
+
+    def __enter__(self) -> bool:
+        depth = torch._C._len_torch_function_stack()
+        self.innermost = depth > 0 and torch._C._get_function_stack_at(depth - 1) is self.mode
+        if self.innermost:
+            torch._C._pop_torch_function_stack()
+        return self.innermost
+
+    def __exit__(self, *error: object) -> None:
+        if self.innermost:
+            torch._C._push_on_torch_function_stack(self.mode)
+
+
+def storage_key(tensor: Tensor) -> StorageWeakRef | None:
+    """A reference to ``tensor``'s storage, equal for all its views, that neither keeps nor outlives it unnoticed.
+
+    None for tensors without a storage (sparse, or wrapped by ``torch.func``). ``StorageWeakRef`` is undocumented, and
+    ``data_ptr()`` is no substitute: freed memory is used again. Remove when storages can be hashed.
+    """
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` (non-reentrant) is running a function's forward around this code.
+
+    Private because the hooks on saved tensors have no public getter. Remove when checkpointing can be asked.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+# `torch.utils._python_dispatch` is documented as the way to extend torch, but has no public name. Remove when it has.
+DispatchMode = TorchDispatchMode
+# Private because `torch.overrides` can only be left for subclasses, not for modes. Remove when it can.
+without_torch_function = torch._C.DisableTorchFunction
+
+
+def arguments_by_name(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of an aten operator, in the order of its schema, with default values.
+
+    Private because operators have no public schema. Remove when they have.
+    """
+    parameters = operator._schema.arguments
+    given = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
+    return {p.name: given.get(p.name, p.default_value) for p in parameters}
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether an aten operator has no kernel of its own: autograd and devices see its parts.
+
+    Private because dispatch keys have no public names. Remove when ``torch.library`` tells.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(operator.has_kernel_for_dispatch_key(key))
+
+
+def idle_node() -> Any:
+    """A node of the autograd graph to which no gradient ever comes, for hooks that must not fire here.
+
+    ``register_full_backward_hook`` insists on nodes of a private Function. Remove when it takes others.
+    """
+    with torch.enable_grad():
+        return BackwardHookFunction.apply(torch.zeros((), requires_grad=True))[0].grad_fn
+
+
+def has_full_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether ``register_full_backward_hook`` or its ``pre`` kind was used on it. Remove when a module can be asked."""
+    return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
+
+
+BACKWARD_HOOK = "BackwardHookFunction.apply"  # what these hooks do to a module's inputs and outputs
+_apply_lock = threading.Lock()
+_apply_users = 0
+_plain_apply = torch.autograd.Function.__dict__["apply"]
+
+
+def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if torch._C._len_torch_function_stack() == 0:
+        return _plain_apply.__get__(None, cls)(*args, **kwargs)
+    if cls is CheckpointFunction:
+        function, preserve_rng_state, *rest = args
+        return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    return handle_torch_function(cls.apply, [a for a in args if isinstance(a, Tensor)], *args, **kwargs)
+
+
+_visible_apply.__name__ = "apply"
+
+
+@contextmanager
+def visible_autograd_functions() -> Iterator[None]:
+    """Let function modes see a call of an ``autograd.Function`` as one operation, not as those in its forward.
+
+    Its forward and backward belong together, so a step must not be cut between operations inside. Reentrant
+    checkpoints run as non-reentrant ones, whose operations are ordinary ones. Without a function mode all is as ever.
+    Private because ``Function.apply`` takes no part in ``__torch_function__``; remove when it does.
+    """
+    global _apply_users
+    with _apply_lock:
+        _apply_users += 1
+        setattr(torch.autograd.Function, "apply", classmethod(_visible_apply))  # noqa: B010  mypy knows it as a method
+    try:
+        yield
+    finally:
+        with _apply_lock:
+            _apply_users -= 1
+            if _apply_users == 0:
+                setattr(torch.autograd.Function, "apply", _plain_apply)  # noqa: B010
+
+
+@functools.cache
+def pipeline_schedule_class(name: str) -> Any:
+    """The schedule class ``name`` of ``torch.distributed.pipelining``, without its initialisation of the stages.
+
+    That initialisation freezes the shapes of a stage's messages for good and takes all receive buffers at once; our
+    stages know their shapes at each step. The two names are private: remove when a schedule takes stages of which
+    each micro-batch may have other shapes.
+    """
+    import torch.distributed.pipelining as pipelining
+
+    def leave_to_the_stages(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    skipped = {"_initialize_stage": leave_to_the_stages, "_initialize_stages": leave_to_the_stages}
+    return type(name, (getattr(pipelining, name),), skipped)
+
+
+def run_pipeline_schedule(schedule: Any, num_microbatches: int, losses: list[Tensor] | None) -> None:
+    """Run one step of a schedule, whose stages have their inputs already; fill ``losses`` where it computes losses.
+
+    Private because the public ``step()`` of torch 2.13 splits its arguments itself and cannot be handed
+    micro-batches. Remove when the oldest supported torch has ``step(arg_mbs=...)``.
+    """
+    targets = None if losses is None else [None] * num_microbatches
+    schedule._step_microbatches([()] * num_microbatches, None, targets, losses, return_outputs=False)
+
+
+def pipeline_order(schedule: Any) -> dict[int, list[str]]:
+    """Rank -> its compute actions as text, from a multi-stage schedule. Remove when torch has a public getter."""
+    return {
+        rank: [str(part) for action in actions if action is not None for part in action.sub_actions or (action,)]
+        for rank, actions in schedule.pipeline_order.items()
+    }
+
+
+@contextmanager
+def without_torch_functions() -> Iterator[None]:
+    """In this context no function mode and no dispatch mode sees what is done.
+
+    Private because modes can only be left in the order in which they were entered.
+    """
+    if torch._C._len_torch_dispatch_stack() == 0:
+        with torch._C.DisableTorchFunction():
+            yield
+        return
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def forward_cache(metric: Metric) -> Any:
+    """What ``metric`` last returned for a batch, which Lightning logs as its value of the step. Public nowhere."""
+    return metric._forward_cache
+
+
+def set_forward_cache(metric: Metric, value: Any) -> None:
+    """See :func:`forward_cache`."""
+    metric._forward_cache = value
+
+
+def set_update_count(metric: Metric, count: int) -> None:
+    """Let ``metric`` know that it was updated, by another rank; torchmetrics has a getter only."""
+    metric._update_count, metric._computed = count, None
+
+
+def computes_batch_value(metric: Metric) -> bool:
+    """Whether ``metric.forward`` is calling ``compute`` for one batch alone. torchmetrics says so nowhere else."""
+    return not metric._should_unsync
+
+
+def keep_compute_groups(collection: MetricCollection) -> None:
+    """Give ``collection`` a copy of its compute groups, as it changes them in place. They have a public getter only."""
+    collection._groups = copy.deepcopy(collection.compute_groups)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` calls instead of the module; None without, or where hooks are compiled with it.
+
+    Private because a compiled module has no public sign of it. Remove when it has.
+    """
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return None if hooked else module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` run ``call`` instead of the code that ``module.compile()`` made.
+
+    Private: torch has no public way to see or replace it. Remove when it has one.
+    """
+    module.__dict__["_compiled_call_impl"] = call
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether a LightningModule went through ``torch.compile``: Lightning unwraps it and leaves a private mark."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+@contextmanager
+def keeps_user_samplers(trainer: Any, keep: bool) -> Iterator[None]:
+    """With ``keep``, Lightning leaves samplers as they are. Its own switch is the Trainer's argument."""
+    connector = trainer._accelerator_connector
+    before = connector.use_distributed_sampler
+    connector.use_distributed_sampler = before and not keep
+    try:
+        yield
+    finally:
+        connector.use_distributed_sampler = before
+
+
+@contextmanager
+def finetuning_by_identity(
+    callbacks: Iterable[Any], parameters_of: Callable[[Any], Iterable[Tensor]]
+) -> Iterator[None]:
+    """Lightning's ``BaseFinetuning`` looks for parameters in an optimizer as objects, not by their values.
+
+    ``filter_on_optimizer`` compares values, which parameters of other ranks do not have. Remove when it does not.
+    ``parameters_of`` gives an optimizer's parameters, of all ranks.
+    """
+    classes = {cls for c in callbacks for cls in type(c).__mro__ if "filter_on_optimizer" in vars(cls)}
+    before = [(cls, vars(cls)["filter_on_optimizer"]) for cls in classes]
+
+    def filter_on_optimizer(optimizer: Any, params: Iterable[Any]) -> list[Any]:
+        known = {id(parameter) for parameter in parameters_of(optimizer)}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    for cls in classes:
+        setattr(cls, "filter_on_optimizer", staticmethod(filter_on_optimizer))  # noqa: B010
+    try:
+        yield
+    finally:
+        for cls, function in before:
+            setattr(cls, "filter_on_optimizer", function)  # noqa: B010
+
+
+def loadable_names(module: nn.Module) -> tuple[dict[str, Tensor | None], list[str]] | None:
+    """What ``module.load_state_dict`` looks for: name -> tensor (None for extra state), and beginnings of other names.
+
+    Names with those beginnings belong to submodules that load by a method or hook of their own. None if the whole
+    module does. Private because ``state_dict()`` tells what is saved, which hooks may change. Remove when torch can
+    compare names without loading.
+    """
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        return None
+    names: dict[str, Tensor | None] = {}
+    others: list[str] = []
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        own_method = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+        if isinstance(part, nn.modules.batchnorm._NormBase):  # old checkpoints lack this one
+            others.append(f"{prefix}num_batches_tracked")
+        elif own_method or part._load_state_dict_pre_hooks:
+            others.append(prefix)
+        buffers = {k: v for k, v in part._buffers.items() if k not in part._non_persistent_buffers_set}
+        for name, tensor in {**part._parameters, **buffers}.items():
+            if tensor is not None:
+                names[prefix + name] = tensor
+        if type(part).set_extra_state is not nn.Module.set_extra_state:
+            names[f"{prefix}_extra_state"] = None
+    return names, others
+
+
+def dcp_place(file: str, begin: int, length: int) -> Any:
+    """Where ``torch.distributed.checkpoint``'s metadata says that a tensor is.
+
+    Private because only torch's own writers make it; its reader needs it. Remove when it is public.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, begin, length)
+
+
+# A subclass without functions of its own: what torch documents as `_disabled_torch_function_impl`. Remove when public.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_subclass(cls: type, like: Tensor, device: torch.device) -> Any:
+    """A tensor of class ``cls`` that has the looks of ``like``, on ``device``, and no memory.
+
+    ``_make_wrapper_subclass`` is documented by torch as the way to extend it, without a public name.
+    """
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+
+
+@dataclass(frozen=True)
+class OperatorFacts:
+    """What the schema of an operator says.
+
+    Attributes:
+        name: with its namespace, without the overload.
+        writes: position and name of each argument that it writes.
+        num_returns: what it returns.
+        only_writes: whether it returns nothing but what it has written.
+        makes_tensors: whether what it returns are tensors.
+        draws: whether it draws random numbers.
+        changes_shape: whether it changes the shape of a tensor in place.
+        is_foreach: whether it does the same to each tensor of a list.
+    """
+
+    name: str
+    writes: tuple[tuple[int, str], ...]
+    num_returns: int
+    only_writes: bool
+    makes_tensors: bool
+    draws: bool
+    changes_shape: bool
+    is_foreach: bool
+
+    def written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments that are written, those in lists each for itself."""
+        found: list[Any] = []
+        for position, name in self.writes:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, (list, tuple)):
+                found += value
+            elif value is not None:
+                found.append(value)
+        return found
+
+
+@functools.lru_cache(maxsize=4096)
+def operator_facts(function: Any) -> OperatorFacts:
+    """Read the schema of an operator overload (``torch.ops.aten.add.Tensor``). Schemas are private; remove when not."""
+    schema = function._schema
+    writes = tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    returned = [out.alias_info is not None and out.alias_info.is_write for out in schema.returns]
+    kinds = [str(out.type) for out in schema.returns]
+    return OperatorFacts(
+        name=schema.name,
+        writes=writes,
+        num_returns=len(schema.returns),
+        only_writes=bool(writes) and all(returned),
+        makes_tensors=any("Tensor" in kind for kind in kinds) or bool(writes),
+        draws=torch.Tag.nondeterministic_seeded in function.tags,
+        changes_shape=torch.Tag.inplace_view in function.tags,
+        is_foreach=schema.name.startswith("aten::_foreach_"),
+    )

@@ -1,0 +1,245 @@
+"""Into which micro-batches each batch of a run is cut; one, with a word about it, where no cut is known to be right."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_smddp.bridge.loader_sizes import loader_sizes
+from lightning_smddp.bridge.partition_table import looks_at_other_rows
+from lightning_smddp.bridge.pipeline_options import PipelineOptions
+from lightning_smddp.bridge.row_trials import rows_by_loss
+from lightning_smddp.bridge.step import LightningStep
+from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.mesh import Groups
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
+from lightning_smddp.pipeline.partition.row_evidence import Evidence, evidence, has_time_first
+from lightning_smddp.pipeline.partition.splitter import Splitter
+from lightning_smddp.pipeline.runtime.host_values import HostValues
+from lightning_smddp.planner.microbatches import auto_num_microbatches
+
+_FEW = 4  # rows are enough to compare with their halves
+_CURE = (
+    "Give the module a method `split_batch(batch, num_microbatches)` that returns a list of batches (or of pairs of a "
+    "batch and its number of rows), or PipelineStrategy the argument split_batch= or batch_size_fn=; "
+    "num_microbatches=1 says that one micro-batch is what you want."
+)
+
+
+class BatchCutter:
+    """Cuts the batches of one run.
+
+    Args:
+        module: the user's; its method ``split_batch`` is used if it has one.
+        options: the strategy's.
+        groups: this rank's place.
+        device: of this rank.
+        num_stages: of the pipeline.
+        values: what the host knows of the batch on the device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: PipelineOptions,
+        groups: Groups,
+        device: torch.device,
+        num_stages: int,
+        values: HostValues,
+    ) -> None:
+        self.module, self.options, self.groups, self.device, self.num_stages = (
+            module, options, groups, device, num_stages
+        )  # fmt: skip
+        self._values = values
+        hook = options.split_batch or getattr(module, "split_batch", None)
+        self.splitter = Splitter(options.batch_size_fn, hook if callable(hook) else None)
+        self.looks_across_rows = False  # the loss: no weights make it of those of micro-batches
+        self._rows_first: dict[Any, bool] = {}  # by step: what was found for it
+        self.parts_fail = False  # the training step, run on a part of a batch: so others are likely to
+        self._whole: set[Any] = set()  # steps whose batches are one micro-batch each
+        self.may_try = True  # to cut batches of the training step, to see what that does
+        self._said: set[str] = set()
+
+    def cut(self, batch: Any, step: LightningStep, can_try: bool) -> list[MicroBatch]:
+        """Its micro-batches. Collective over the pipeline, whose ranks have the same batch.
+
+        Args:
+            batch: any.
+            step: that it is for.
+            can_try: whether the whole module is on each rank, so that the step can be run as it is.
+        """
+        if self.is_whole(step):
+            return [self.splitter.whole(batch)]
+        try:
+            parts = self._cut(batch, step)
+        except UnclearBatchError as error:
+            self._say_once(str(error).partition(";")[0])
+            return [self.splitter.whole(batch)]
+        if (
+            len(parts) == 1
+            or self.splitter.split_batch is not None
+            or self._rows_come_first(batch, parts, step, can_try)
+        ):
+            return parts
+        return [self.splitter.whole(batch)]
+
+    def weighted(self, weighting: Weighting, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of a batch with their weights."""
+        return weighting.apply(microbatches, self._values.of)
+
+    def doubtful(self, batch: Any, step: LightningStep) -> MicroBatch | None:
+        """The whole batch, if :meth:`cut` left it whole only because nobody has tried yet whether rows come first."""
+        if self.is_whole(step) or self._known(step) is not None:
+            return None
+        try:
+            parts = self._cut(batch, step)
+        except UnclearBatchError:
+            return None
+        if len(parts) < 2 or self.splitter.split_batch is not None or self._evidence(batch, parts, step) == "rows":
+            return None
+        return MicroBatch(batch, sum(part.size for part in parts), 1.0, parts[0].paths)
+
+    def is_whole(self, step: LightningStep) -> bool:
+        """Whether it is known that each batch is one micro-batch."""
+        if self.parts_fail or step.key in self._whole:
+            return True
+        if step.trains and not self.may_try and self.options.num_microbatches is None and self._normalises(step):
+            return True
+        if self.looks_across_rows and self.options.num_microbatches is None:
+            return step.hook != "predict_step"  # which has no loss
+        return self.options.num_microbatches == 1
+
+    def consequence(self) -> str:
+        """What becomes of batches where the loss looks across rows, for messages."""
+        if self.options.num_microbatches is None:
+            return "From here on each batch runs as one micro-batch: right, but without overlap of stages."
+        return "The num_microbatches that you gave is used: num_microbatches=1 has the numbers of one process."
+
+    def _normalises(self, step: LightningStep) -> bool:
+        """Whether layers normalise over rows, perhaps since they are no longer frozen. Then it is the same for ever."""
+        norms = looks_at_other_rows(self.module)
+        if norms:
+            self.keep_whole(step)
+            if dist.get_rank() == 0:
+                warnings.warn(
+                    f"In training {norms[0]} (BatchNorm) sees all rows that it is given, so from here on each batch is "
+                    "one micro-batch, without overlap of stages. A num_microbatches that you give is used, with other "
+                    "numbers than those of one process.",
+                    stacklevel=2,
+                )
+        return bool(norms)
+
+    def keep_whole(self, step: LightningStep) -> None:
+        """From now on each batch of ``step`` is one micro-batch."""
+        self._whole.add(step.key)
+
+    def learn(self, step: LightningStep, rows_first: bool) -> None:
+        """Rows of batches of ``step`` come first, or not."""
+        self._rows_first[step.key] = rows_first
+
+    def pair(self, batch: Any, microbatches: Sequence[MicroBatch]) -> MicroBatch | None:
+        """As many rows as two micro-batches have, and four if there are; None if the batch is not cut."""
+        if len(microbatches) < 2:
+            return None
+        rows = self.together(batch, microbatches)
+        count = min(len(microbatches) // 2, rows.size // _FEW)
+        return rows if count < 2 else self.splitter.cut(batch, count, rows.size)[0]
+
+    @staticmethod
+    def together(batch: Any, microbatches: Sequence[MicroBatch]) -> MicroBatch:
+        """All rows of a batch that was cut into these, to be cut in the same way."""
+        rows = sum(microbatch.size for microbatch in microbatches)
+        return MicroBatch(batch, rows, 1.0, microbatches[0].paths, microbatches[0].cuts)
+
+    def _cut(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
+        rows = self.splitter.rows(batch)
+        try:
+            return self._cut_rows(batch, step, rows)
+        except UnclearBatchError:
+            if rows is None:
+                rows = next((n for n in self._loader_sizes(step) if n > 1 and _fits(self.splitter, batch, n)), None)
+            if rows is None:
+                raise
+            return self._cut_rows(batch, step, rows)  # the batch leaves it open, and its loader does not
+
+    def _cut_rows(self, batch: Any, step: LightningStep, rows: int | None) -> list[MicroBatch]:
+        count = self.options.num_microbatches
+        if count is None:
+            count = self._auto_count(self._likely_rows(batch, step) if rows is None else max(1, rows))
+        if count == 1 and self.splitter.split_batch is None:
+            self.splitter.cut(batch, 2, rows)  # raises if nobody knows its rows
+        return self.splitter.cut(batch, count, rows)
+
+    def _likely_rows(self, batch: Any, step: LightningStep) -> int:
+        """For the number of micro-batches alone: the user's function may see rows that are not seen here."""
+        rows = rows_of(batch)
+        if self.splitter.split_batch is None:
+            return rows
+        return max(1, next(iter(self._loader_sizes(step)), rows if rows > 1 else 4 * self.groups.pipeline.size()))
+
+    def _loader_sizes(self, step: LightningStep) -> tuple[int, ...]:
+        return loader_sizes(getattr(self.module, "trainer", None), step.hook, step.arguments)
+
+    def _evidence(self, batch: Any, parts: Sequence[MicroBatch], step: LightningStep) -> Evidence:
+        rows = sum(part.size for part in parts)
+        if self.splitter.batch_size_fn is not None:
+            return evidence(batch, rows, (rows,), told=True)
+        return evidence(batch, rows, self._loader_sizes(step))
+
+    def _known(self, step: LightningStep) -> bool | None:
+        """What was found out about this step, or about training, whose batches are of the same kind as a rule."""
+        return self._rows_first.get(step.key, self._rows_first.get(("training_step", ())))
+
+    def _rows_come_first(self, batch: Any, parts: Sequence[MicroBatch], step: LightningStep, can_try: bool) -> bool:
+        known = self._known(step)
+        rows = sum(part.size for part in parts)
+        if known is None:
+            found = self._evidence(batch, parts, step)
+            if found != "rows" and not step.trains:
+                return False  # until it is tried out
+            whole = MicroBatch(batch, rows, 1.0, parts[0].paths)
+            if found == "rows":
+                known = True
+            elif can_try:
+                known = rows_by_loss(step, whole, found, self.module, self.groups, self.device)
+            else:
+                known = found == "square" and not has_time_first(self.module)
+            self.learn(step, known)
+        if not known:
+            self._say_once(
+                f"neither its loader nor a trial shows that the first dimension ({rows}) is that of the rows"
+            )
+        return known
+
+    def _say_once(self, why: str) -> None:
+        if why.split("(")[0] in self._said:
+            return
+        self._said.add(why.split("(")[0])
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"smddp_pipeline runs batches as one micro-batch, without overlap: {why}. {_CURE}", stacklevel=2
+            )
+
+    def _auto_count(self, rows: int) -> int:
+        """Micro-batches for a batch of ``rows``; where the schedule allows none, its substitute takes all there are."""
+        ranks = self.groups.pipeline.size()
+        least = 2 if looks_at_other_rows(self.module) else 1  # it refuses a single row
+
+        def allowed(count: int) -> bool:
+            return self.options.schedule.microbatches_ok(count, ranks, self.num_stages) and rows // count >= least
+
+        if not any(allowed(count) for count in range(1, rows + 1)):
+            return rows
+        return auto_num_microbatches(rows, ranks, allowed)
+
+
+def _fits(splitter: Splitter, batch: Any, rows: int) -> bool:
+    try:
+        return len(splitter.cut(batch, 2, rows)) == 2
+    except UnclearBatchError:
+        return False

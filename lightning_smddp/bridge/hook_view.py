@@ -1,0 +1,146 @@
+"""Lightning's hooks see the whole of a divided module: what user code in them runs within, and what does not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning_smddp._compat.trainer import around_hooks
+from lightning_smddp.bridge.step_metrics import patched
+
+if TYPE_CHECKING:
+    from lightning_smddp.bridge.pipelined_module import PipelinedModule
+
+# Before the module is divided, after it is whole again, about data, on one rank alone; or they get optimizers to run.
+_OUTSIDE = frozenset({
+    "configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model",
+    "on_after_batch_transfer", "on_before_batch_transfer", "on_exception", "on_load_checkpoint", "optimizer_zero_grad",
+    "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader", "train_dataloader",
+    "transfer_batch_to_device", "val_dataloader",
+})  # fmt: skip
+
+# What hooks may call of the strategy: its own code, which is about this rank's part.
+_OF_THE_STRATEGY = (
+    "all_gather", "backward", "barrier", "broadcast", "lightning_module_state_dict", "optimizer_state",
+    "optimizer_step", "post_backward", "pre_backward", "predict_step", "reduce", "reduce_boolean_decision",
+    "save_checkpoint", "test_step", "training_step", "validation_step",
+)  # fmt: skip
+
+
+class _Outside:
+    """A method of the strategy, outside of the view.
+
+    Lightning copies it deeply with what it keeps of ``self.log(..., sync_dist=True)``; the strategy is not copied then.
+    It compares such copies with those of the next run, which may be another copy's of the Trainer. It is no dataclass,
+    as Lightning would look for tensors in one.
+    """
+
+    def __init__(self, view: HookView, name: str) -> None:
+        self.view, self.name = view, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.view.call_outside(self.name, *args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Outside) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Outside:
+        return self
+
+
+class HookView:
+    """Puts hooks and callbacks of a Trainer's run into the view of the module that it trains.
+
+    Args:
+        strategy: of the Trainer.
+        staged: gives the divided module; None as long as there is none.
+    """
+
+    def __init__(self, strategy: Any, staged: Callable[[], PipelinedModule | None]) -> None:
+        self.strategy, self._staged = strategy, staged
+        self._waiting: ExitStack | None = None  # of a hook within which the module is divided
+        self._depth = 0  # of calls of the strategy
+        self._replaced: dict[str, Callable[..., Any]] = {}  # methods that somebody has set on the strategy itself
+        # Made once: Lightning compares functions that it was given in one run with those of the next.
+        self._outside = {name: _Outside(self, name) for name in _OF_THE_STRATEGY}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: the copy is about its own strategy."""
+        return HookView, (self.strategy, self._staged)
+
+    @contextmanager
+    def installed(self, trainer: Any) -> Iterator[None]:
+        """Until the end of the run."""
+        own = vars(self.strategy)
+        self._replaced = {name: own[name] for name in _OF_THE_STRATEGY if name in own}
+        with ExitStack() as stack:
+            functions = [(self.strategy, name, function) for name, function in self._outside.items()]
+            stack.enter_context(patched(functions))
+            stack.enter_context(around_hooks(trainer, self._around))
+            yield
+
+    def call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """The strategy's own method."""
+        function = self._replaced.get(name) or functools.partial(getattr(type(self.strategy), name), self.strategy)
+        self._depth += 1
+        try:
+            with self._left():
+                result = function(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        self._enter_late()
+        return result
+
+    def _enter_late(self) -> None:
+        staged = self._staged()
+        if self._depth == 0 and self._waiting is not None and staged is not None and staged.view is not None:
+            self._waiting.enter_context(staged.inside_view())
+            self._waiting = None
+
+    def _left(self) -> AbstractContextManager[None]:
+        staged = self._staged()
+        if staged is None or staged.view is None or not staged.view.is_entered:
+            return nullcontext()
+        return staged.outside_view()
+
+    def _around(self, hook: str, owner: Any) -> AbstractContextManager[Any]:
+        """What Lightning enters around the call of ``owner``'s ``hook``."""
+        staged = self._staged()
+        if staged is None or hook in _OUTSIDE or not _is_users(hook, owner):
+            return nullcontext()
+        return self._until_divided() if staged.view is None else staged.inside_view()
+
+    @contextmanager
+    def _until_divided(self) -> Iterator[None]:
+        """The first ``optimizer_step``: the module is divided by the step in it, and what follows sees the view."""
+        with ExitStack() as stack:
+            before, self._waiting = self._waiting, stack
+            try:
+                yield
+            finally:
+                self._waiting = before
+
+
+def _is_users(hook: str, owner: Any) -> bool:
+    """Whether ``owner``, a LightningModule or callback, has another ``hook`` than Lightning gives it."""
+    function = getattr(owner, hook, None)
+    defined = getattr(function, "__func__", function)
+    origin = str(getattr(defined, "__module__", ""))
+    return not origin.startswith(_LIGHTNINGS)
+
+
+# Modules of Lightning whose hooks look at no parameter.
+_WITHOUT_PARAMETERS = (
+    "callbacks.batch_size_finder", "callbacks.callback", "callbacks.device_stats_monitor", "callbacks.early_stopping",
+    "callbacks.gradient_accumulation_scheduler", "callbacks.lr_finder", "callbacks.lr_monitor",
+    "callbacks.model_checkpoint", "callbacks.model_summary", "callbacks.on_exception_checkpoint", "callbacks.progress",
+    "callbacks.rich_model_summary", "callbacks.throughput_monitor", "callbacks.timer", "core.",
+)  # fmt: skip
+_LIGHTNINGS = tuple(
+    f"{package}.{module}" for package in ("lightning.pytorch", "pytorch_lightning") for module in _WITHOUT_PARAMETERS
+)

@@ -1,0 +1,510 @@
+"""What a step leaves in attributes of submodules, callbacks and their helpers, which a hook may read afterwards.
+
+A module keeps its last attention map, a forward hook puts features into a dict, a layer counts its calls. In a pipeline
+such code runs once for each micro-batch, and the values are on the rank of that stage alone. So what each run of a
+stage leaves is noted; the notes of all micro-batches make up the batch's; and in hooks every rank sees it, tensors as
+:class:`~lightning_smddp.pipeline.view.tensor.GlobalTensor`. Outside of hooks a rank keeps what its own code has set
+last. The LightningModule's own attributes are kept by ``step_attributes.py``, but for those with tensors that the last
+stage does not have.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp._compat.torch import without_torch_functions
+from lightning_smddp.bridge.counts import UNKNOWN, Moved, in_words, settle, unknown_counts
+from lightning_smddp.bridge.owner_watch import (
+    MISSING,
+    Found,
+    OwnerWatch,
+    has_ghosts,
+    ignored_of,
+    list_at,
+    owner_in_words,
+    owners_in,
+    place_from_json,
+    place_to_json,
+    set_at,
+    value_at,
+)
+from lightning_smddp.bridge.step_attributes import Changes, Place, combine_changes, detached
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.trees import UnknownTypeError, dtype_of, name_of_dtype, put_back, take_out
+from lightning_smddp.pipeline.capture.patches import set_within
+from lightning_smddp.pipeline.capture.pytree import tensors
+from lightning_smddp.pipeline.capture.tracer import note_left
+from lightning_smddp.pipeline.runtime.remote import RemoteTensor
+from lightning_smddp.pipeline.runtime.replay import active_run
+from lightning_smddp.pipeline.runtime.stage_run import Run
+from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
+
+Trial: TypeAlias = dict[tuple[int, str], dict[Place, Any]]  # what attributes are set to, by stage and owner
+
+_HELD = "held"  # among names of owners: values by number
+
+
+@dataclass
+class _Note:
+    """What a stage's run of one micro-batch left with one owner: what is whole there, and what has ghosts, by place."""
+
+    index: int
+    size: int
+    weight: float
+    whole: Changes = field(default_factory=Changes)
+    ghosts: dict[Place, _Wanted] = field(default_factory=dict)
+
+
+@dataclass
+class _Pass:
+    """A run of the step on a micro-batch, with watches over owners by name."""
+
+    index: int
+    size: int
+    weight: float
+    watches: dict[str, OwnerWatch]
+    quiet: dict[str, OwnerWatch]  # over those that no trace has seen change
+    numbers: dict[str, list[Found]] = field(default_factory=dict)  # changes of those
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A value that a stage has, as ``take_out`` gives it, with path, shape and dtype of each tensor."""
+
+    stage: int
+    rank: int
+    grows: bool
+    plain: Any
+    specs: list[Any]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A value of which the last stage knows only which traced values its tensors are."""
+
+    grows: bool
+    plain: Any
+    values: list[Any]  # path and number of each
+
+    @classmethod
+    def of(cls, change: Found) -> _Wanted:
+        found: dict[tuple[str, ...], Tensor] = {}
+        try:
+            plain = take_out(change.after, found)
+        except UnknownTypeError:
+            return cls(change.grows, None, [])
+        return cls(change.grows, plain, [[list(path), getattr(ghost, "value", -1)] for path, ghost in found.items()])
+
+
+class LeftBehind:
+    """Keeps what steps of ``module`` leave with other objects.
+
+    Attributes:
+        changing: names of owners that a trace found to change, see :meth:`agree`. Of others only numbers are watched.
+        is_learning: whether a trace runs.
+    """
+
+    def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
+        self.module, self._ignored = module, ignored
+        self.changing: dict[str, None] = {}
+        self._owners: dict[str, Any] = {}
+        self.is_learning = False
+        self._is_off = False
+        self._pass: _Pass | None = None
+        self._notes: dict[tuple[int, str], dict[int, _Note]] = defaultdict(dict)  # by stage and owner, by micro-batch
+        self._held: dict[int, dict[int, _Note]] = defaultdict(dict)  # by stage: values for later stages' notes
+        self._per_row: dict[str, dict[Place, bool]] = defaultdict(dict)
+        self._shown: list[tuple[str, Place, Any]] = []
+        self._quiet: dict[str, OwnerWatch] = {}  # over owners that are not `changing`, as they were last seen
+        self._new: dict[str, None] = {}  # of them, those that have changed since all ranks agreed
+        self._sizes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)  # by stage: of its micro-batches
+        self._settled: dict[tuple[int, str], dict[Place, int]] = defaultdict(dict)  # what a trial has shown
+        self._recorded: Trial | None = None
+        self._reports: list[Any] | None = None  # of all ranks
+
+    # ---- runs of the step ----
+
+    def learning(self) -> AbstractContextManager[None]:
+        """Around a trace: all owners are watched, to find those that change."""
+        return set_within(self, "is_learning", True)
+
+    def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """All ranks watch what any of them found to change: callbacks may be on some ranks only. Collective."""
+        found = gather_json([*self.changing, *self._new], group, device)
+        self.changing, self._new = dict.fromkeys(name for part in found for name in part), {}
+        self._owners = owners_in(self.module, with_helpers=True)
+        watched = {id(vars(self._owners[name])) for name in self.changing if name in self._owners}
+        self._quiet = {}
+        for name, owner in self._owners.items():
+            if id(vars(owner)) not in watched:
+                watched.add(id(vars(owner)))
+                self._quiet[name] = self._watch(name)
+
+    def has_news(self) -> bool:
+        """Whether owners have changed, since all ranks agreed, that no trace saw change."""
+        return bool(self._new)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Around a step that every rank runs as a whole, once: what it does stays done."""
+        return set_within(self, "_is_off", True)
+
+    @contextmanager
+    def watched(self, index: int, size: int, weight: float) -> Iterator[None]:
+        """Around one run of the step on micro-batch ``index``: what it does to numbers and lists is undone."""
+        if self._is_off:
+            yield
+            return
+        if self.is_learning:
+            self._owners = owners_in(self.module, with_helpers=True)
+        names = self._owners if self.is_learning else self.changing
+        watches = {name: self._watch(name) for name in names if name in self._owners}
+        self._pass = now = _Pass(index, size, weight, watches, {} if self.is_learning else self._refreshed())
+        try:
+            yield
+        finally:
+            self._pass = None
+            with without_torch_functions():
+                for name, watch in watches.items():
+                    watch.restore(of_members_alone=not name)
+                for name, found in now.numbers.items():
+                    for change in found:
+                        now.quiet[name].put_back(change)
+
+    def _refreshed(self) -> dict[str, OwnerWatch]:
+        """Watches over owners that do not change in steps, as they are now, behind hooks."""
+        with without_torch_functions():
+            for name, watch in self._quiet.items():
+                if watch.is_touched():
+                    self._quiet[name] = OwnerWatch(watch.owner, watch.ignored)
+        return self._quiet
+
+    def look(self) -> None:
+        """Note what has changed. At the end of the step's code, or where a stage leaves it."""
+        now = self._pass
+        if now is None:
+            return
+        run = active_run()
+        with without_torch_functions():
+            for name, watch in now.quiet.items():
+                if watch.is_touched() and (found := [c for c in watch.numbers() if name or c.is_member]):
+                    self._new[name] = None
+                    now.numbers[name] = found
+            for name, watch in now.watches.items():
+                found = [change for change in watch.found() if name or change.is_member]
+                if found and self.is_learning:
+                    self.changing[name] = None
+                    note_left(tensors([change.after for change in found]))
+                self._keep(run, name, now, found)
+            for name, found in now.numbers.items():
+                self._keep(run, name, now, found)
+            if run is not None and not run.replay.is_rehearsal:
+                self._sizes[run.plan.stage][now.index] = (now.size, now.weight)
+            if run is not None and self.changing and not run.replay.is_rehearsal:
+                held = {(value,): (None, tensor.detach()) for value, tensor in run.made_and_left().items()}
+                self._held[run.plan.stage][now.index] = _Note(now.index, now.size, now.weight, Changes(values=held))
+
+    def _keep(self, run: Run | None, name: str, now: _Pass, found: Sequence[Found]) -> None:
+        if run is None or run.replay.is_rehearsal:
+            return
+        note = _note(now, found)
+        self._notes[run.plan.stage, name][note.index] = note
+        if self._recorded is not None:
+            after = {place: value for place, (_, value) in note.whole.values.items()}
+            self._recorded[run.plan.stage, name] = after
+
+    @contextmanager
+    def recorded(self) -> Iterator[Trial]:
+        """Around a run for nothing of some rows at once: gives what it sets attributes to."""
+        found: Trial = {}
+        self._recorded = found
+        try:
+            yield found
+        finally:
+            self._recorded = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around other runs of the step: the notes are kept."""
+        notes, held, sizes = dict(self._notes), dict(self._held), dict(self._sizes)
+        self.clear()
+        try:
+            yield
+        finally:
+            self.clear()
+            self._notes.update(notes)
+            self._held.update(held)
+            self._sizes.update(sizes)
+
+    def clear(self) -> None:
+        """Forget the notes."""
+        self._notes.clear()
+        self._held.clear()
+        self._sizes.clear()
+        self._settled.clear()
+
+    # ---- after the step ----
+
+    def find_out(self, last_stage: int, group: dist.ProcessGroup, device: torch.device) -> str | None:
+        """Find out together what the batch's step has left where, for :meth:`share`. Collective.
+
+        Nothing is sent where no trace found anything.
+
+        Returns:
+            Of which number a trial has to show first what it counts: the same on every rank.
+        """
+        self._reports = None
+        if not self.changing:
+            return None
+        self._reports = gather_json(self._report(last_stage), group, device)
+        return next((report["doubt"] for report in self._reports if report["doubt"] is not None), None)
+
+    def learn_counts(self, whole: Trial, parts: Sequence[Trial]) -> str | None:
+        """Learn what integers count of runs of the batch at once, and of its micro-batches.
+
+        Returns:
+            What is wrong with one that counts neither rows nor calls.
+        """
+        problems = []
+        for stage, name in self._notes:
+            mine = [part.get((stage, name), {}) for part in parts]
+            for moved in self._unknown_counts(stage, name):
+                found = settle(moved, whole.get((stage, name), {}), mine, self._per_row[name], owner_in_words(name))
+                self._settled[stage, name][moved.place], problem = found
+                problems += [] if problem is None else [problem]
+        return problems[0] if problems else None
+
+    def _unknown_counts(self, stage: int, name: str) -> list[Moved]:
+        notes = self._ordered(stage, name)
+        if len(notes) < 2:
+            return []
+        found = unknown_counts([note.whole for note in notes], self._per_row[name], members=True)
+        return [moved for moved in found if moved.place not in self._settled[stage, name]]
+
+    def _doubt(self) -> str | None:
+        for stage, name in self._notes:
+            for moved in self._unknown_counts(stage, name):
+                return UNKNOWN + in_words(owner_in_words(name), moved.place)
+        return None
+
+    def share(self, view: GlobalView) -> None:
+        """Let all ranks have what :meth:`find_out` found, and prepare what hooks see. Collective."""
+        reports, self._reports = self._reports, None
+        if reports is None:
+            return
+        offers: dict[tuple[str, Place], list[_Offer]] = defaultdict(list)
+        held: dict[int, _Offer] = {}
+        wanted: dict[tuple[str, Place], _Wanted] = {}
+        for rank, report in enumerate(reports):
+            for name, key, stage, *rest in report["offers"]:
+                offers[name, place_from_json(key, self.module)].append(_Offer(stage, rank, *rest))
+            wanted |= {
+                (name, place_from_json(key, self.module)): _Wanted(*rest) for name, key, *rest in report["wanted"]
+            }
+            held |= {value: _Offer(stage, rank, False, None, [spec]) for value, stage, spec in report["held"]}
+        owners = self._owners = owners_in(self.module, with_helpers=any("->" in name for name in self.changing))
+        self._shown = []
+        for name, place in dict.fromkeys([*offers, *wanted]):
+            # Tensors are numbered in the order in which they are made: all ranks make all of them.
+            want = wanted.get((name, place))
+            if want is not None:
+                made, plain, grows = self._of_held(want, held, place, view), want.plain, want.grows
+            else:
+                chosen = max(offers[name, place], key=operator.attrgetter("stage"))
+                made, plain, grows = self._of_offer(name, place, chosen, view), chosen.plain, chosen.grows
+            if name not in owners:
+                continue  # a callback of other ranks
+            if made is None:
+                self._shown.append((name, place, _unknown()))
+            else:
+                self._take(name, place, put_back(plain, made), bool(made), grows)
+        self.clear()
+
+    def _take(self, name: str, place: Place, value: Any, has_tensors: bool, grows: bool) -> None:
+        """Set what is the same everywhere; keep for hooks what is on one rank."""
+        own = vars(self._owners[name])
+        if grows:
+            list_at(own, place).extend(value)
+        elif has_tensors:
+            self._shown.append((name, place, value))
+        else:
+            set_at(own, place, value)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Around a hook, within the view."""
+        put: list[tuple[dict[str, Any], Place, Any, Any]] = []
+        for name, place, value in self._shown:
+            own = vars(self._owners[name])
+            if len(place) == 1 or isinstance(own.get(place[0]), dict):
+                put.append((own, place, value_at(own, place), value))
+                set_at(own, place, value)
+        try:
+            yield
+        finally:
+            for own, place, before, value in reversed(put):
+                if value_at(own, place) is value:  # else the hook has set it to something else
+                    set_at(own, place, before)
+
+    def settle(self) -> None:
+        """After the run: what hooks saw is what there is."""
+        for name, place, value in self._shown:
+            own = vars(self._owners[name])
+            if len(place) == 1 or isinstance(own.get(place[0]), dict):
+                set_at(own, place, value)
+        self._shown = []
+
+    # ---- pieces ----
+
+    def _watch(self, name: str) -> OwnerWatch:
+        owner = self._owners[name]
+        return OwnerWatch(owner, ignored_of(owner) if name else self._ignored)
+
+    def _report(self, last_stage: int) -> dict[str, Any]:
+        """What this rank's stages have, and what the last one would like to have, as JSON."""
+        doubt = self._doubt()
+        if doubt is not None:
+            return {"doubt": doubt, "offers": [], "wanted": [], "held": []}
+        offers: dict[tuple[str, Place], list[Any]] = {}
+        wanted: dict[tuple[str, Place], list[Any]] = {}
+        for stage, name in sorted(self._notes):
+            ordered = self._ordered(stage, name)
+            for place, (grows, value) in self._of_stage(stage, name).items():
+                found: dict[tuple[str, ...], Tensor] = {}
+                try:
+                    plain = take_out(value, found)
+                except UnknownTypeError:
+                    wanted[name, place] = [grows, None, []]
+                    continue
+                offers[name, place] = [stage, grows, plain, [_spec(path, tensor) for path, tensor in found.items()]]
+            for place, want in ordered[-1].ghosts.items() if stage == last_stage else ():
+                alike = all(note.ghosts.get(place) == want for note in ordered)  # else it takes several courses
+                wanted[name, place] = [want.grows, want.plain if alike else None, want.values]
+        held = []
+        for stage, notes in self._held.items():
+            for (value,), (_, tensor) in self._combined(_HELD, [notes[index] for index in sorted(notes)]).items():
+                held.append([value, stage, _spec((), tensor)])
+        return {"doubt": None, "offers": self._keyed(offers), "wanted": self._keyed(wanted), "held": held}
+
+    def _ordered(self, stage: int, name: str) -> list[_Note]:
+        """Of all micro-batches, also of those that have changed nothing."""
+        notes, sizes = self._notes[stage, name], self._sizes[stage]
+        return [notes.get(index) or _Note(index, *sizes[index]) for index in sorted(sizes)]
+
+    def _of_stage(self, stage: int, name: str) -> dict[Place, tuple[bool, Any]]:
+        """What a stage has left with an owner, by place, and whether a list gains it."""
+        found = self._combined(name, self._ordered(stage, name))
+        return found | {place: (False, value) for place, value in self._settled[stage, name].items()}
+
+    def _keyed(self, found: dict[tuple[str, Place], list[Any]]) -> list[list[Any]]:
+        keyed = []
+        for (name, place), rest in found.items():
+            keys = place_to_json(place, self.module)
+            if keys is not None:
+                keyed.append([name, keys, *rest])
+        return keyed
+
+    def _combined(self, name: str, notes: Sequence[_Note]) -> dict[Place, tuple[bool, Any]]:
+        """What notes of all micro-batches come to, by place, and whether a list gains it."""
+        is_held = name == _HELD
+        changes = [_without_repeats(note.whole, notes[-1].whole, is_held) for note in notes[:-1]] + [notes[-1].whole]
+        sizes, weights = [note.size for note in notes], [note.weight for note in notes]
+        appended, values = combine_changes(changes, sizes, weights, self._per_row[name])
+        combined: dict[Place, tuple[bool, Any]] = {place: (True, tail) for place, tail in appended}
+        return combined | {place: (False, value) for place, value in values.items()}
+
+    def _of_offer(self, name: str, place: Place, chosen: _Offer, view: GlobalView) -> dict[tuple[str, ...], Tensor]:
+        local: dict[tuple[str, ...], Tensor] = {}
+        if chosen.rank == view.rank:
+            _, value = self._of_stage(chosen.stage, name)[place]
+            take_out(value, local)
+        return {tuple(spec[0]): _global(view, chosen.rank, spec, local.get(tuple(spec[0]))) for spec in chosen.specs}
+
+    def _of_held(
+        self, want: _Wanted, held: dict[int, _Offer], place: Place, view: GlobalView
+    ) -> dict[tuple[str, ...], Tensor] | None:
+        """Tensors by path; None where no stage has kept one."""
+        if want.plain is None or any(value not in held for _, value in want.values):
+            return None
+        made: dict[tuple[str, ...], Tensor] = {}
+        for path, value in want.values:
+            source, local = held[value], None
+            if source.rank == view.rank:
+                notes = self._held[source.stage]
+                renamed = [_only(notes[index], (value,), place) for index in sorted(notes)]
+                _, local = self._combined(_HELD, renamed)[place]
+            made[tuple(path)] = _global(view, source.rank, source.specs[0], local)
+        return made
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def without_ghosts(changes: Changes) -> Changes:
+    """What is whole on this rank."""
+    values = {name: pair for name, pair in changes.values.items() if not has_ghosts(pair[1])}
+    return replace(changes, values=values)
+
+
+def _note(now: _Pass, found: Sequence[Found]) -> _Note:
+    note = _Note(now.index, now.size, now.weight)
+    for change in found:
+        if has_ghosts(change.after):
+            note.ghosts[change.place] = _Wanted.of(change)
+        elif change.grows:
+            note.whole.appended[change.place] = detached(change.after)
+        else:
+            before = None if change.before is MISSING else change.before
+            note.whole.values[change.place] = (before, detached(change.after))
+    return note
+
+
+def _only(note: _Note, place: Place, name: Place) -> _Note:
+    """The change at ``place`` alone, under another name, by which it may be a loss."""
+    values = {name: note.whole.values[place]} if place in note.whole.values else {}
+    return _Note(note.index, note.size, note.weight, Changes(values=values))
+
+
+def _without_repeats(changes: Changes, last: Changes, is_held: bool) -> Changes:
+    """``changes`` without tensors that later micro-batches made once more: caches, reparametrized weights.
+
+    What modules make of other rows is something else, but for zeros.
+    """
+    values = {}
+    for place, (before, after) in changes.values.items():
+        later = last.values.get(place, (None, None))[1]
+        if isinstance(after, Tensor) and isinstance(later, Tensor) and after.dim() and after.shape == later.shape:
+            is_known = isinstance(before, Tensor) and before.shape == after.shape
+            if (is_known or (is_held and bool(later.any()))) and torch.equal(after, later):
+                continue
+        values[place] = (before, after)
+    return Changes(changes.appended, values)
+
+
+def _unknown() -> Tensor:
+    """Raises where it is used."""
+    return torch.empty(0, device="meta").as_subclass(RemoteTensor)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _spec(path: Sequence[str], tensor: Tensor) -> list[Any]:
+    return [list(path), list(tensor.shape), name_of_dtype(tensor.dtype)]
+
+
+def _global(view: GlobalView, home: int, spec: Sequence[Any], local: Tensor | None) -> GlobalTensor:
+    _, shape, dtype = spec
+    with torch.inference_mode(False):  # it stays when a validation is over
+        pattern = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+        values = None if local is None else local.detach().clone(memory_format=torch.contiguous_format)
+        return GlobalTensor(view, home, pattern, values, Memory())

@@ -1,0 +1,314 @@
+"""Whether what a step shows for micro-batches makes up what it shows for a batch: some rows and their parts, compared.
+
+What a user may see of a step is compared: logged values, states of metrics, lists and attributes of the module, and
+what the step returns. First it is learned what can be: the rules of logged values (``log_rules.py``), and along which
+dimension returned tensors are put together (time may be the first one). What differs then has no rule, and is one
+process's only where the batch is one micro-batch. A running mean differs only after the first batch: so a step that
+leaves something in attributes is compared once more, as if it had been run before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.bridge.capture import StepCapture
+from lightning_smddp.bridge.kept_state import KeptState
+from lightning_smddp.bridge.log_rules import learn_rules
+from lightning_smddp.bridge.step_attributes import learn_steps
+from lightning_smddp.bridge.step_results import Observed
+from lightning_smddp.pipeline.capture.pytree import Path, items
+from lightning_smddp.pipeline.partition.loss_weights import path_text
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
+
+Run: TypeAlias = Callable[["Sequence[MicroBatch]", "KeptState | None"], "Observed | None"]
+Differences = dict[str, tuple[str, str]]  # by place: for the rows at once, and from their parts
+RETURNED = "what the step returns"
+_MOST = 4
+EXACT, MIXED = 5e-5, 1e-1  # relative errors that rounding may explain, in fp32 and with 16-bit types
+_NOTHING = 1e-8  # what rounding leaves of what should be zero
+
+
+@dataclass
+class Findings:
+    """Plain data, to be sent.
+
+    Attributes:
+        rules: of logged values, by name.
+        doubts: names whose values did not tell, see ``log_rules``.
+        joins: places in what the step returns, and the dimension along which tensors there are put together; None
+            where the value of some rows is that of all rows.
+        per_row: attributes of the module, and whether they gain an item or one more for each row.
+        differences: what is another for the parts than for the rows at once, whatever the rules.
+    """
+
+    rules: dict[str, Any] = field(default_factory=dict)
+    doubts: dict[str, Any] = field(default_factory=dict)
+    joins: list[tuple[list[Any], int | None]] = field(default_factory=list)
+    per_row: list[tuple[list[Any], bool]] = field(default_factory=list)
+    differences: Differences = field(default_factory=dict)
+
+    def to_json(self) -> Any:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Findings:
+        """The inverse."""
+        return cls(**data)
+
+    def after(self, earlier: Findings) -> Findings:
+        """These, where ``earlier`` ones have left a doubt."""
+        doubts = {}
+        for name in self.doubts.keys() & earlier.doubts.keys():
+            both = [rule for rule in earlier.doubts[name] if rule in self.doubts[name]]
+            if len(both) > 1:
+                doubts[name] = both
+        decided = {name: rule for name, rule in earlier.rules.items() if name not in earlier.doubts}
+        return replace(self, rules={**self.rules, **decided}, doubts=doubts)
+
+    def beside(self, earlier: Findings) -> Findings:
+        """These of a later batch, and ``earlier`` ones; what they say otherwise is a difference."""
+        found = replace(self, rules=dict(self.rules), doubts=dict(self.doubts), differences=dict(self.differences))
+        for name, rule in earlier.rules.items():
+            before = earlier.doubts.get(name, [rule])
+            now = self.doubts.get(name, [self.rules.get(name, rule)]) if name in self.rules else before
+            both = [one for one in before if one in now]
+            if not both:
+                found.differences[f"the logged {name!r}"] = (f"the {now[0]} of parts", f"not their {rule}, as before,")
+            found.rules[name] = rule if rule in both or not both else both[0]
+            found.doubts.pop(name, None)
+            if len(both) > 1:
+                found.doubts[name] = both
+        known, new = ({tuple(path): dimension for path, dimension in one.joins} for one in (earlier, self))
+        if any(known.get(path, dimension) != dimension for path, dimension in new.items()):
+            found.differences[RETURNED] = ("put together in one way", "in another way")
+        found.joins = [(list(path), dimension) for path, dimension in {**new, **known}.items()]
+        places = [list(place) for place, _ in earlier.per_row]
+        found.per_row = [*earlier.per_row, *(entry for entry in self.per_row if list(entry[0]) not in places)]
+        return found
+
+    def teach(self, capture: StepCapture, key: Any) -> None:
+        """Let ``capture`` combine results of the step ``key`` so."""
+        capture.rules |= self.rules
+        capture.joins[key] = {tuple(path): dimension for path, dimension in self.joins}
+        capture.per_row |= {tuple(place): flag for place, flag in self.per_row}
+
+    def text(self) -> str:
+        """What differs, in words."""
+        texts = [f"{place} is {whole} for some rows, but {made}" for place, (whole, made) in self.differences.items()]
+        more = f" ... ({len(texts) - _MOST} more)" if len(texts) > _MOST else ""
+        return f"{'; '.join(texts[:_MOST])} from their halves{more}"
+
+
+def try_results(
+    run: Run,
+    share: Callable[[KeptState | None], KeptState | None],
+    rows: MicroBatch,
+    parts: Sequence[MicroBatch],
+    capture: StepCapture,
+    key: Any,
+    tolerance: float,
+    by_rows: bool,
+) -> Findings:
+    """Compare what a step shows: as things are, and after a batch, where it leaves something that it may go on from.
+
+    Args:
+        run: the step on micro-batches for nothing, from a state on; None where its end is on another rank, and where
+            it fails in a state in which it may never be.
+        share: lets all ranks that run the step have the state that the rank where it ends gives.
+        rows: some rows of a batch.
+        parts: of them, weighted as losses are.
+        capture: that ``run`` combines results with; it is taught what is found.
+        key: of the step.
+        tolerance: relative error that rounding may explain.
+        by_rows: losses are weighted by rows.
+
+    Returns:
+        What was found; nothing where ``run`` gives None.
+    """
+    whole, again, *alone = [run([some], None) for some in (rows, rows, *parts)]
+    findings = Findings()
+    if whole is not None:
+        results = [part.results for part in alone if part is not None]
+        learned = learn_rules(whole.results, results, parts, by_rows)
+        findings.rules, findings.doubts = dict(learned.rules), dict(learned.doubts)
+        findings.joins = _find_joins(whole.results.output, [result.output for result in results])
+        set_to = [result.attributes for result in results]
+        before = {name: getattr(capture.module, name, None) for name in whole.results.attributes}  # or of its class
+        learn_steps(before, whole.results.attributes, set_to, capture.per_row)
+        findings.per_row = [(list(place), flag) for place, flag in capture.per_row.items() if _is_plain(place)]
+        findings.teach(capture, key)
+    by_chance = set() if whole is None or again is None else set(_differences(whole, again, tolerance))
+    findings.differences = _compared(run, None, whole, parts, by_chance, tolerance)
+    kept = None if whole is None or findings.differences else KeptState.of(whole.results)
+    state = share(None if kept is None else kept.moved(capture.module))
+    if state is not None:
+        findings.differences = _compared(run, state, run([rows], state), parts, by_chance, tolerance)
+    return findings
+
+
+def _compared(
+    run: Run,
+    state: KeptState | None,
+    whole: Observed | None,
+    parts: Sequence[MicroBatch],
+    by_chance: set[str],
+    tolerance: float,
+) -> Differences:
+    """What is another for the parts together than for the ``whole``."""
+    try:
+        made = run(parts, state)
+    except UncombinableError as error:  # where the step ends
+        return {str(error): ("one value", "none")}
+    if whole is None or made is None:
+        return {}
+    found = _differences(whole, made, tolerance)
+    return {place: texts for place, texts in found.items() if place not in by_chance}
+
+
+def _find_joins(whole: Any, parts: Sequence[Any]) -> list[tuple[list[Any], int | None]]:
+    """Dimensions in which the tensors of parts add up to the whole's; None for what is the same for all rows."""
+    pieces: list[Mapping[Path, Any]] = [dict(items(part)) for part in parts]
+    joins: list[tuple[list[Any], int | None]] = []
+    for path, leaf in items(whole):
+        if not _is_plain(path):
+            continue
+        values = [piece.get(path) for piece in pieces]
+        dimension = _dimension(_shape(leaf), [_shape(value) for value in values])
+        if dimension is not None:
+            joins.append((list(path), dimension))
+        elif all(_is_constant(leaf, value) for value in values):
+            joins.append((list(path), None))
+    return joins
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
+
+
+def _is_constant(whole: Any, part: Any) -> bool:
+    """Whether the value of some rows is that of all: a count would be smaller, but for a count of nothing.
+
+    Floating-point numbers are means where they are alike.
+    """
+    if isinstance(whole, int) and isinstance(part, int):
+        return whole == part != 0
+    if not isinstance(whole, Tensor) or not isinstance(part, Tensor):
+        return False
+    if whole.is_nested or part.is_nested or whole.layout is not torch.strided or part.layout is not torch.strided:
+        return False
+    if whole.dtype != part.dtype or whole.shape != part.shape:
+        return False
+    if whole.dim() == 0:
+        return not (whole.is_floating_point() or whole.is_complex()) and bool(whole) and torch.equal(whole, part)
+    return torch.equal(whole, part)
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether JSON gives it back."""
+    return all(isinstance(key, (str, int)) for key in path)
+
+
+def _dimension(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> int | None:
+    if any(len(shape) != len(whole) for shape in parts):
+        return None
+    for place, size in enumerate(whole):
+        others = (*whole[:place], *whole[place + 1 :])
+        adds_up = sum(shape[place] for shape in parts) == size
+        if adds_up and all((*shape[:place], *shape[place + 1 :]) == others for shape in parts):
+            return place
+    return None
+
+
+def tolerance_of(is_exact: bool, device: torch.device) -> float:
+    """What rounding may explain; convolutions on GPUs round fp32 to TF32 and choose algorithms by the batch's size."""
+    if not is_exact:
+        return MIXED
+    return EXACT if device.type == "cpu" else 20 * EXACT
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _differences(one: Observed, other: Observed, tolerance: float) -> Differences:
+    first, second = dict(_shown(one)), dict(_shown(other))
+    found = {}
+    for place in dict.fromkeys([*first, *second]):
+        if place not in first or place not in second:
+            found[place] = (_text(first.get(place), "not there"), _text(second.get(place), "not there"))
+        elif not _same(first[place], second[place], tolerance):
+            texts = _text(first[place]), _text(second[place])
+            found[place] = texts if texts[0] != texts[1] else (texts[0], "of other values")
+    return found
+
+
+def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
+    """All that is to be seen of a step: places, in the user's words, and leaves."""
+    results = observed.results
+    counts: dict[str, int] = {}
+    for log in results.logs:
+        counts[log.name] = counts.get(log.name, 0) + 1
+        again = "" if counts[log.name] == 1 else f" (call {counts[log.name]})"
+        if log.metric is None:
+            yield f"the logged {log.name!r}{again}", log.value
+    roots: list[tuple[str, Any]] = [(f"the metric {name!r}", count) for name, (count, _) in results.metrics.items()]
+    roots += [(f"the metric {name!r}, in its state", state) for name, state in observed.states.items()]
+    roots += [(_attribute(place), tail) for place, tail in results.appended]
+    roots += [(_attribute((name,)), value) for name, value in results.attributes.items()]
+    roots.append((RETURNED, results.output))
+    for root, structure in roots:
+        for path, leaf in items(structure):
+            yield (
+                (f"{root}{path_text(path)}" if root.startswith("self") else f"{root} {path_text(path)}".rstrip()),
+                leaf,
+            )
+
+
+def _attribute(place: Sequence[Any]) -> str:
+    return f"self.{place[0]}{path_text(tuple(place[1:]))}"
+
+
+def _same(one: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(one, float) and isinstance(other, (int, float)):
+        return (
+            one == other
+            or (one != one and other != other)
+            or math.isclose(one, other, rel_tol=tolerance, abs_tol=_NOTHING)
+        )
+    if not hasattr(one, "shape") or not hasattr(other, "shape"):
+        same = one == other
+        return same if isinstance(same, bool) else True  # objects that do not tell
+    first, second = torch.as_tensor(one), torch.as_tensor(other)
+    if first.shape != second.shape or first.is_floating_point() != second.is_floating_point():
+        return False
+    if first.layout is not torch.strided or first.is_nested or not first.numel():
+        return first.layout == second.layout
+    if not (first.is_floating_point() or first.is_complex()):
+        return torch.equal(first, second)
+    return _close(first.detach(), second.detach(), tolerance)
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Compared with the largest number in the tensor: small ones are differences of large ones."""
+    finite = one.isfinite()
+    if not torch.equal(finite, other.isfinite()):
+        return False
+    one, other = one[finite].double(), other[finite].double()
+    largest = float(one.abs().max()) if one.numel() else 0.0
+    return bool(((one - other).abs() <= tolerance * largest + _NOTHING).all())
+
+
+def _text(value: Any, absent: str = "") -> str:
+    if absent and value is None:
+        return absent
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if hasattr(value, "shape"):
+        return f"of shape {list(value.shape)}"
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)[:40]

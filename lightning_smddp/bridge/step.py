@@ -1,0 +1,240 @@
+"""The user's step as the pipeline runs it: on one micro-batch, under the Trainer's precision, with its results kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.bridge.capture import StepCapture
+from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attributes
+from lightning_smddp.bridge.step_results import Observed
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.objects import with_same_memory
+from lightning_smddp.pipeline.capture.python_random import SharedRandom
+from lightning_smddp.pipeline.capture.pytree import copied, map_leaves, tensors
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.runtime.casts import look_for_casts
+from lightning_smddp.pipeline.runtime.eager import Eager
+from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.replay import active_run
+from lightning_smddp.pipeline.view.tensor import OutsideViewError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+Scale: TypeAlias = float | Tensor  # the latter a scalar on the device
+
+_FAILED = "The step fails: "
+_HOOKS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class LightningStep:
+    """One of a LightningModule's step methods on a batch's micro-batches.
+
+    Args:
+        module: whose method.
+        hook: its name.
+        arguments: what Lightning passes besides the batch.
+        precision: makes the context that Lightning enters around the step.
+        capture: keeps logs, metrics and outputs.
+        scale: the loss is multiplied by it before backward.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        hook: str,
+        arguments: Sequence[Any],
+        precision: Callable[[], AbstractContextManager[Any]],
+        capture: StepCapture,
+        scale: Scale = 1.0,
+    ) -> None:
+        assert hook in _HOOKS
+        self.module, self.hook, self.arguments = module, hook, tuple(arguments)
+        self.precision, self.capture, self.scale = precision, capture, scale
+        self.keeps_casts = False  # of weights, from one micro-batch to the next
+        self._is_on_trial = False
+        self.offset = 0  # of the micro-batches that run now among the batch's
+        self.keeps: tuple[str, ...] = ()  # attributes that the last run of `alone` left tensors in
+        self.random: SharedRandom | None = None  # where it draws random numbers in Python
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward."""
+        return self.hook == "training_step"
+
+    @property
+    def key(self) -> Any:
+        """Which step this is: its name, and the index of its dataloader where Lightning gives one."""
+        return self.hook, self.arguments[1:]
+
+    def place(self) -> str:
+        """For messages."""
+        return f"batch {self.arguments[0]} of epoch {self.module.current_epoch}" if self.arguments else "this batch"
+
+    def unscaled(self) -> LightningStep:
+        """The same step with its loss as it is."""
+        step = LightningStep(self.module, self.hook, self.arguments, self.precision, self.capture)
+        step.random = self.random
+        return step
+
+    def on_trial(self) -> LightningStep:
+        """The same step where it may fail: on one stage, and all ranks hear of it as if it had left its course."""
+        step = copy.copy(self)
+        step._is_on_trial = True
+        return step
+
+    @staticmethod
+    def require_no_failure(failures: Mapping[int, str]) -> None:
+        """Raise ``SplitError`` if the user's code has failed where a step :meth:`on_trial` left its course."""
+        for text in failures.values():
+            if text.startswith(_FAILED):
+                raise SplitError(text)
+
+    def __call__(self, microbatch: MicroBatch) -> Any:
+        """Run the method's code once, as each stage does: so on a copy of the batch.
+
+        Only a step that changes numbers in place gets a copy of those too. What it does to containers, objects and
+        flags (``requires_grad_``) is not seen by the next run in any case.
+        """
+        changes = self.key in self.capture.changing_steps
+        value = map_leaves(with_same_memory, copied(microbatch.value) if changes else microbatch.value)
+        with self.precision():
+            if self.keeps_casts:
+                look_for_casts()
+            self.capture.runs_step = True
+            try:
+                result = getattr(self.module, self.hook)(value, *self.arguments)
+            except OutsideViewError as error:  # of what a hook has kept: a trace will come to it on all ranks
+                if active_run() is None:
+                    raise SplitError(str(error)) from error
+                raise ReplayError(str(error)) from error
+            except Exception as error:
+                if not self._is_on_trial or isinstance(error, ReplayError):
+                    raise
+                raise ReplayError(f"{_FAILED}{error!r}") from error
+            finally:
+                self.capture.runs_step = False
+                self.capture.left.look()
+            return self.capture.finish(result)
+
+    def whole(self, batch: Any) -> Callable[[], Any]:
+        """A run on the whole batch that Lightning sees: nothing is kept from it."""
+
+        def run() -> Any:
+            with self.precision():
+                return getattr(self.module, self.hook)(batch, *self.arguments)
+
+        return run
+
+    def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
+        """See ``pipeline.runtime.Step``."""
+        index += self.offset
+        capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
+        return capture if self.random is None else self.random.around(index, keep, capture)
+
+    def follows(self, tensor: Tensor) -> bool:
+        """See ``pipeline.runtime.Step``."""
+        return self.capture.follows(tensor)
+
+    def forget(self) -> None:
+        """See ``pipeline.runtime.Step``."""
+        self.capture.clear()
+
+    def alone(self, microbatch: MicroBatch, index: int = 0) -> Callable[[], Any]:
+        """A run of micro-batch ``index`` for nothing: what it logs, and what it does to metrics, is thrown away."""
+
+        def run() -> Any:
+            copy = replace(microbatch, value=copied(microbatch.value))
+            before = [_version(tensor) for tensor in tensors(copy.value)]
+            try:
+                with self.capture.left.learning(), self.around(index, copy, keep=True):
+                    kept = tensor_attributes(self.module)
+                    result = self(copy)
+                    self.keeps = tuple(changed_attributes(kept, tensor_attributes(self.module)))
+                self.capture.examples[self.key] = map_leaves(lambda _: None, result)
+                return result
+            finally:
+                self.capture.clear()
+                if before != [_version(tensor) for tensor in tensors(copy.value)]:
+                    self.capture.changing_steps.add(self.key)
+
+        return run
+
+    def observed(self, microbatches: Sequence[MicroBatch], seed: int = 0) -> Observed:
+        """What a run for nothing of these as a batch would have shown to Lightning.
+
+        What torch draws follows from ``seed``, also where ranks share it.
+        """
+        outputs = []
+        try:
+            for index, microbatch in enumerate(microbatches):
+                copy = replace(microbatch, value=copied(microbatch.value))
+                with Eager(), self.around(index, copy, keep=True):
+                    torch.manual_seed(seed + index)
+                    outputs.append(map_leaves(_detached, self(copy)))
+            return self.capture.observed(outputs, self.key)
+        finally:
+            self.capture.clear()
+
+    def differentiate(self, microbatch: MicroBatch, seed: int, precision: bool) -> None:
+        """A run for nothing with its backward pass.
+
+        Args:
+            microbatch: as a batch.
+            seed: what torch, and Python where it is known to, draws follows from it.
+            precision: whether to enter the Trainer's precision.
+        """
+        step = self if precision else self.unscaled()
+        step.precision = self.precision if precision else nullcontext
+        copy = replace(microbatch, value=copied(microbatch.value))
+        try:
+            with torch.enable_grad(), Eager(), step.around(seed, copy, keep=True):
+                torch.manual_seed(seed)
+                loss = loss_of(step(copy), step.hook)
+            (loss * step.scale).backward()
+        finally:
+            self.capture.clear()
+
+    def loss(self, microbatch: MicroBatch, result: Any) -> Tensor | None:
+        """This micro-batch's part of the batch's loss, times the scale; None where nothing of it counts."""
+        if microbatch.weight == 0:
+            return None  # a mean over nothing is nan, and so would its gradient be
+        return loss_of(result, self.hook) * (microbatch.weight * self.scale)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows with each change in place; inference tensors do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def loss_of(result: Any, hook: str = "training_step", detached: bool = False) -> Tensor:
+    """The loss in what the step returned. Raises ``SplitError`` if there is none that a pipeline can differentiate."""
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        if not (loss.requires_grad or detached):
+            raise SplitError(
+                f"The loss that `{hook}` returned does not depend on any parameter that requires a gradient "
+                "(requires_grad=False): it was detached, or all of the last modules are frozen."
+            )
+        return loss.reshape(())
+    if loss is None:
+        what = "None" if result is None else f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
+        raise SplitError(
+            f"`{hook}` returned {what}. In a pipeline every batch needs a loss: a batch cannot be skipped on one stage "
+            "alone. Return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
+        )
+    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise SplitError(
+        f"The loss that `{hook}` returned is {shape}. It has to be a scalar tensor, such as `loss.mean()`."
+    )

@@ -1,0 +1,325 @@
+"""What a step does to its module's attributes, undone for each micro-batch and done once for the batch.
+
+Two things are followed: lists that grow (attributes, and lists that are members of a list or dict), and attributes
+that are set to another tensor, number or string (or a structure of these), or hold a tensor that is changed in place.
+"""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.bridge.stand_ins import StandIns
+from lightning_smddp.bridge.step_values import is_loss, reduce_losses
+from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves, tensors
+from lightning_smddp.pipeline.partition.microbatches import combine
+
+Place: TypeAlias = tuple[Any, ...]  # (attribute,), or (attribute, key or position in it)
+_MISSING = object()
+_ROUNDING = 1e-5  # relative
+_MOST_LISTS = 1000  # members of a dict; one with more is data
+
+
+@dataclass
+class Changes:
+    """What one micro-batch appended to which list, and what it set attributes to, with what they were."""
+
+    appended: dict[Place, list[Any]] = field(default_factory=dict)
+    values: dict[Place, tuple[Any, Any]] = field(default_factory=dict)  # (before, after)
+    in_place: frozenset[Place] = frozenset()  # of values: tensors that were written, of the shape that they had
+
+
+class AttributeWatch:
+    """Remembers a module's attributes until :meth:`undo`.
+
+    Args:
+        module: whose attributes.
+        ignored: names that are left alone.
+        in_place: names of tensors that earlier runs were seen to change in place; gains those of this one.
+        is_trace: whether any tensor is watched for such changes, not only small ones and those.
+    """
+
+    def __init__(
+        self, module: nn.Module, ignored: Collection[str], in_place: set[str] | None = None, is_trace: bool = False
+    ) -> None:
+        self.module, self.ignored = module, ignored
+        self.in_place: set[str] = set() if in_place is None else in_place
+        self.attributes = {name: value for name, value in vars(module).items() if name not in ignored}
+        self.lengths = {place: (found, len(found)) for place, found in self._lists()}
+        self._stand_ins = StandIns(vars(module), self.attributes, lambda name: is_trace or name in self.in_place)
+
+    def growth(self) -> dict[Place, list[Any]]:
+        """What lists have gained."""
+        tails = {}
+        for place, found in self._lists():
+            known, length = self.lengths.get(place, (found, 0))
+            in_a_tail = place not in self.lengths and isinstance(vars(self.module)[place[0]], list) and len(place) > 1
+            if known is found and len(found) > length and not in_a_tail:
+                tails[place] = found[length:]
+        return tails
+
+    def assigned(self) -> list[Any]:
+        """What attributes were set to."""
+        self.in_place.update(self._stand_ins.changed())
+        return [value for name, value in vars(self.module).items() if self._is_kept(name, value)]
+
+    def stands_in(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shares memory with a copy in the place of one of the attributes' tensors."""
+        return self._stand_ins.have(tensor)
+
+    def settle(self, assigned: Mapping[int, Tensor]) -> None:
+        """Let tensors that another stage has changed be what they are here, by id of those :meth:`assigned`."""
+        own = vars(self.module)
+        for name in self.in_place & own.keys():
+            after = assigned.get(id(own[name]))
+            if after is not None and after.data_ptr() != own[name].data_ptr():
+                own[name] = after
+
+    def _is_kept(self, name: str, value: Any) -> bool:
+        if name in self.ignored or value is self.attributes.get(name, _MISSING):
+            return False
+        return name in self.in_place or not self._stand_ins.is_untouched(name)
+
+    def undo(self) -> Changes:
+        """Put the attributes back, and say what had changed."""
+        self.in_place.update(self._stand_ins.changed())
+        self._stand_ins.take_away()
+        changes = Changes(appended=self.growth())
+        for place in changes.appended:
+            self._cut(place)
+        own = vars(self.module)
+        for name in [name for name in own if name not in self.ignored]:
+            before, after = self.attributes.get(name, _MISSING), own[name]
+            if after is before or not all(map(is_plain, leaves(after))):
+                continue
+            if type(after) is list and type(before) is list and _begins_with(after, before):
+                changes.appended[name,] = after[len(before) :]  # `self.list = self.list + [item]`
+            else:
+                was = getattr(type(self.module), name, _MISSING) if before is _MISSING else before
+                changes.values[name,] = (was, after)
+                if name in self.in_place and isinstance(before, Tensor) and isinstance(after, Tensor):
+                    changes.in_place |= {(name,)} if before.shape == after.shape else set()
+            if before is _MISSING:
+                del own[name]
+            else:
+                own[name] = before
+        return changes
+
+    def _lists(self) -> Iterator[tuple[Place, list[Any]]]:
+        for name, value in vars(self.module).items():
+            if name in self.ignored or self.attributes.get(name, value) is not value:
+                continue
+            members: Any = ()
+            if type(value) is list:
+                yield (name,), value
+                if value and type(value[0]) is list:
+                    members = enumerate(value)
+            elif isinstance(value, dict) and len(value) <= _MOST_LISTS:
+                members = value.items()
+            for key, member in members:
+                if type(member) is list:
+                    yield (name, key), member
+
+    def _cut(self, place: Place) -> None:
+        found, length = self.lengths.get(place, (None, 0))
+        if found is not None:
+            del found[length:]
+        elif len(place) == 1:
+            del vars(self.module)[place[0]]
+        else:
+            del vars(self.module)[place[0]][place[1]]
+
+
+def combine_changes(
+    changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float], per_row: dict[Place, bool]
+) -> tuple[list[tuple[Place, list[Any]]], dict[Place, Any]]:
+    """What the batch would have appended and set, from what its micro-batches did.
+
+    A list gains what one call would have appended: one item for each position, or one for each row where the step
+    appends so. An attribute for which there is no rule is what the last micro-batch set it to.
+
+    Args:
+        changes: by micro-batch.
+        sizes: rows of the micro-batches.
+        weights: of their losses, for what is named so.
+        per_row: which lists gain an item for each row, and which integers count rows. Kept from step to step:
+            micro-batches of one row do not show it.
+    """
+    appended: list[tuple[Place, list[Any]]] = []
+    for place in dict.fromkeys(place for change in changes for place in change.appended):
+        found = [(c.appended[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.appended]
+        tails, its_sizes = [tail for tail, _ in found], [size for _, size in found]
+        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if place in c.appended]
+        if is_loss(place[0]) and (losses := _combine_losses(tails, its_weights)) is not None:
+            appended.append((place, losses))
+            continue
+        if max(its_sizes) > 1:
+            per_row[place] = _is_per_row(tails, its_sizes)
+        appended.append((place, _combine_tails(tails, its_sizes, per_row.get(place, False))))
+    values = {}
+    for place in dict.fromkeys(place for change in changes for place in change.values):
+        pairs = [(c.values[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.values]
+        before, after = pairs[0][0][0], [value for (_, value), _ in pairs]
+        its_sizes = [size for _, size in pairs]
+        are_rows, as_set = all(type(value) is int for value in after) and after == its_sizes, (*place, "set")
+        if before is _MISSING and max(its_sizes) > 1:
+            per_row[as_set] = are_rows
+        if are_rows and per_row.get(as_set, False):
+            values[place] = sum(after)
+            continue
+        if all(type(value) is int for value in [before, *after]):
+            values[place] = before + _combine_steps(place, [value - before for value in after], its_sizes, per_row)
+            continue
+        moves = all(map(_is_number, [before, *after])) or any(place in change.in_place for change in changes)
+        if moves and per_row.get(adds_up(place), False):
+            values[place] = before + sum(value - before for value in after)
+            continue
+        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if place in c.values]
+        losses = _combine_losses([[value] for value in after], its_weights) if is_loss(place[-1]) else None
+        if losses is None and any(place in change.in_place for change in changes):
+            values[place] = _combine_written(before, after, its_sizes)
+        else:
+            values[place] = _combine_values(after, its_sizes) if losses is None else losses[0]
+    return appended, values
+
+
+def _combine_steps(place: Place, steps: list[int], sizes: list[int], per_row: dict[Place, bool]) -> int:
+    """How far a batch moves an integer, by which its micro-batches would: a count of rows or hits, or of calls."""
+    if max(sizes) > 1:
+        per_row[place] = steps == sizes
+    differ = len(set(steps)) > 1
+    if differ and sum(map(bool, steps)) > 1:
+        per_row[adds_up(place)] = True
+    adds = differ or per_row.get(place, False) or per_row.get(adds_up(place), abs(steps[0]) != 1)
+    return sum(steps) if adds else steps[0]
+
+
+def adds_up(place: Place) -> Place:
+    """Where `per_row` has whether an integer moves by the sum of what micro-batches would move it by, or as each."""
+    return (*place, "adds up")
+
+
+def learn_steps(
+    before: Mapping[str, Any], whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], per_row: dict[Place, bool]
+) -> None:
+    """Learn of numbers and tensors in attributes whether a batch moves them as far as its parts do together.
+
+    Args:
+        before: attributes of the module.
+        whole: what they were set to for some rows.
+        parts: and for parts of these rows.
+        per_row: where it is kept.
+    """
+    for name, after in whole.items():
+        start, ends = before.get(name), [part.get(name) for part in parts]
+        if not all(_is_number(value) or isinstance(value, Tensor) for value in [start, after, *ends]):
+            continue
+        if len({getattr(value, "shape", ()) for value in [start, after, *ends]}) > 1:
+            continue
+        moved, *steps = [torch.as_tensor(value - start).double() for value in [after, *ends]]
+        if not any(step.any() for step in [moved, *steps]):
+            continue
+        shows = type(after) is not int or sum(map(bool, steps)) > 1  # else it may be one at the most for a batch
+        if shows and torch.allclose(torch.stack(steps).sum(0), moved, rtol=_ROUNDING):
+            per_row[adds_up((name,))] = True
+        elif all(torch.equal(step, moved) for step in steps):
+            per_row[adds_up((name,))] = False
+
+
+def doubtful_counts(changes: Sequence[Changes], per_row: Mapping[Place, bool]) -> list[Place]:
+    """Integers that all micro-batches move alike, where nobody knows whether these are hits or calls."""
+    found = []
+    for place in dict.fromkeys(place for change in changes for place in change.values):
+        pairs = [change.values[place] for change in changes if place in change.values]
+        if all(type(value) is int for pair in pairs for value in pair):
+            steps = {after - before for before, after in pairs}
+            if len(pairs) > 1 and len(steps) == 1 and not per_row.get(place, False) and adds_up(place) not in per_row:
+                found.append(place)
+    return found
+
+
+def apply_changes(module: nn.Module, appended: Sequence[tuple[Place, list[Any]]], values: Mapping[str, Any]) -> None:
+    """Do to ``module`` what the batch did."""
+    own = vars(module)
+    own.update(values)
+    for place, tail in appended:
+        if len(place) == 1:
+            own.setdefault(place[0], []).extend(tail)
+        elif isinstance(own.get(place[0]), dict):
+            own[place[0]].setdefault(place[1], []).extend(tail)
+        else:
+            own[place[0]][place[1]].extend(tail)
+
+
+def _is_per_row(tails: list[list[Any]], sizes: list[int]) -> bool:
+    """Whether there is an item for each row; items that have the micro-batch's rows themselves are none."""
+    return [len(tail) for tail in tails] == sizes and not any(
+        tensor.dim() and tensor.shape[0] == size
+        for tail, size in zip(tails, sizes, strict=True)
+        for tensor in tensors(tail)
+    )
+
+
+def _combine_tails(tails: list[list[Any]], sizes: list[int], per_row: bool) -> list[Any]:
+    everything = [item for tail in tails for item in tail]
+    if len(tails) == 1 or per_row or len({len(tail) for tail in tails}) > 1:
+        return everything
+    try:
+        return [combine([tail[i] for tail in tails], sizes) for i in range(len(tails[0]))]
+    except ValueError:  # no value stands for all micro-batches', so the list gets each of them
+        return everything
+
+
+def _combine_losses(tails: list[list[Any]], weights: Sequence[float]) -> list[Any] | None:
+    """Losses that each micro-batch appended or set, as the loss is weighted; None if they are no single numbers."""
+    numbers_only = all(
+        isinstance(item, float) or (isinstance(item, Tensor) and item.dim() == 0 and item.is_floating_point())
+        for tail in tails
+        for item in tail
+    )
+    if not numbers_only or len({len(tail) for tail in tails}) > 1:
+        return None
+    return [reduce_losses([tail[index] for tail in tails], weights) for index in range(len(tails[0]))]
+
+
+def _combine_written(before: Tensor, after: list[Tensor], sizes: list[int]) -> Tensor:
+    """What a tensor that is changed in place comes to: counts add up, anything else is a mean."""
+    if not (before.is_floating_point() or before.is_complex()):
+        return before + sum(value - before for value in after)
+    return sum((value * size for value, size in zip(after, sizes, strict=True)), torch.zeros_like(before)) / sum(sizes)
+
+
+def _combine_values(values: list[Any], sizes: list[int]) -> Any:
+    """What an attribute is set to; where there is no rule, what the last micro-batch set it to."""
+    if not any(tensors(value) for value in values) and all(value == values[0] for value in values):
+        return values[0]
+    try:
+        return combine(values, sizes)
+    except ValueError:
+        return values[-1]
+
+
+def detached(structure: Any) -> Any:
+    """``structure`` with its tensors off the graph; those that are stay the objects that they are."""
+    return map_leaves(
+        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, structure
+    )
+
+
+def _begins_with(longer: list[Any], shorter: list[Any]) -> bool:
+    return len(longer) >= len(shorter) and all(map(operator.is_, longer, shorter))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether an attribute that is set to it can be followed: a tensor, a number, text or None."""
+    return leaf is None or isinstance(leaf, (Tensor, numbers.Number, str))

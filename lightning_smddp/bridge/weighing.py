@@ -1,0 +1,262 @@
+"""How losses and logs of micro-batches make up a batch's: trials on some rows, on a rank that has the whole module."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.bridge.kept_state import KeptState
+from lightning_smddp.bridge.result_trials import RETURNED, Findings, tolerance_of, try_results
+from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.bridge.step_results import Observed
+from lightning_smddp.bridge.step_values import is_loss
+from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.preserve_state import untouched
+from lightning_smddp.pipeline.partition.gradient_trials import (
+    Gradients,
+    GradientTrial,
+    Verdict,
+    noted_gradients,
+    tolerances_on,
+)
+from lightning_smddp.pipeline.partition.loss_weights import Weighting, warning_without_trial
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
+from lightning_smddp.pipeline.partition.weight_trials import EXACT, MIXED, amplified, find_weighting
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+@dataclass
+class Weighed:
+    """What was found: plain data, to be sent."""
+
+    weighting: Weighting = field(default_factory=Weighting)
+    warnings: list[str] = field(default_factory=list)
+    findings: Findings = field(default_factory=Findings)
+    whole: bool = False  # batches run as one micro-batch, as no cut gives one process's numbers
+
+    def to_json(self) -> Any:
+        """Plain data."""
+        return {**asdict(self), "weighting": self.weighting.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Weighed:
+        """The inverse."""
+        findings = Findings.from_json(data["findings"])
+        return cls(Weighting.from_json(data["weighting"]), data["warnings"], findings, data["whole"])
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """Trials of a step, each of which leaves nothing behind.
+
+    Attributes:
+        module: the user's, whole.
+        device: where it is.
+        step: the training step.
+        pair: some rows of the first batch, about two micro-batches.
+        exact: whether losses are computed with at least 32 bits.
+        changed_buffers: names of buffers that the step changes.
+        may_be_whole: whether batches run as one micro-batch if no weighting is right.
+    """
+
+    module: LightningModule
+    device: torch.device
+    step: LightningStep
+    pair: MicroBatch
+    exact: bool
+    changed_buffers: Sequence[str]
+    may_be_whole: bool = False
+
+    def run(self) -> Weighed:
+        """All trials: without dropout; random numbers that are not the same for all rows are not compared."""
+        failure: Exception | None = None
+        for mode in (_evaluating, _training):
+            try:
+                return self._weighed(mode)
+            except Exception as error:  # of user code in a mode that it is not made for
+                failure = error
+        why = f"the step fails in evaluation mode ({failure!r}), in which micro-batches are compared, so"
+        buffers, warning = self._moving_buffers(), warning_without_trial(self.pair, why)
+        return self._judged(Weighed(warnings=[] if warning is None else [warning]), buffers, Findings())
+
+    def _weighed(self, mode: Callable[[nn.Module], None]) -> Weighed:
+        runs = _Runs(self, mode)
+        tolerance = EXACT if self.exact else MIXED
+        louder = functools.partial(amplified, self.module)
+        trial = _Differentiated(self, mode)
+        weighting, warning = find_weighting(
+            runs.loss, self.pair, self._cut, tolerance, louder, self.may_be_whole, trial.fitting
+        )
+        found = Weighed(weighting, [] if warning is None else [warning])
+        if self.may_be_whole and not weighting.fits:
+            found.whole = True
+            return found  # nothing else is done for each micro-batch either
+        parts = weighting.apply(self._cut(self.pair.value))
+
+        def tried() -> Findings:
+            error, by_rows = tolerance_of(self.exact, self.device), weighting.kind == "rows"
+            capture, key = self.step.capture, self.step.key
+            return try_results(runs.seen, _same, self.pair, parts, capture, key, error, by_rows)
+
+        findings = tried()
+        if findings.doubts and not findings.differences:
+            with louder():
+                findings = tried().after(findings)
+        if warning is not None:  # which is about the loss already
+            findings.differences = {
+                place: texts
+                for place, texts in findings.differences.items()
+                if not is_loss(place) and place != RETURNED  # the loss alone
+            }
+        found.findings = findings
+        return self._judged(found, self._moving_buffers(), findings)
+
+    def _judged(self, found: Weighed, buffers: Sequence[str], findings: Findings) -> Weighed:
+        """With what is to be said about buffers and results that micro-batches make another, or as one micro-batch."""
+        more = f" and {len(buffers) - 4} more" if len(buffers) > 4 else ""
+        reasons = []
+        if buffers:
+            reasons.append(
+                f"it changes the buffers {', '.join(buffers[:4])}{more}, once for each micro-batch and by its rows: "
+                "with running statistics, as of a BatchNorm, weights are others too. A GroupNorm or LayerNorm looks "
+                "at no other rows"
+            )
+        if findings.differences:
+            reasons.append(
+                f"what it shows is no mean, sum, largest or smallest value of micro-batches': {findings.text()}. A "
+                "torchmetrics object sees whole batches"
+            )
+        if not reasons:
+            return found
+        found.whole = self.may_be_whole
+        if self.may_be_whole:
+            end = (
+                "So each batch runs as one micro-batch: right, but without overlap of stages, and with the memory of "
+                "the whole batch. A num_microbatches that you give is used, with these differences."
+            )
+        else:
+            end = "With num_microbatches=1, or 'auto', the numbers are one process's."
+        text = f"The training step cannot be run in micro-batches with one process's numbers: {'; '.join(reasons)}. "
+        found.warnings.append(text + end)
+        return found
+
+    def _cut(self, value: Any) -> list[MicroBatch]:
+        return replace(self.pair, value=value).split(2)
+
+    def _moving_buffers(self) -> list[str]:
+        """Which buffers are others after the parts of some rows than after the rows at once."""
+        parts = self._cut(self.pair.value)
+        if not self.changed_buffers or len(parts) < 2:
+            return []
+        try:
+            after_whole, after_parts = self._buffers_after([self.pair]), self._buffers_after(parts)
+        except Exception:  # of user code that was run with fewer rows: then nothing is known but the trace
+            after_whole, after_parts = {}, {}
+        return [
+            name
+            for name in self.changed_buffers
+            if name not in after_whole or not torch.allclose(after_whole[name], after_parts[name], 1e-5, 1e-6)
+        ]
+
+    def _buffers_after(self, microbatches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+        with untouched(self.module, self.device), ConstantRandom(), torch.no_grad():
+            for microbatch in microbatches:
+                self.step.observed([microbatch])
+            named = dict(self.module.named_buffers())
+            return {name: named[name].detach().clone() for name in self.changed_buffers}
+
+
+class _Runs:
+    """Runs of the step that know nothing of each other."""
+
+    def __init__(self, weighing: Weighing, mode: Callable[[nn.Module], None]) -> None:
+        self.weighing, self.mode = weighing, mode
+        self.count = 0
+
+    def loss(self, microbatch: MicroBatch) -> float:
+        """The step's loss."""
+        output = self.observed([microbatch]).results.output
+        return float(loss_of(output, self.weighing.step.hook, detached=True))
+
+    def seen(self, microbatches: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
+        """What Lightning would see with these attributes; None if the step fails with them."""
+        try:
+            return self.observed(microbatches, state)
+        except UncombinableError:
+            raise
+        except Exception:
+            if state is None:
+                raise
+            return None
+
+    def observed(self, microbatches: Sequence[MicroBatch], state: KeptState | None = None) -> Observed:
+        """What Lightning would see."""
+        weighing = self.weighing
+        self.count += 1
+        with untouched(weighing.module, weighing.device), ConstantRandom(), torch.no_grad():
+            self.mode(weighing.module)
+            if state is not None:
+                state.put(weighing.module)
+            return weighing.step.observed(microbatches, self.count)  # so that what stays random shows
+
+
+class _Differentiated:
+    """Gradients of the step: in the modes that its modules are in, else in the one in which losses were compared."""
+
+    def __init__(self, weighing: Weighing, mode: Callable[[nn.Module], None]) -> None:
+        self.weighing = weighing
+        casts = not weighing.exact and all(p.dtype == torch.float32 for p in weighing.module.parameters())
+        self.precisions = (False, True) if casts else (True,)  # in fp32 less is lost in rounding
+        self.modes = (as_trained, mode)
+
+    def fitting(self, candidates: Sequence[Weighting], conceivable: Sequence[Weighting]) -> Verdict:
+        """See ``GradientTrial``; all candidates where the step cannot be differentiated on these rows."""
+        for mode in self.modes:
+            for precision, may_reorder in itertools.product(self.precisions, (self.weighing.pair.cuts is None, False)):
+                run = functools.partial(self._run, mode, precision)
+                trial = GradientTrial(run, self.weighing.pair, may_reorder, tolerances_on(self.weighing.device))
+                try:
+                    found = trial.fitting(candidates, conceivable)
+                except Exception:  # of user code in a mode, a precision or an order of rows that it is not made for
+                    continue
+                if found is not None:
+                    return found
+                break
+        return list(candidates)
+
+    def _run(self, mode: Callable[[nn.Module], None], precision: bool, rows: MicroBatch, seed: int) -> Gradients:
+        weighing = self.weighing
+        with untouched(weighing.module, weighing.device), ConstantRandom():
+            mode(weighing.module)
+            with noted_gradients(dict(weighing.module.named_parameters())) as found:
+                weighing.step.differentiate(rows, seed, precision)
+        return found
+
+
+def as_trained(module: nn.Module) -> None:
+    """Only what keeps statistics does not look at its rows."""
+    for child in module.modules():
+        if "running_mean" in dict(child.named_buffers(recurse=False)):
+            child.eval()
+
+
+def _same(state: KeptState | None) -> KeptState | None:
+    return state
+
+
+def _evaluating(module: nn.Module) -> None:
+    module.eval()
+
+
+def _training(module: nn.Module) -> None:
+    """For models that return something else in evaluation mode: only what keeps statistics is in it."""
+    module.train()
+    as_trained(module)

@@ -1,0 +1,166 @@
+"""Whether a checkpoint fits a model and its optimizers, before either is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_smddp._compat.torch import loadable_names
+from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.wording import counted
+
+Shape = tuple[int, ...]
+_SHOWN = 10
+_STATE_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum")
+_FIX = "Build the model and its optimizers with the arguments that the checkpoint was saved with, or use another one."
+
+
+@dataclass(frozen=True)
+class OptimizerOutline:
+    """An optimizer of the whole model.
+
+    Attributes:
+        name: Of its class.
+        groups: For each parameter group the shapes of its parameters, in order; None where one is unknown.
+        options: Names that each of its groups needs.
+    """
+
+    name: str
+    groups: list[list[Shape | None]]
+    options: frozenset[str]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerOutline:
+        """Of an optimizer that holds all of its parameters."""
+        groups = [[_shape(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        return cls(type(optimizer).__name__, groups, needed_options(optimizer))
+
+
+def needed_options(optimizer: Optimizer) -> frozenset[str]:
+    """Options with numbers, such as ``betas``. Others come and go with torch's versions and have fallbacks."""
+    defaults = optimizer.defaults.items()
+    kinds = (int, float, tuple, Tensor)
+    return frozenset(name for name, value in defaults if isinstance(value, kinds) and not isinstance(value, bool))
+
+
+def check_fits(
+    checkpoint: Mapping[str, Any],
+    module: nn.Module,
+    optimizers: Iterable[Optimizer] = (),
+    strict: bool = True,
+    path: str = "the checkpoint",
+) -> None:
+    """Compare a Trainer's checkpoint with the model and the optimizers it is meant for; changes nothing.
+
+    Names that a submodule loads by code or hooks of its own are left to it.
+
+    Args:
+        checkpoint: with ``state_dict`` and maybe ``optimizer_states``.
+        module: with all parameters, on any device, ``meta`` too.
+        optimizers: of all parameters; none where they will not be restored.
+        strict: as of ``load_state_dict``: False allows missing and unexpected names.
+        path: for the message.
+
+    Raises:
+        CheckpointError: it lists missing, unexpected and differing names, and which optimizer differs how.
+    """
+    problems = []
+    names = loadable_names(module)
+    if names is not None:
+        expected, exempt = names
+        shapes = {name: None if tensor is None else _shape(tensor) for name, tensor in expected.items()}
+        problems += compare_states(shapes, checkpoint["state_dict"], strict, tuple(exempt))
+    outlines = [OptimizerOutline.of(optimizer) for optimizer in optimizers]
+    if outlines and "optimizer_states" in checkpoint:
+        problems += compare_optimizers(outlines, checkpoint["optimizer_states"])
+    require_none(problems, path)
+
+
+def require_none(problems: Sequence[str], path: str) -> None:
+    """Raise ``CheckpointError`` if there are problems of :func:`compare_states` or :func:`compare_optimizers`."""
+    if problems:
+        raise CheckpointError(path, f"does not fit: {'; '.join(problems)}", _FIX)
+
+
+def compare_states(
+    expected: Mapping[str, Shape | None], state: Mapping[str, Any], strict: bool = True, exempt: tuple[str, ...] = ()
+) -> list[str]:
+    """What is wrong with ``state`` for a model with the names and shapes ``expected``; empty if nothing.
+
+    Args:
+        expected: name -> shape, or None if any will do.
+        state: name -> tensor, or anything else where the shape does not matter.
+        strict: whether names may not be missing or unexpected.
+        exempt: beginnings of names that are not compared.
+    """
+    mine = {name: shape for name, shape in expected.items() if not name.startswith(exempt)}
+    theirs = {name: _shape(value) for name, value in state.items() if not name.startswith(exempt)}
+    differing = [
+        f"{name} is {list(theirs[name] or ())} in the checkpoint and {list(shape or ())} in the model"
+        for name, shape in mine.items()
+        if name in theirs and not _interchangeable(shape, theirs[name])
+    ]
+    problems = _listed("of another shape", differing)
+    if strict:
+        problems += _listed("missing in the checkpoint", [name for name in mine if name not in theirs])
+        problems += _listed("not in the model", [name for name in theirs if name not in mine])
+    return problems
+
+
+def compare_optimizers(outlines: Sequence[OptimizerOutline], states: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is wrong with saved optimizer states for these optimizers; empty if nothing."""
+    if len(outlines) != len(states):
+        return [f"it has the states of {counted(len(states), 'optimizer')}, the model has {len(outlines)}"]
+    return [
+        f"optimizer {index} ({outline.name}): {problem}"
+        for index, (outline, state) in enumerate(zip(outlines, states, strict=True))
+        for problem in _compare_optimizer(outline, state)
+    ]
+
+
+def _compare_optimizer(outline: OptimizerOutline, state: Mapping[str, Any]) -> list[str]:
+    groups = state["param_groups"]
+    theirs = [len(group["params"]) for group in groups]
+    mine = [len(shapes) for shapes in outline.groups]
+    if theirs != mine:
+        return [f"the checkpoint has parameter groups of {_some(theirs)} parameters, the model of {_some(mine)}"]
+    missing = sorted({option for group in groups for option in outline.options - set(group)})
+    if missing:
+        return [f"it was saved by another kind of optimizer, without {', '.join(missing)}"]
+    pairs = zip(groups, outline.groups, strict=True)
+    wanted = {number: shape for group, shapes in pairs for number, shape in zip(group["params"], shapes, strict=True)}
+    differing = [
+        f"{key} of parameter {number} is {list(value.shape)} in the checkpoint and {list(wanted[number] or ())} "
+        "in the model"
+        for number, values in state["state"].items()
+        if wanted.get(number) is not None and isinstance(values, Mapping)
+        for key, value in values.items()
+        if key in _STATE_LIKE_PARAMETER and isinstance(value, Tensor) and value.dim() > 0
+        and tuple(value.shape) != wanted[number]
+    ]  # fmt: skip
+    return _listed("state of another shape", differing)
+
+
+def _interchangeable(mine: Shape | None, theirs: Shape | None) -> bool:
+    """Old versions of torch saved a scalar as one element."""
+    return mine is None or theirs is None or mine == theirs or (mine == () and theirs == (1,))
+
+
+def _shape(value: Any) -> Shape | None:
+    """None for what is no tensor, or has no shape yet."""
+    if not isinstance(value, Tensor) or isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        return None
+    return tuple(value.shape)
+
+
+def _listed(what: str, found: list[str]) -> list[str]:
+    return [f"{what} ({len(found)}): {_some(found)}"] if found else []
+
+
+def _some(values: Sequence[Any]) -> str:
+    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
+    return ", ".join(str(value) for value in values[:_SHOWN]) + more

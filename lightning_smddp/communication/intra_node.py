@@ -1,0 +1,85 @@
+"""Ranks of one node reduce through the backend's collectives: GPUs, and CPUs without shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp._compat.torch import all_gather_single, reduce_scatter_single
+from lightning_smddp.communication.topology import shard_bounds
+
+
+class IntraNodeGroup:
+    """The same operations as ``SharedMemory``, over a process group of the node's ranks.
+
+    gloo's reduce-scatter is an all-reduce in disguise (clone, full all-reduce, slice), so there the parts are sent
+    to their owners by an all-to-all and summed here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_shards: int) -> None:
+        self.group, self.num_shards = group, num_shards
+        self.rank, self.size = group.rank(), dist.get_world_size(group)
+
+    def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
+        """Bounds of all local ranks' shards; ranks from ``num_shards`` on own an empty one."""
+        return shard_bounds(numel, self.num_shards, granularity) + [numel] * (self.size - self.num_shards)
+
+    def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
+        """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself."""
+        shard = tensor[bounds[self.rank] : bounds[self.rank + 1]]
+        width = _width(bounds)
+        sent = _padded(tensor, bounds, width)
+        if tensor.is_cuda:
+            if tensor.dtype == torch.float16:  # summed as it is: the sum may overflow where the mean does not
+                sent, scale = sent * scale, 1.0
+            received = sent.new_empty(width)
+            reduce_scatter_single(received, sent, self.group)
+        else:
+            parts = torch.empty_like(sent)
+            dist.all_to_all_single(parts, sent, group=self.group)
+            wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+            received = parts.view(self.size, width).sum(0, dtype=wide)
+        shard.copy_(received[: shard.numel()].mul_(scale) if scale != 1.0 else received[: shard.numel()])
+        return shard
+
+    def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
+        """This rank's shard of ``tensor`` goes into all local ranks' tensors."""
+        width = _width(bounds)
+        shard = tensor[bounds[self.rank] : bounds[self.rank + 1]]
+        if _is_even(bounds):
+            all_gather_single(tensor, shard.clone(), self.group)
+            return
+        own = tensor.new_zeros(width)
+        own[: shard.numel()].copy_(shard)
+        gathered = tensor.new_empty(width * self.size)
+        all_gather_single(gathered, own, self.group)
+        for rank, part in enumerate(gathered.split(width)):
+            low, high = bounds[rank], bounds[rank + 1]
+            tensor[low:high].copy_(part[: high - low])
+
+    def close(self) -> None:
+        """Nothing to free: the group belongs to the caller."""
+
+
+def _width(bounds: list[int]) -> int:
+    return max(1, *(high - low for low, high in zip(bounds, bounds[1:], strict=False)))
+
+
+def _is_even(bounds: list[int]) -> bool:
+    """Whether all shards are as large, so that nothing has to be padded."""
+    width = _width(bounds)
+    return bounds[-1] == width * (len(bounds) - 1)
+
+
+def _padded(tensor: Tensor, bounds: list[int], width: int) -> Tensor:
+    """The shards of ``tensor``, each padded with zeros to ``width`` elements; ``tensor`` itself if none needs it."""
+    if _is_even(bounds):
+        return tensor
+    padded = tensor.new_zeros(width * (len(bounds) - 1))
+    for rank, part in enumerate(padded.split(width)):
+        low, high = bounds[rank], bounds[rank + 1]
+        part[: high - low].copy_(tensor[low:high])
+    return padded

@@ -1,0 +1,1 @@
+"""One real run of a step, recorded as a graph of modules and operations."""

@@ -1,0 +1,133 @@
+"""A step without chance: what torch draws is the same for every row, whoever calls for it.
+
+The dispatcher sees each operation that draws, also those within torch's own functions (attention, recurrent layers,
+``gumbel_softmax``), in an ``autograd.Function`` and in a backward pass. Dropout keeps all, and scales it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_smddp._compat.torch import DispatchMode, arguments_by_name, is_composite
+
+Given = Mapping[str, Any]  # arguments by name
+_DRAWS = torch.Tag.nondeterministic_seeded
+
+
+class ConstantRandom(DispatchMode):
+    """While active, torch's random numbers are constants, so that rows do not depend on how many there are.
+
+    What cuDNN's recurrent layers on CUDA drop stays random: their dropout has a state of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _DRAWS not in function.tags:
+            return function(*args, **kwargs)
+        if is_composite(function):  # as a whole in inference mode alone, else by its parts
+            with self:
+                return function.decompose(*args, **kwargs)
+        given = arguments_by_name(function, args, kwargs)
+        if given.get("dropout_p"):  # attention in one kernel
+            positional = list(given)[: len(args)]
+            args = [0.0 if name == "dropout_p" else value for name, value in zip(positional, args, strict=True)]
+            kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
+        result = function(*args, **kwargs)
+        fill = _FILLS.get(function.overloadpacket.__name__)
+        if fill is not None:
+            fill(result, given)
+        return result
+
+
+def _half(result: Tensor, given: Given) -> None:
+    result.fill_(0.5)
+
+
+def _one(result: Tensor, given: Given) -> None:
+    result.fill_(1)
+
+
+def _normal(result: Tensor, given: Given) -> None:
+    result.copy_(torch.as_tensor(given["mean"] + 0.5 * given["std"]))
+
+
+def _uniform(result: Tensor, given: Given) -> None:
+    result.fill_((given["from"] + given["to"]) / 2)
+
+
+def _integer(result: Tensor, given: Given) -> None:
+    low = given.get("low", given.get("from", 0))
+    high = given.get("high", given.get("to"))
+    result.fill_(low if high is None else (low + high) // 2)
+
+
+def _permutation(result: Tensor, given: Given) -> None:
+    result.copy_(torch.arange(given["n"]))
+
+
+def _more_likely(result: Tensor, given: Given) -> None:
+    probability = given.get("p")
+    result.copy_(torch.as_tensor(given["self"] if probability is None else probability) > 0.5)
+
+
+def _median(result: Tensor, given: Given) -> None:
+    result.fill_(given["median"])
+
+
+def _log_normal(result: Tensor, given: Given) -> None:
+    result.fill_(math.exp(given["mean"]))
+
+
+def _dropout(result: tuple[Tensor, Tensor], given: Given) -> None:
+    output, mask = result
+    probability = given["p"]
+    if given.get("train", True) and 0.0 < probability < 1.0:
+        output.copy_(given.get("input", given.get("self")) / (1.0 - probability))
+        mask.fill_(True)
+
+
+def _rrelu(result: Tensor, given: Given) -> None:
+    if given["training"]:
+        slope = (given["lower"] + given["upper"]) / 2
+        given["noise"].copy_(torch.where(given["self"] > 0, 1.0, slope))
+        result.copy_(given["self"] * given["noise"])
+
+
+def _likeliest(result: Tensor, given: Given) -> None:
+    weights, count = given["self"], given["num_samples"]
+    if given["replacement"]:
+        result.copy_(weights.argmax(-1, keepdim=True).expand(result.shape))
+    else:
+        result.copy_(weights.topk(count).indices)
+
+
+def _as_given(result: Tensor, given: Given) -> None:
+    result.copy_(given["self"])
+
+
+def _rounded(result: Tensor, given: Given) -> None:
+    result.copy_(given["self"].round() if "self" in given else (given["count"] * given["prob"]).round())
+
+
+def _share(result: Tensor, given: Given) -> None:
+    result.copy_(given["self"] / given["self"].sum(-1, keepdim=True))
+
+
+_FILLS: dict[str, Callable[[Any, Given], None]] = {
+    "rand": _half, "rand_like": _half, "randn": _half, "randn_like": _half,
+    "normal": _normal, "normal_": _normal, "uniform_": _uniform,
+    "randint": _integer, "randint_like": _integer, "random_": _integer, "randperm": _permutation,
+    "bernoulli": _more_likely, "bernoulli_": _one, "exponential_": _one, "geometric_": _one,
+    "cauchy_": _median, "log_normal_": _log_normal,
+    "native_dropout": _dropout, "_fused_dropout": _dropout, "rrelu_with_noise": _rrelu,
+    "multinomial": _likeliest, "poisson": _rounded, "binomial": _rounded,
+    "_standard_gamma": _as_given, "_sample_dirichlet": _share,
+}  # fmt: skip

@@ -1,0 +1,433 @@
+"""A traced step as a list of items: calls of units, and the operations between them.
+
+A *unit* is a module whose calls are placed whole: the outermost modules that are small enough and that can be replaced
+by what they return. Everything a unit does is one item, every bound operation outside of units is another. A stage is a
+contiguous range of items.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_smddp._compat.torch import BACKWARD_HOOK
+from lightning_smddp.pipeline.capture.modules import Modules, changes_of_state
+from lightning_smddp.pipeline.capture.ops import is_autograd_function
+from lightning_smddp.pipeline.capture.patches import Lines
+from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
+from lightning_smddp.pipeline.runtime.casts import cast_type
+
+
+class SplitError(ValueError):
+    """The step cannot be cut into stages as it is; the message says where and what to do."""
+
+
+@dataclass
+class Item:
+    """A call of a unit (``module`` is its name) or an operation between units (``module`` is None).
+
+    Attributes:
+        inputs: values made before that it uses.
+        outputs: values it makes that others may use.
+        rebinds: tensors that it changes in place and that exist outside of it.
+        parameters: first names of the parameters that it uses or holds.
+        buffers: names of buffers that it changes.
+        buffers_read: of those that the step changes somewhere, names of buffers that it reads.
+        recomputable: whether a later stage may do it again instead of receiving its result.
+        reads: whether Python code gets to see a value of its inputs.
+        tells: whether that are numbers, which go with the tensors to later stages, and decide on nothing.
+        varies: whether it makes a tensor whose size depends on values that a module made.
+        checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
+        draws_in_python: whether it is a unit whose code draws from the sources of ``PythonRandom``.
+    """
+
+    index: int
+    module: str | None
+    function: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    rebinds: tuple[Rebind, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    buffers_read: tuple[str, ...]
+    returned: Template
+    random: bool
+    recomputable: bool
+    reads: bool
+    free: bool
+    checkpointed: bool
+    name: str
+    place: str
+    seconds: float
+    activation_bytes: int
+    tells: bool = False
+    varies: bool = False
+    draws_in_python: bool = False
+
+    @property
+    def blinds(self) -> bool:
+        """Whether only the stage that has it can follow the step from here on."""
+        return (self.reads and not self.tells) or self.varies
+
+
+class Colocation(NamedTuple):
+    """Items that must be on one stage: no stage may begin at ``first + 1 .. last``."""
+
+    first: int
+    last: int
+    reason: str
+
+
+@dataclass
+class StepGraph:
+    """The items of a step in order, and the values between them.
+
+    Attributes:
+        producers: value -> the item that makes it.
+        last_use: value -> the last item that uses it.
+        overwritten: value -> the first item that changes its memory. From there on it is gone.
+        ties: which items must stay together.
+        reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
+        returned: the values that the step returns.
+        left: the values that it leaves in attributes: the stage that makes one keeps it until the step is over.
+        shares_draws: whether what torch draws between units is the same on all stages, too, as Python reads it.
+        draws: whether its code draws random numbers in Python: all stages have to draw the same ones between units.
+        once_a_batch: what would happen once for each micro-batch instead of once for a batch, and where.
+        foreign_writes, writing_lines: see :class:`Trace`.
+        cast_type: what weights are cast to, if their copies may be kept; see :func:`cast_type`.
+        buffers_used: see :class:`Trace`.
+    """
+
+    items: list[Item]
+    values: list[Value]
+    units: tuple[str, ...]
+    random_functions: frozenset[Any]
+    forward_seconds: float
+    producers: dict[int, int] = field(default_factory=dict)
+    last_use: dict[int, int] = field(default_factory=dict)
+    overwritten: dict[int, int] = field(default_factory=dict)
+    ties: list[Colocation] = field(default_factory=list)
+    reads_of_batch: tuple[str, ...] = ()
+    returned: tuple[int, ...] = ()
+    left: frozenset[int] = frozenset()
+    draws: bool = False
+    shares_draws: bool = False
+    once_a_batch: tuple[str, ...] = ()
+    foreign_writes: tuple[str, ...] = ()
+    writing_lines: Set[Lines] = frozenset()
+    cast_type: torch.dtype | None = None
+    buffers_used: Mapping[str, Set[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Find who makes, uses and overwrites each value."""
+        memories: dict[int, list[int]] = defaultdict(list)
+        for item in self.items:
+            for value in item.inputs:
+                self.last_use[value] = item.index
+            for memory in {self.values[rebind.new].memory for rebind in item.rebinds}:
+                for value in memories.pop(memory, ()):
+                    self.overwritten[value] = item.index
+            for value in item.outputs:
+                self.producers.setdefault(value, item.index)
+                memories[self.values[value].memory].append(value)
+        self.last_use.update((value, len(self.items)) for value in self.returned if value in self.producers)
+        self._tie_views()
+        self._tie_buffers()
+        for value, last in self.last_use.items():
+            if not self.values[value].sendable:
+                first = self.producers[value]
+                self.ties.append(
+                    Colocation(first, last, f"the sparse or nested result of {self.items[first].name} cannot be sent")
+                )
+
+    def _tie_views(self) -> None:
+        """A change in place reaches all views of the memory only where they still are views of each other."""
+        for item in self.items:
+            by_memory: dict[int, list[int]] = defaultdict(list)
+            for old, new, position in item.rebinds:
+                if old in self.producers and (position is not None or new in self.last_use):
+                    by_memory[self.values[new].memory].append(self.producers[old])
+            for producers in by_memory.values():
+                if len(producers) > 1 and min(producers) < item.index:
+                    self.ties.append(
+                        Colocation(
+                            min(producers),
+                            item.index,
+                            f"{item.name} changes a tensor in place of which views are used later",
+                        )
+                    )
+
+    def _tie_buffers(self) -> None:
+        """A buffer lives on the stage that changes it."""
+        users: dict[str, list[int]] = defaultdict(list)
+        for item in self.items:
+            for name in {*item.buffers, *item.buffers_read}:
+                users[name].append(item.index)
+        for name, indices in users.items():
+            if len(indices) > 1:
+                names = f"{self.items[indices[0]].name} and {self.items[indices[-1]].name}"
+                self.ties.append(
+                    Colocation(indices[0], indices[-1], f"{names} use buffer {name!r}, which the step changes")
+                )
+
+    def obstacle_to(self, cut: int) -> str | None:
+        """Why no stage may begin with item ``cut``; None if one may."""
+        last, reader = self.last_cut()
+        if cut > last and reader is not None:
+            does = "makes a tensor whose size depends on values" if reader.varies else "reads a value into Python"
+            return f"{reader.name} {does}, which only the stage that has it can follow"
+        return next((tie.reason for tie in self.ties if tie.first < cut <= tie.last), None)
+
+    def cuts(self) -> list[int]:
+        """The items that a stage may begin with."""
+        allowed = [True] * (self.last_cut()[0] + 1)
+        for tie in self.ties:
+            for cut in range(tie.first + 1, min(tie.last + 1, len(allowed))):
+                allowed[cut] = False
+        return [cut for cut in range(1, min(len(allowed), len(self.items))) if allowed[cut]]
+
+    def needed_after(self, cut: int) -> list[int]:
+        """Values made before item ``cut`` and used by it or later ones."""
+        return [v for v, last in self.last_use.items() if last >= cut and self.producers[v] < cut]
+
+    def last_cut(self) -> tuple[int, Item | None]:
+        """The last item that a stage may begin with, and the item that forbids later ones.
+
+        Where Python decides by what it reads after an item, or sizes depend on it, only that item's stage can follow:
+        nothing may be cut off behind it.
+        """
+        reader = next((item for item in self.items if item.blinds), None)
+        return (len(self.items), None) if reader is None else (reader.index, reader)
+
+    def told(self, cut: int) -> list[Item]:
+        """Items before ``cut`` of which Python reads numbers."""
+        return [item for item in self.items[:cut] if item.tells]
+
+    def difference_from(self, other: StepGraph) -> str:
+        """The first item that is another one in ``other``, as a sentence."""
+        mine, theirs = [item.name for item in self.items], [item.name for item in other.items]
+        same = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
+        position = min(len(mine), len(theirs)) if same is None else same
+        here, there = (names[position] if position < len(names) else "the end" for names in (mine, theirs))
+        return f"It comes to {here} where {there} is expected."
+
+    def digest(self) -> list[str]:
+        """A line for each item, the same on every rank that traced the same step."""
+        return [
+            f"{item.name}({','.join(map(str, item.inputs))})->{','.join(map(str, item.outputs))}" for item in self.items
+        ]
+
+
+def tells(event: Event) -> bool:
+    """Whether Python reads numbers there that later stages can be told."""
+    sources = event.returned.sources
+    numbers = all(kind == "constant" and isinstance(leaf, (bool, int, float)) for kind, leaf in sources)
+    return event.reads and not event.decides and numbers
+
+
+def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> StepGraph:
+    """Choose the units (outermost modules that may be one and are small) and list the items.
+
+    Raises:
+        SplitError: a module can neither be a unit nor be opened, or the step does what no split can follow.
+    """
+    _refuse(trace)
+    _refuse_scripted(modules)
+    builder = _Builder(trace, modules, is_small)
+    builder.visit(None)
+    units = tuple(dict.fromkeys(item.module for item in builder.items if item.module is not None))
+    return StepGraph(
+        builder.items,
+        trace.values,
+        units,
+        trace.random_functions,
+        trace.seconds,
+        ties=builder.backward_hooks(),
+        returned=trace.returned,
+        left=trace.left,
+        reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
+        shares_draws=bool(trace.reads_draws),
+        draws=bool(trace.reads_draws) or trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
+        once_a_batch=changes_of_state(trace, modules),
+        foreign_writes=trace.foreign_writes,
+        writing_lines=trace.writing_lines,
+        cast_type=cast_type(trace),
+        buffers_used=trace.buffers_used,
+    )
+
+
+def _refuse(trace: Trace) -> None:
+    if trace.backward_places:
+        refuse_backward(trace.backward_places[0])
+    if trace.collective_places:
+        raise SplitError(
+            f"The step calls a collective of its own at {trace.collective_places[0]} (`self.all_gather`, "
+            "`torch.distributed`). The ranks of a pipeline are at different places of the step, and would not meet "
+            "there."
+        )
+    if trace.hooked_places:
+        raise SplitError(
+            f"The step registers a hook on a parameter at {trace.hooked_places[0]}: in a pipeline this would happen "
+            "for each micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
+        )
+    if trace.rebound_buffers:
+        raise SplitError(
+            f"The step replaces buffer {trace.rebound_buffers[0]!r} by another tensor (`self.buffer = ...`), which one "
+            "stage alone would have. Change it in place (`self.buffer.copy_(...)`), or in a hook."
+        )
+
+
+def refuse_backward(place: str) -> None:
+    """Raise ``SplitError``: a backward pass inside a step, at ``place`` (``file:line``), cannot be divided."""
+    raise SplitError(
+        f"The step runs a backward pass of its own at {place} (`torch.autograd.grad` or `backward`). A pipeline's "
+        "backward passes through several processes, so it cannot be started inside the step. Use strategy='smddp'."
+    )
+
+
+def _refuse_scripted(modules: Modules) -> None:
+    """Parameters of a scripted module are its own copies: another rank's cannot be taken out of it."""
+    for name, module in modules.by_name.items():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise SplitError(
+                f"Module {name!r} is scripted (`torch.jit.script`), so its parameters cannot be placed on one rank of "
+                "a pipeline. Train the module that it was made of, and script it afterwards, or use strategy='smddp'."
+            )
+
+
+class _Builder:
+    def __init__(self, trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> None:
+        self.trace, self.modules, self.is_small = trace, modules, is_small
+        self.items: list[Item] = []
+        self.children: dict[int | None, list[Call]] = defaultdict(list)
+        for call in trace.calls:
+            self.children[call.parent].append(call)
+        self.item_of: dict[int, int] = {}  # event -> item
+        self.made: dict[int, list[int]] = defaultdict(list)
+        for value in trace.values:
+            self.made[value.event].append(value.index)
+        self.canonical = {id(p): name for name, p in modules.root.named_parameters()}
+
+    def visit(self, call: Call | None) -> None:
+        """Emit the items of one call (None: the whole step) in order."""
+        first, last = (call.first, call.last) if call else (0, len(self.trace.events))
+        position = first
+        for child in self.children[call.index if call else None]:
+            self._operations(position, child.first)
+            if child.last > child.first and self._is_unit(child.module):
+                self._unit(child)
+            else:
+                self.visit(child)
+            position = child.last
+        self._operations(position, last)
+
+    def _is_unit(self, name: str) -> bool:
+        obstacle, seal = self.modules.obstacles.get(name), self.modules.seals.get(name)
+        if seal and obstacle:
+            raise SplitError(
+                f"Module {name!r} cannot be placed on one stage, as {obstacle}, and cannot be opened, as {seal}. "
+                "Let the module return all tensors that are used outside of it."
+            )
+        return obstacle is None and (seal is not None or self.is_small(name))
+
+    def backward_hooks(self) -> list[Colocation]:
+        """The hooks at a module's inputs and outputs belong together."""
+        events, ties = self.trace.events, []
+        for call in self.trace.calls:
+            if not call.has_backward_hooks or call.first not in self.item_of:
+                continue
+            before = [e.index for e in events[max(call.first - 1, 0) : call.first] if e.name == BACKWARD_HOOK]
+            behind = (e.index for e in events[call.last :] if e.name == BACKWARD_HOOK and e.call == call.parent)
+            bounds = [*before, next(behind, call.last - 1)]
+            reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
+            if all(index in self.item_of for index in bounds):
+                ties.append(Colocation(self.item_of[bounds[0]], self.item_of[bounds[-1]], reason))
+        return ties
+
+    def _operations(self, first: int, last: int) -> None:
+        for event in self.trace.events[first:last]:
+            _refuse_event(event)
+            outputs = dict.fromkeys((*event.returned.values, *(rebind.new for rebind in event.mutated)))
+            self._add(None, [event], event.returned, tuple(outputs), event.mutated, event.parameters, event.seconds)
+
+    def _unit(self, call: Call) -> None:
+        assert call.returned is not None
+        events = self.trace.events[call.first : call.last]
+        rebinds = self.modules.changes(call)
+        returned = [value for value in call.returned.values if self.modules.made_in(value, call.index)]
+        module = self.modules.by_name[call.module]
+        held = [self.canonical[id(p)] for p in module.parameters()]
+        used = [name for event in events for name in event.parameters]
+        outputs = tuple(dict.fromkeys((*returned, *(rebind.new for rebind in rebinds))))
+        parameters = tuple(dict.fromkeys((*held, *used)))
+        self._add(call, events, call.returned, outputs, rebinds, parameters, call.seconds)
+
+    def _draws_in_python(self, call: Call) -> bool:
+        return call.draws_in_python or any(map(self._draws_in_python, self.children[call.index]))
+
+    def _add(
+        self,
+        call: Call | None,
+        events: list[Event],
+        returned: Template,
+        outputs: tuple[int, ...],
+        rebinds: tuple[Rebind, ...],
+        parameters: tuple[str, ...],
+        seconds: float,
+    ) -> None:
+        first = events[0]
+        self.item_of.update((event.index, len(self.items)) for event in events)
+        own = {value for event in events for value in self.made[event.index]}
+        buffers = tuple(dict.fromkeys(name for event in events for name in event.buffers))
+        buffers_read = tuple(dict.fromkeys(name for event in events for name in event.buffers_read))
+        draws = any(event.random for event in events)
+        bound_only = not (draws or first.free or first.reads or parameters or rebinds or buffers or buffers_read)
+        watched = any(self.trace.values[v].watched for v in outputs)
+        self.items.append(
+            Item(
+                index=len(self.items),
+                module=call.module if call else None,
+                function=None if call else first.function,
+                inputs=tuple(dict.fromkeys(v for event in events for v in event.inputs if v not in own)),
+                outputs=outputs,
+                rebinds=rebinds,
+                parameters=parameters,
+                buffers=buffers,
+                buffers_read=buffers_read,
+                returned=returned,
+                random=draws,
+                recomputable=call is None and bound_only and not watched and not is_autograd_function(first.function),
+                reads=call is None and first.reads,
+                tells=call is None and tells(first),
+                varies=any(value in self.modules.varying for value in outputs),
+                draws_in_python=call is not None and self._draws_in_python(call),
+                free=call is None and first.free,
+                checkpointed=call.checkpointed if call else first.checkpointed,
+                name=call.module if call else f"{first.name} at {_short(first.place)}",
+                place=first.place,
+                seconds=seconds,
+                activation_bytes=sum(self.trace.values[v].nbytes for v in own),
+            )
+        )
+
+
+def _refuse_event(event: Event) -> None:
+    if event.function is HIDDEN:
+        raise SplitError(
+            f"At {event.place}, outside of any module that could be placed whole, the step cannot be followed: "
+            f"{event.reason}. Put the code around it into a module of its own."
+        )
+    if event.parameters_changed:
+        raise SplitError(
+            f"At {event.place} the step changes parameter {event.parameters_changed[0]!r} in place, outside of any "
+            "module that could be placed whole. Each stage has parameters of its own only. Do it in a hook outside of "
+            "the step (`on_train_batch_end`), or in a module that holds the parameters."
+        )
+
+
+def _short(place: str) -> str:
+    return place.rpartition("/")[2]

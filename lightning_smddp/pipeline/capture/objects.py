@@ -1,0 +1,159 @@
+"""What any Python object is made of: batches are not only dicts and lists, but graphs, tables and classes of users.
+
+An object shows its parts as it would to ``pickle`` (``__reduce_ex__``, and so ``__getstate__``), but nothing is
+pickled: what is found is compared and described, and never leaves the process in this form.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_smddp.pipeline.capture.pytree import members_of
+
+Parts = list[tuple[Any, Any]]
+
+PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, torch.layout}
+)
+_BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_PROTOCOL = 4
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` has no parts: a number, a string, a class, a function."""
+    return type(value) in PLAIN or isinstance(value, (*_BY_NAME, np.generic))
+
+
+def parts_of(value: Any) -> Parts | None:
+    """The parts of an object with their names; none for what :func:`is_plain` and for arrays of numbers.
+
+    Returns:
+        None if the object does not tell: it can be neither pickled nor looked into (a lock, a generator).
+    """
+    if is_plain(value) or isinstance(value, Tensor):
+        return []
+    if isinstance(value, np.ndarray):
+        return list(enumerate(value.reshape(-1).tolist())) if value.dtype == object else []
+    members = members_of(value)
+    if members is not None:
+        return list(members)
+    if isinstance(value, (set, frozenset)):
+        return [("member", member) for member in value]
+    if isinstance(value, weakref.ref):
+        return [("referent", value())]
+    return _reduced(value)
+
+
+def _reduced(value: Any) -> Parts | None:
+    reducer = copyreg.dispatch_table.get(type(value))
+    try:
+        reduced = value.__reduce_ex__(_PROTOCOL) if reducer is None else reducer(value)
+    except Exception:  # whatever the object's own method raises: it does not want to be taken apart
+        attributes = getattr(value, "__dict__", None)
+        return None if attributes is None else list(attributes.items())
+    if isinstance(reduced, str):
+        return []
+    made, arguments, *rest = reduced
+    parts: Parts = [("made by", made), *enumerate(arguments)]
+    for name, content in zip(("state", "entries", "items"), rest, strict=False):
+        if content is not None:
+            parts.append((name, content if name == "state" else list(content)))
+    return parts
+
+
+def hides_something(value: Any) -> bool:
+    """Whether an object that is no container holds tensors, or does not tell what it holds."""
+    if is_plain(value) or isinstance(value, (Tensor, np.ndarray)):
+        return False
+    shared, silent = _look_into(value)
+    return bool(silent) or any(isinstance(part, Tensor) for part in shared)
+
+
+def _look_into(value: Any) -> tuple[list[Any], list[Any]]:
+    """All tensors and arrays that an object consists of, and all parts that do not tell what they consist of."""
+    parts, silent = _everything(value)
+    return [part for part in parts if isinstance(part, (Tensor, np.ndarray))], silent
+
+
+def _everything(value: Any) -> tuple[list[Any], list[Any]]:
+    """All that an object consists of but plain things, and what of it does not tell what it consists of."""
+    seen: dict[int, Any] = {}  # objects are kept, so that no other one gets their identity
+    silent: list[Any] = []
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if type(part) in PLAIN or id(part) in seen:
+            continue
+        seen[id(part)] = part
+        parts = parts_of(part)
+        if parts is None:
+            silent.append(part)
+        else:
+            waiting += [child for _, child in parts]
+    return list(seen.values()), silent
+
+
+def names_within(value: Any) -> set[str]:
+    """Names of attributes and keys in an object, at any depth."""
+    return {key for part in _everything(value)[0] for key, _ in parts_of(part) or () if isinstance(key, str)}
+
+
+def describe(value: Any) -> str:
+    """What an object consists of: types, shapes, numbers and names, but no contents of tensors and arrays."""
+    return _describe(value, {})
+
+
+def _describe(value: Any, seen: dict[int, Any]) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{_shape(value)}"
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return f"numpy {value.dtype}{list(value.shape)}"
+    if isinstance(value, (bool, int)):
+        return repr(value)
+    if isinstance(value, _BY_NAME):
+        return str(getattr(value, "__qualname__", type(value).__name__))
+    if is_plain(value) or id(value) in seen:
+        return type(value).__name__
+    seen[id(value)] = value
+    parts = parts_of(value) or []
+    return f"{type(value).__name__}({', '.join(f'{_name(key)}={_describe(part, seen)}' for key, part in parts)})"
+
+
+def _name(key: Any) -> str:
+    return str(key) if is_plain(key) else type(key).__name__
+
+
+def _shape(tensor: Tensor) -> str:
+    if tensor.is_nested:
+        return str([list(part.shape) for part in tensor.unbind()])
+    stored = "" if tensor.layout is torch.strided else f" of {tensor._nnz()}"
+    return f"{list(tensor.shape)}{stored}"
+
+
+def with_same_memory(value: Any) -> Any:
+    """A copy of an object, whose tensors and arrays have the memory of the original's; itself if it has no copy.
+
+    What is done to the copy (other attributes, ``requires_grad``) is not done to the original. Changes of numbers in
+    place are.
+    """
+    if is_plain(value):
+        return value
+    if isinstance(value, Tensor):
+        return value if value.requires_grad else value.detach()
+    if isinstance(value, np.ndarray):
+        return value.view()
+    shared, silent = _look_into(value)
+    memo = {id(part): with_same_memory(part) for part in shared}
+    memo |= {id(part): part for part in silent}
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # whatever the object's own methods raise: it is used as it is
+        return value

@@ -1,0 +1,151 @@
+"""Runs that leave nothing behind: trial runs of a step before training begins."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_smddp._compat.torch import DispatchMode, operator_facts, storage_key
+from lightning_smddp._compat.torch_steps import makes_its_results, registered_buffers
+from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites
+from lightning_smddp.pipeline.capture.pytree import leaves
+from lightning_smddp.pipeline.runtime.remote import RemoteTensor
+from lightning_smddp.pipeline.view.tensor import GlobalTensor
+
+_STRUCTURE = {"_parameters", "_buffers", "_modules"}
+
+
+@contextmanager
+def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back random numbers, parameters, buffers, gradients, and the attributes of all modules.
+
+    Parameters that are written in place are put back inside of :func:`kept_parameters` alone.
+
+    Attributes are put back as objects; lists, dicts and sets among them also get back their members. What an object
+    further inside has become is not undone.
+    """
+    attributes = [(module, _attributes(module)) for module in root.modules()]
+    buffers = [(b, b.clone()) for b in root.buffers() if b.device.type != "meta"]
+    plain = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    registered = [(own, dict(own)) for own in map(registered_buffers, plain)]  # scripted ones cannot be replaced
+    gradients = [(p, p.grad) for p in root.parameters()]
+    contents = [(p, p.data) for p in root.parameters() if not is_lazy(p) and not p.is_meta]
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        for module, saved in attributes:
+            _restore(module, saved)
+        for own, before in registered:
+            if any(own.get(name) is not buffer for name, buffer in before.items()) or len(own) != len(before):
+                own.clear()
+                own.update(before)
+        for parameter, data in contents:
+            if parameter.device == data.device and parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def kept_parameters(root: nn.Module) -> Iterator[ForeignWrites]:
+    """Put back the values of parameters that are written within it, of which copies are made when that happens.
+
+    Of other tensors, too, that were there before: those it gives.
+    """
+    keeper = _Keeper(root)
+    try:
+        with keeper:
+            yield keeper.foreign
+    finally:
+        keeper.foreign.put_back()
+        with torch.no_grad():
+            for alias, value in keeper.saved.values():
+                alias.copy_(value)
+
+
+class _Keeper(DispatchMode):
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.aliases: dict[Any, list[Tensor]] = {}  # of each storage the parameters in it
+        for parameter in root.parameters():
+            if not parameter.is_meta and not is_lazy(parameter):
+                self.aliases.setdefault(storage_key(parameter), []).append(parameter.detach())
+        self.saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.foreign = ForeignWrites()
+        self.own = {storage_key(buffer) for buffer in root.buffers()}  # and what is made within
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in leaves(operator_facts(function).written(args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._save(leaf)
+        result = function(*args, **kwargs)
+        if makes_its_results(function):
+            self.own.update(storage_key(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+    def _save(self, tensor: Tensor) -> None:
+        key = storage_key(tensor)
+        for alias in self.aliases.get(key, ()):
+            if id(alias) not in self.saved:
+                self.saved[id(alias)] = (alias, alias.clone())
+        if key not in self.own and key not in self.aliases:
+            self.foreign.note(tensor)
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    """Each attribute, and a copy of its members if it has some."""
+    return {name: (value, _members(value)) for name, value in vars(module).items() if name not in _STRUCTURE}
+
+
+def _members(value: Any) -> Any:
+    if type(value) in (list, dict, set, OrderedDict):  # hooks of modules are in the last
+        return value.copy()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, Tensor) and not isinstance(value, (RemoteTensor, GlobalTensor)) and _has_values(value):
+        return value.clone()  # the state of a metric, say
+    return None
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.requires_grad and tensor.device.type != "meta"
+
+
+def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
+    own = vars(module)
+    for name in [name for name in own if name not in saved and name not in _STRUCTURE]:
+        del own[name]
+    for name, (value, members) in saved.items():
+        own[name] = value
+        if members is None:
+            continue
+        if isinstance(value, torch.Generator):
+            value.set_state(members)
+        elif isinstance(value, Tensor):
+            with torch.no_grad():
+                value.copy_(members)
+        elif isinstance(value, list):
+            value[:] = members
+        else:
+            value.clear()
+            value.update(members)

@@ -1,0 +1,269 @@
+"""Random numbers that Python code draws: from ``random``, from numpy, and from generators that modules hold.
+
+Generators of torch that modules hold are taken for such, too. Torch's default ones are among them where Python reads
+what torch draws: then all ranks have to draw the same.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_smddp._compat.torch import without_torch_functions
+
+States: TypeAlias = dict[str, Any]
+"""By source, what it goes on from."""
+
+_LONG = 10  # tuples that are longer hold numbers
+
+
+class PythonRandom:
+    """The sources that Python code under ``root`` may draw from.
+
+    Generators are looked for among the attributes of its modules, once; an attribute may hold another one later.
+
+    Args:
+        root: the module.
+        device: with torch's default generators, of the CPU and of this device; None without.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device | None = None) -> None:
+        self._device = device
+        self._held = [
+            (f"{path}.{name}", module, name)
+            for path, module in root.named_modules()
+            for name, value in vars(module).items()
+            if _is_generator(value)
+        ]
+
+    @property
+    def with_torch(self) -> bool:
+        """Whether torch's generators are among them."""
+        return self._device is not None
+
+    def get(self) -> States:
+        """What all sources go on from."""
+        states: States = {"random": random.getstate()}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            states["numpy"] = numpy.random.get_state()
+        if self._device is not None:
+            states |= _states_of_torch(self._device)
+        for path, module, name in self._held:
+            states[f"held {path}"] = _state_of(getattr(module, name, None))
+        return states
+
+    def set(self, states: Mapping[str, Any]) -> None:
+        """Let them go on from there."""
+        random.setstate(states["random"])
+        if "numpy" in states:
+            import numpy
+
+            numpy.random.set_state(states["numpy"])
+        if self._device is not None:
+            _set_states_of_torch(states, self._device)
+        for path, module, name in self._held:
+            generator, state = getattr(module, name, None), states.get(f"held {path}")
+            if state is not None and _is_generator(generator):
+                _set_state_of(generator, state)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """What is drawn inside counts for nothing outside."""
+        before = self.get()
+        try:
+            yield
+        finally:
+            self.set(before)
+
+    def derived(self, states: Mapping[str, Any], number: int) -> States:
+        """Other states, the same ones for the same ``states`` and ``number``."""
+        with self.put_back():
+            self.set(states)
+            self.seed(digest(states) + number)
+            return self.get()
+
+    @contextmanager
+    def apart(self, seed: int) -> Iterator[None]:
+        """What torch draws inside follows from ``seed`` and counts for nothing outside; nothing where it is no source.
+
+        Python draws nothing inside.
+        """
+        if self._device is None:
+            yield
+            return
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(seed)
+            yield
+
+    def seed(self, number: int) -> None:
+        """Start all sources anew."""
+        random.seed(number)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(number % 2**32)
+        if self._device is not None:
+            torch.manual_seed(number)
+        for position, (_, module, name) in enumerate(self._held, start=1):
+            generator = getattr(module, name, None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(number + position)
+            elif isinstance(generator, random.Random) or hasattr(generator, "get_state"):
+                generator.seed((number + position) % 2**32)  # type: ignore[union-attr]
+            elif generator is not None:
+                bits = type(generator.bit_generator)((number + position) % 2**32)
+                generator.bit_generator.state = bits.state
+
+
+class SharedRandom:
+    """What the micro-batches of a batch draw in Python: the same on all ranks of a pipeline, whatever is run when.
+
+    The first micro-batch draws what the whole batch would draw in one process; the others have numbers of their own.
+
+    Args:
+        sources: of the module.
+        states: at the begin of the step, the same on all ranks.
+    """
+
+    def __init__(self, sources: PythonRandom, states: States) -> None:
+        self.sources, self._states = sources, {0: states}
+        self.end = states
+
+    @contextmanager
+    def around(self, index: int, sees_end: bool, inner: AbstractContextManager[object]) -> Iterator[None]:
+        """Around ``inner`` and a run of the step on micro-batch ``index``."""
+        with self.at(index):
+            with inner:
+                yield
+            if sees_end and index == 0:
+                self.end = self.sources.get()
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[None]:
+        """In this context the next number to be drawn is the first one of micro-batch ``index``."""
+        if index not in self._states:
+            self._states[index] = self.sources.derived(self._states[0], index)
+        with self.sources.put_back():
+            self.sources.set(self._states[index])
+            yield
+
+
+def digest(states: Mapping[str, Any]) -> int:
+    """A number that differs where ``states`` do."""
+    return zlib.crc32(repr([(source, _brief(state)) for source, state in sorted(states.items())]).encode())
+
+
+def same_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether no number was drawn between the two. A source that is in one alone counts for nothing."""
+    return all(_same(state, b[source]) for source, state in a.items() if source in b)
+
+
+def to_json(states: Mapping[str, Any]) -> dict[str, Any]:
+    """As plain data."""
+    return {source: _plain(state) for source, state in states.items()}
+
+
+def from_json(data: Mapping[str, Any]) -> States:
+    """The inverse of :func:`to_json`."""
+    return {source: _object(state) for source, state in data.items()}
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) < _LONG:
+        return len(a) == len(b) and all(_same(one, other) for one, other in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if hasattr(a, "tolist") and hasattr(b, "tolist"):
+        return bool((a == b).all())
+    return bool(a == b)
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, (random.Random, torch.Generator)):
+        return True
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _states_of_torch(device: torch.device) -> States:
+    """Of the CPU's and the device's generator. The step's code reads nothing here, whatever watches it."""
+    with without_torch_functions():
+        states: States = {"torch": torch.get_rng_state().numpy()}
+        if device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(device).numpy()
+    return states
+
+
+def _set_states_of_torch(states: Mapping[str, Any], device: torch.device) -> None:
+    with without_torch_functions():
+        torch.set_rng_state(torch.from_numpy(states["torch"]))
+        if "cuda" in states:
+            torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]), device)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        with without_torch_functions():
+            return generator.get_state().numpy()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state() if _is_generator(generator) else None
+
+
+def _set_state_of(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        with without_torch_functions():
+            generator.set_state(torch.from_numpy(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _brief(value: Any) -> Any:
+    """A part of a state that differs from draw to draw: all of it takes long."""
+    if isinstance(value, tuple) and len(value) < _LONG:
+        return [_brief(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _brief(part) for key, part in value.items()}
+    if getattr(value, "dtype", None) == "uint8":  # the bytes of one of torch's
+        return zlib.crc32(value.tobytes())
+    if isinstance(value, tuple) or hasattr(value, "tolist"):
+        return [int(number) for number in (*value[:4], *value[-4:])]
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """As data that JSON can hold."""
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(part) for part in value]}
+    if isinstance(value, dict):
+        return {"dict": {key: _plain(part) for key, part in value.items()}}
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers
+        return {"array": value.tolist(), "dtype": str(value.dtype)}
+    return value
+
+
+def _object(value: Any) -> Any:
+    """The inverse of :func:`_plain`."""
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(_object(part) for part in value["tuple"])
+    if "dict" in value:
+        return {key: _object(part) for key, part in value["dict"].items()}
+    import numpy
+
+    return numpy.array(value["array"], dtype=value["dtype"])

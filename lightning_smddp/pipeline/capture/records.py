@@ -1,0 +1,169 @@
+"""The record of one run of a step, as plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_smddp.pipeline.capture.ops import name_of
+from lightning_smddp.pipeline.capture.patches import Lines
+
+HIDDEN = "hidden"  # an operation that torch's function modes do not see
+
+
+@dataclass
+class Value:
+    """A tensor that a bound operation made. Strides are elements.
+
+    ``memory`` numbers its storage: values with the same number are views of each other. ``watched``: the user has
+    registered a hook on its gradient. Sparse and nested tensors have no strides and are not ``sendable``.
+    """
+
+    index: int
+    event: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    memory: int = -1
+    watched: bool = False
+    sendable: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a contiguous copy."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Template:
+    """What a call returned, for building it again: containers, and for each leaf where it comes from.
+
+    A leaf is ``("value", index)``, ``("argument", position among the arguments' leaves)`` or ``("constant", object)``.
+    The skeleton of a bare tensor is ``...``.
+    """
+
+    skeleton: Any
+    sources: tuple[tuple[str, Any], ...]
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The values among the leaves."""
+        return tuple(source for kind, source in self.sources if kind == "value")
+
+
+class Deciding(Enum):
+    """Whose values decide on a size."""
+
+    BATCH = "batch"
+    MODULE = "module"
+
+
+class Rebind(NamedTuple):
+    """A tensor that was ``old`` (None: free) and is ``new`` after a change in place."""
+
+    old: int | None
+    new: int
+    position: int | None  # among the arguments' leaves; None for another view of the same memory
+
+
+@dataclass
+class Event:
+    """A bound operation. ``call`` is the module call that it was made in; ``mutated`` are the tensors it changed."""
+
+    index: int
+    function: Any
+    inputs: tuple[int, ...]
+    parameters: tuple[str, ...]
+    call: int | None
+    place: str
+    returned: Template
+    mutated: tuple[Rebind, ...] = ()
+    buffers: tuple[str, ...] = ()  # that it changed
+    buffers_read: tuple[str, ...] = ()  # of those that the step changes somewhere
+    parameters_changed: tuple[str, ...] = ()  # in place
+    random: bool = False
+    free: bool = False  # no bound input: known by its function
+    reads: bool = False
+    decides: bool = False  # by what it reads
+    decided_by: Deciding | None = None  # whose values the size of its result depends on
+    batch_sizes: frozenset[int] = frozenset()  # sizes of free tensors that it takes which depend on the batch's values
+    checkpointed: bool = False  # within the user's own torch.utils.checkpoint
+    reason: str = ""  # of a hidden one
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return HIDDEN if self.function is HIDDEN else name_of(self.function)
+
+
+@dataclass
+class Call:
+    """A call of a module's forward; its events are ``[first, last)``."""
+
+    index: int
+    module: str
+    parent: int | None
+    first: int
+    last: int = -1
+    returned: Template | None = None
+    obstacle: str | None = None  # why it cannot be a unit
+    draws_in_python: bool = False  # Python's or numpy's random numbers, in its own code
+    reads: bool = False  # Python saw values of tensors in it
+    reads_bound: bool = False  # and of bound ones
+    has_children: bool = False
+    sizes_by_batch: bool = False  # the batch's values decide on the size of a tensor that is made in it
+    checkpointed: bool = False
+    has_backward_hooks: bool = False
+    seconds: float = 0.0
+
+
+@dataclass
+class Trace:
+    """The record.
+
+    Attributes:
+        random_functions: that were called without a bound input.
+        changed_buffers: first names of buffers that the step changes.
+        buffers_used: first name of a buffer -> names of the innermost modules whose code uses it; empty for the step's.
+        returned: the values that the step returned.
+        left: the values that it left in attributes, see :func:`~lightning_smddp.pipeline.capture.tracer.note_left`.
+        reads_draws: where Python code read what torch drew (``file:line``).
+        draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
+        backward_places: where the step starts a backward pass of its own.
+        collective_places: where it calls a collective of its own.
+        hooked_places: where it registers hooks on parameters.
+        rebound_buffers: first names of buffers that were replaced by other tensors (`self.buffer = ...`).
+        reads_of_batch: where Python code read a value of the batch: sizes or the course may depend on it.
+        foreign_writes: where it writes tensors in place that were there before it, see ``foreign_writes.py``.
+        writing_lines: of the user's code, those that write in place, but within what a function mode saw as one call.
+        casts: how often a parameter, by its first name, was copied in which other type.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    random_functions: frozenset[Any] = frozenset()
+    changed_buffers: frozenset[str] = frozenset()
+    buffers_used: dict[str, set[str]] = field(default_factory=dict)
+    returned: tuple[int, ...] = ()
+    left: frozenset[int] = frozenset()
+    reads_draws: tuple[str, ...] = ()
+    draws_in_python: bool = False
+    backward_places: list[str] = field(default_factory=list)
+    collective_places: list[str] = field(default_factory=list)
+    hooked_places: list[str] = field(default_factory=list)
+    rebound_buffers: tuple[str, ...] = ()
+    reads_of_batch: list[str] = field(default_factory=list)
+    foreign_writes: tuple[str, ...] = ()
+    writing_lines: set[Lines] = field(default_factory=set)
+    seconds: float = 0.0
+    casts: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)

@@ -1,0 +1,458 @@
+"""One real run of a step, recorded: which operation took which values from which.
+
+Every torch function call is seen (a ``TorchFunctionMode`` sits above autograd, so the tensors are the user's own
+objects), inside modules and between them, and every call of a module's ``forward``. Recorded are *bound* operations:
+those that depend on a parameter or a random number, directly or not. What depends on the batch alone is *free*: each
+stage can do it by itself. A dispatch mode below watches for tensors made by what the function mode does not see.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from lightning_smddp._compat.torch import (
+    CAST,
+    DispatchMode,
+    has_full_backward_hooks,
+    in_checkpoint,
+    without_torch_function,
+)
+from lightning_smddp.pipeline.capture.decisions import decides
+from lightning_smddp.pipeline.capture.foreign_writes import written_by
+from lightning_smddp.pipeline.capture.graph import refuse_backward
+from lightning_smddp.pipeline.capture.ops import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
+from lightning_smddp.pipeline.capture.patches import patched_forwards, user_lines, user_place
+from lightning_smddp.pipeline.capture.python_random import PythonRandom, same_states
+from lightning_smddp.pipeline.capture.pytree import items, leaves, map_leaves
+from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Deciding, Event, Rebind, Template, Trace, Value
+from lightning_smddp.pipeline.capture.tracking import EXTENSION, Tracking, is_plain
+from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors, sizes_that_vary
+from lightning_smddp.pipeline.runtime.eager import Eager
+
+__all__ = ["HIDDEN", "Call", "Event", "Rebind", "Template", "Trace", "Value", "patched_forwards", "trace", "user_place"]
+
+_NOTHING = torch.empty(0)
+_BY_PYTHON = "it makes tensors of values that Python code read"
+
+
+Fetch: TypeAlias = Callable[[str], Tensor]
+
+
+def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
+    """Run ``step`` once or a few times and record it. ``module`` is the root whose parameters and submodules it uses.
+
+    Random states (torch's, Python's and numpy's) are put back. The step's other effects (buffers, attributes) are the
+    caller's to undo.
+
+    Args:
+        step: what to run.
+        module: see above.
+        device: where its tensors are.
+        fetch: called for each parameter that an operation uses, in the same order on every rank, gives its values on
+            ``device`` by its first name: for models that are not whole here. Nothing is kept for a backward then.
+    """
+    known = Trace()
+    while True:
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), PythonRandom(module).put_back():
+            result = _Tracer(module, device, known, fetch).run(step)
+        complete = result.random_functions <= known.random_functions and result.reads_draws == known.reads_draws
+        if complete and result.changed_buffers <= known.changed_buffers:
+            return result
+        known.reads_draws = result.reads_draws  # then what torch draws is free: every stage draws it
+        known.random_functions |= result.random_functions  # their calls that drew nothing have to be recorded too
+        known.changed_buffers |= result.changed_buffers  # and what reads the buffers before they change
+
+
+_active = threading.local()  # .tracer: that of the step that runs in this thread
+
+
+def note_left(tensors: Iterable[Tensor]) -> None:
+    """Say what the traced step has left in attributes, at its end. Nothing happens where none is traced."""
+    tracer: _Tracer | None = getattr(_active, "tracer", None)
+    if tracer is not None:
+        tracer.trace.left |= {value for tensor in tensors if (value := tracer.find_tracked(tensor)) is not None}
+
+
+class _Tracer(TorchFunctionMode, Tracking):
+    def __init__(self, module: nn.Module, device: torch.device, known: Trace, fetch: Fetch | None) -> None:
+        TorchFunctionMode.__init__(self)
+        Tracking.__init__(self, module, known)
+        self.module, self.device, self.known, self.fetch = module, device, known, fetch
+        self.inside = False  # a function that was seen
+        self.busy = False  # with our own bookkeeping
+        self.lent: dict[int, str] = {}  # by `fetch`, for one operation
+        self.overhead = 0.0  # seconds
+        self.drawn: set[int] = set()  # values that depend on nothing but what torch drew, and on the batch
+        self.python_random = PythonRandom(module)
+        self.python_states = self.python_random.get()
+
+    def run(self, step: Callable[[], Any]) -> Trace:
+        start = self._now()
+        saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
+        buffers = dict(self.module.named_buffers())
+        outer, _active.tracer = getattr(_active, "tracer", None), self
+        try:
+            with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
+                result = step()
+        finally:
+            _active.tracer = outer
+        now = dict(self.module.named_buffers())
+        self.trace.rebound_buffers = tuple(name for name, buffer in buffers.items() if now.get(name) is not buffer)
+        self._note_python_draws()
+        found = [self.find(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        self.trace.returned = tuple(dict.fromkeys(value for value in found if value is not None))
+        self.trace.seconds = self._now() - start - self.overhead
+        return self.trace
+
+    # ---- module calls ----
+
+    def _wrap(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return forward(*args, **kwargs)
+            call = self._enter(name)
+            start, overhead = self._now(), self.overhead
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                call.seconds = self._now() - start - (self.overhead - overhead)
+                self._note_python_draws()
+                self.stack.pop()
+                call.last = len(self.trace.events)
+            with without_torch_function():
+                self._leave(call, result, leaves((args, kwargs)))
+            return result
+
+        return traced
+
+    def _enter(self, name: str) -> Call:
+        self._note_python_draws()
+        parent = self.stack[-1] if self.stack else None
+        if parent is not None:
+            parent.has_children = True
+        call = Call(len(self.trace.calls), name, parent.index if parent else None, len(self.trace.events))
+        call.checkpointed, call.has_backward_hooks = in_checkpoint(), has_full_backward_hooks(self.modules[name])
+        self.trace.calls.append(call)
+        self.stack.append(call)
+        return call
+
+    def _leave(self, call: Call, result: Any, arguments: list[Any]) -> None:
+        given = {id(leaf) for leaf in arguments}
+        by_python = call.reads_bound and not call.has_children  # then what looks free may depend on what Python read
+        for leaf in leaves(result):
+            if not isinstance(leaf, Tensor) or self.find(leaf) is not None or id(leaf) in given:
+                continue
+            if by_python and id(leaf) not in self.parameters:
+                self.track(leaf, self.hide(call.index, _BY_PYTHON).index)
+        call.last = len(self.trace.events)
+        call.returned = self.template(result, arguments)
+        for (path, leaf), (kind, source) in zip(items(result), call.returned.sources, strict=True):
+            where = "".join(f"[{key!r}]" for key in path)
+            if kind == "constant" and isinstance(leaf, Tensor):
+                call.obstacle = f"its result{where} depends on the batch alone"
+            elif kind == "constant" and not is_plain(leaf):
+                call.obstacle = f"its result{where} is a {type(leaf).__name__}"
+            elif (
+                kind == "constant"
+                and source is not None
+                and call.reads
+                and isinstance(leaf, (int, float, complex, str))
+            ):
+                call.obstacle = f"its result{where} is a Python value that may come out of a tensor"
+
+    def _note_python_draws(self) -> None:
+        """Charge the innermost call with Python's random numbers drawn since the last look."""
+        begin = self._now()
+        states = self.python_random.get()
+        same = same_states(states, self.python_states)
+        self.overhead += self._now() - begin
+        if same:
+            return
+        self.python_states = states
+        for call in self.stack:
+            call.reads = True  # what it returns may be a number that was drawn
+        if self.stack:
+            self.stack[-1].draws_in_python = True
+        else:
+            self.trace.draws_in_python = True
+
+    # ---- operations ----
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        kind = kind_of(function, args)
+        if kind is Kind.METADATA and args and self._is_elsewhere(args[0]) and asks_for_place(name_of(function)):
+            return place(name_of(function), args[0].dtype, self.device)
+        if self.inside:
+            return function(*args, **kwargs)
+        if kind is Kind.METADATA or kind is Kind.WATCHER or _sets_parameter(function, args):
+            return self._look(function, args, kwargs)
+        if kind is Kind.BACKWARD:
+            if self.fetch is not None:
+                refuse_backward(user_place())  # nothing is kept for it
+            self.trace.backward_places.append(user_place())
+        begin, self.busy = self._now(), True
+        if written_by(function, args, kwargs):
+            self.trace.writing_lines.add(user_lines())
+        arguments = leaves((args, kwargs))
+        given = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+        if kind is Kind.LIKE:
+            given = given[1:]
+        self._note_buffers(given)
+        versions, states = [self._version(t) for t in given], self._random_states(arguments)
+        inputs = tuple(dict.fromkeys(v for t in given if (v := self.find(t)) is not None))
+        start, overhead = self._now(), self.overhead
+        self.inside, self.busy = True, False
+        try:
+            result = self._do(function, args, kwargs)
+        finally:
+            self.inside = False
+        end, self.busy = self._now(), True
+        seconds = end - start - (self.overhead - overhead)
+        mutated = [t for t, v in zip(given, versions, strict=True) if not _equal(self._version(t), v)]
+        if given and args and is_inplace(function) and given[0] is args[0] and not any(t is given[0] for t in mutated):
+            mutated.append(given[0])
+        if not mutated and args and is_inplace(function) and isinstance(args[0], (list, tuple)):
+            mutated = [t for t in args[0] if isinstance(t, Tensor)]  # `torch._foreach_mul_`: no version is counted here
+        drew = any(not torch.equal(a, b) for a, b in zip(states, self._random_states(arguments), strict=True))
+        event = Event(
+            len(self.trace.events),
+            function,
+            inputs,
+            tuple(dict.fromkeys(self.parameters[id(t)] for t in given if id(t) in self.parameters)),
+            self.stack[-1].index if self.stack else None,
+            "",
+            Template(None, ()),
+            random=drew,
+            seconds=seconds,
+        )
+        if drew and self.known.reads_draws and (inputs or event.parameters):
+            self._put_back(states)  # as in a replay, where one stage alone draws it
+        self._record(event, given, arguments, result, mutated)
+        self.busy = False
+        self.overhead += (start - begin) + (self._now() - end)
+        return result
+
+    def _look(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What changes no value and makes no tensor."""
+        self.busy = True
+        try:
+            if kind_of(function, args) is Kind.WATCHER:
+                self._watch(args[0])
+            return function(*args, **kwargs)
+        finally:
+            self.busy = False
+
+    def _do(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if self.fetch is None or not any(id(leaf) in self.parameters for leaf in leaves((args, kwargs))):
+            return function(*args, **kwargs)
+        args, kwargs = map_leaves(self._fetched, (args, kwargs))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.lent.clear()
+
+    def _is_elsewhere(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and id(leaf) in self.parameters and leaf.device.type != self.device.type
+
+    def _fetched(self, leaf: Any) -> Any:
+        if id(leaf) not in self.parameters:
+            return leaf
+        assert self.fetch is not None
+        busy, self.busy = self.busy, True
+        value = self.fetch(self.parameters[id(leaf)]).requires_grad_(leaf.requires_grad)
+        self.busy = busy
+        self.lent[id(value)] = self.parameters[id(leaf)]
+        return value
+
+    def _record(
+        self, event: Event, given: list[Tensor], arguments: list[Any], result: Any, mutated: list[Tensor]
+    ) -> None:
+        self._note_changes(event, given, mutated)
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        event.reads = not mutated and not made and bool(given)
+        event.free = not (event.inputs or event.parameters or event.buffers_read)
+        if event.reads:
+            for call in self.stack:
+                call.reads, call.reads_bound = True, call.reads_bound or not event.free
+            event.decides = not event.free and decides()
+        self._note_sizes(event, given, arguments)
+        known = event.function in self.known.random_functions
+        if event.free and event.random and not known:
+            self.trace.random_functions |= {event.function}
+        is_drawn = event.random or known
+        if event.free and not event.buffers and (self.known.reads_draws or not is_drawn):
+            self._note_free(event, made, mutated, {size for tensor in given for size in tensor.shape})
+            return
+        event.place, event.checkpointed = user_place(), in_checkpoint()
+        self.trace.events.append(event)
+        event.mutated = tuple(self.rebind(mutated, arguments, event.index))
+        for leaf in made:
+            if not any(leaf is t for t in given):
+                self.track(leaf, event.index)
+        event.returned = self.template(result, arguments)
+        self._note_drawn(event)
+
+    def _note_drawn(self, event: Event) -> None:
+        bound = event.parameters or event.buffers or event.buffers_read
+        if bound or not self.drawn.issuperset(event.inputs):
+            return
+        self.drawn.update(event.returned.values, (rebind.new for rebind in event.mutated))
+        if event.reads or (event.inputs and event.decided_by is not None):
+            self.trace.reads_draws = (*self.trace.reads_draws, event.place)
+
+    def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
+        memories = [self.memory_of(t) for t in mutated]
+        event.buffers = tuple(dict.fromkeys(m.buffer for m in memories if m.buffer is not None))
+        changed = [m.parameter for m in memories if m.parameter is not None]
+        if self.fetch is None or is_inplace(event.function):  # borrowing a parameter writes it, too
+            changed += [self.parameters[id(t)] for t in mutated if id(t) in self.parameters]  # by `p.data = ...`
+        event.parameters_changed = tuple(dict.fromkeys(changed))
+        self.trace.changed_buffers |= set(event.buffers)
+        names = [self.buffers.get(id(t)) for t in given]
+        event.buffers_read = tuple(dict.fromkeys(n for n in names if n is not None and n in self.known.changed_buffers))
+
+    def _note_sizes(self, event: Event, given: list[Tensor], arguments: list[Any]) -> None:
+        """Whether the size of what ``event`` makes depends on values, and whose."""
+        memories = [self.memory_of(tensor) for tensor in given]
+        event.batch_sizes = frozenset[int]().union(*(memory.batch_sizes for memory in memories if not memory.bound))
+        deciding = deciding_tensors(event.name, arguments)
+        if deciding:
+            bound = any(self.memory_of(tensor).bound for tensor in deciding)
+            event.decided_by = Deciding.MODULE if bound else Deciding.BATCH
+            if not bound:
+                self.trace.reads_of_batch.append(user_place())
+                for call in self.stack:
+                    call.sizes_by_batch = True
+
+    def _note_buffers(self, given: list[Tensor]) -> None:
+        names = [self.buffers.get(id(t)) for t in given]
+        for name in names:
+            if name is not None:
+                self.trace.buffers_used.setdefault(name, set()).add(self.stack[-1].module if self.stack else "")
+
+    def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor], fixed: set[int]) -> None:
+        """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
+        makes = event.decided_by is not None
+        for tensor in made:
+            memory = self.memory_of(tensor)
+            memory.known, memory.bound = True, memory.parameter is not None
+            memory.batch_sizes |= sizes_that_vary(tensor.shape, event.batch_sizes, fixed | {1}, makes)
+        if event.reads:
+            self.trace.reads_of_batch.append(user_place())
+        for tensor in mutated:
+            born = self.memory_of(tensor).call
+            for call in self.stack:
+                if not self._within(born, call.index) and not self._owns(call, tensor):
+                    call.obstacle = f"it changes a tensor in place, at {user_place()}, that was made outside of it"
+
+    def _within(self, call: int | None, outer: int) -> bool:
+        while call is not None and call != outer:
+            call = self.trace.calls[call].parent
+        return call == outer
+
+    def _owns(self, call: Call, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is an attribute of the called module or of one within."""
+        modules = self.modules[call.module].modules()
+        return any(value is tensor for module in modules for value in module.__dict__.values())
+
+    def _watch(self, tensor: Any) -> None:
+        if id(tensor) in self.parameters:
+            self.trace.hooked_places.append(user_place())
+        value = self.find(tensor) if isinstance(tensor, Tensor) else None
+        if value is not None:
+            self.trace.values[value].watched = True
+
+    # ---- what the function mode does not see ----
+
+    def saw_unseen(self, args: Any, kwargs: Any, result: Any) -> None:
+        """An operation of torch's dispatcher, inside of a function that was seen or not."""
+        begin = time.perf_counter()
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        memories = [self.memory_of(t) for t in given]
+        made = [self.memory_of(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if any(memory.bound for memory in memories):
+            index = None
+            if not self.inside:
+                event = self.hide(self.stack[-1].index if self.stack else None, EXTENSION)
+                event.inputs = tuple(dict.fromkeys(v for t in given if (v := self.find_tracked(t)) is not None))
+                event.parameters = tuple(dict.fromkeys(m.parameter for m in memories if m.parameter is not None))
+                index = event.index
+            for memory in made:
+                memory.bound, memory.hidden = True, index if memory.hidden is None else memory.hidden
+        self.overhead += time.perf_counter() - begin
+
+    def saw_cast(self, tensor: Tensor, result: Tensor) -> None:
+        """A copy, maybe in another type, as autocast makes them of weights."""
+        name = self.parameters.get(id(tensor), self.lent.get(id(tensor)))
+        if name is not None and result.dtype != tensor.dtype:
+            self.trace.casts[name, result.dtype] += 1
+
+    def saw_collective(self) -> None:
+        """A collective of the user's own."""
+        if not any(isinstance(self.modules[call.module], nn.SyncBatchNorm) for call in self.stack):
+            self.trace.collective_places.append(user_place())
+
+    def _version(self, tensor: Tensor) -> int | Tensor:
+        """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
+        if id(tensor) in self.buffers:
+            return tensor.clone()
+        return -1 if tensor.is_inference() else tensor._version
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _put_back(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    def _random_states(self, arguments: list[Any]) -> list[Tensor]:
+        states = [torch.random.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return [*states, *(leaf.get_state() for leaf in arguments if isinstance(leaf, torch.Generator))]
+
+
+class _Unseen(DispatchMode):
+    """Tells the tracer of each operation of the dispatcher."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tracer = tracer
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = self.tracer
+        inside, tracer.inside = tracer.inside, True  # function modes see what is called here, but not as the user's
+        try:
+            result = function(*args, **(kwargs or {}))
+        finally:
+            tracer.inside = inside
+        if not tracer.busy:
+            with without_torch_function():
+                if function.namespace in ("c10d", "_c10d_functional"):
+                    tracer.saw_collective()
+                if function is CAST:
+                    tracer.saw_cast(args[0], result)
+                tracer.saw_unseen(args, kwargs, result)
+        return result
+
+
+def _sets_parameter(function: Any, args: Any) -> bool:
+    return sets_flag(function) and isinstance(args[0], nn.Parameter)
+
+
+def _equal(a: int | Tensor, b: int | Tensor) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)

@@ -1,0 +1,1 @@
+"""What is done with a stage's gradients before the optimizer steps."""

@@ -1,0 +1,109 @@
+"""What has to be known of all stages' gradients before a step: their norm, and whether one of them overflowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.runtime.transfer import CPU
+
+
+def clip_by_norm(
+    parameters: Mapping[str, nn.Parameter],
+    ownership: Ownership,
+    group: dist.ProcessGroup,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    device: torch.device = CPU,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` over all stages of a pipeline. Collective.
+
+    A parameter that several ranks hold counts once; its gradient has to be summed before (``tied.TiedGradients``).
+
+    Args:
+        parameters: of this rank, by first name.
+        ownership: who holds what.
+        group: the ranks of this pipeline.
+        max_norm: above it all gradients are scaled down to it, in place.
+        norm_type: p of the norm, positive or ``inf``.
+        error_if_nonfinite: raise ``RuntimeError`` on every rank if the norm is inf or nan.
+        device: of the gradients.
+
+    Returns:
+        The norm of all gradients before clipping, the same on every rank: a scalar.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} has to be positive, or inf.")
+    rank = group.rank()
+    counted = [
+        parameter.grad
+        for name, parameter in parameters.items()
+        if parameter.grad is not None and ownership.owner(name) == rank
+    ]
+    norm = get_total_norm(counted, norm_type).to(device=device, dtype=torch.float64, non_blocking=True)
+    if norm_type == inf:
+        # MAX of nan is not the same on every backend: an inf in its place, and the number of nans beside it
+        pair = torch.stack([norm.nan_to_num(inf, posinf=inf), norm.isnan().to(norm)])
+        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
+        norm = pair[0].where(pair[1] == 0, float("nan"))
+    else:
+        norm = norm**norm_type  # in fp64: the squares of large norms overflow fp32
+        dist.all_reduce(norm, group=group)
+        norm = norm ** (1.0 / norm_type)
+    total = norm.float()
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of all stages' gradients is {float(total)}, so they cannot be "
+            "clipped. Set error_if_nonfinite=False to scale by it anyway."
+        )
+    clip_grads_with_norm_(parameters.values(), max_norm, total)
+    return total
+
+
+def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
+    """``torch.nn.utils.clip_grad_value_`` of this stage's gradients; torch's raises where there are none."""
+    gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if gradients:
+        clip_grad_value_(gradients, clip_val)
+
+
+def take_over_clipping(plugin: Any, by_norm: Callable[[Any, float], None]) -> None:
+    """Let Lightning's precision ``plugin`` clip by norm with ``by_norm``, and by value with :func:`clip_by_value`."""
+    plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, clip_by_value
+
+
+def give_back_clipping(plugin: Any) -> None:
+    """Undo :func:`take_over_clipping`."""
+    vars(plugin).pop("clip_grad_by_norm", None)
+    vars(plugin).pop("clip_grad_by_value", None)
+
+
+def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """If a gradient of any stage is not finite, every rank's ``GradScaler`` will skip the step. Collective.
+
+    A ``GradScaler`` looks at the gradients of its own rank only, so without this one stage would skip a step that the
+    others make, and their scales would part. To be called for each optimizer before ``GradScaler.unscale_``.
+
+    Args:
+        parameters: of this rank in the optimizer.
+        placeholder: see ``OptimizerPartition.add_placeholder``; its gradient becomes 0 or inf.
+        group: the ranks of this pipeline.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None and p is not placeholder]
+    norm = get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients], inf)
+    flag = (~norm.isfinite()).to(placeholder).view(1, 1)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    placeholder.grad = torch.where(flag > 0, inf, 0.0).to(flag)

@@ -1,0 +1,123 @@
+"""Gradients between a schedule, which makes them early, and a Trainer, which zeroes and wants them later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
+from lightning_smddp.pipeline.gradients.tied import TiedGradients
+
+
+class Averaging(Protocol):
+    """What :class:`~lightning_smddp.pipeline.gradients.replicas.ReplicaGradients` does."""
+
+    def begin(self, backwards: int | Mapping[str, int] | None, keep: bool = False) -> None: ...  # noqa: D102
+    def set_aside(self) -> None: ...  # noqa: D102
+    def finish(self, average: bool = True) -> None: ...  # noqa: D102
+
+
+class GradientStash:
+    """One batch after the other: :meth:`begin`, the schedule, :meth:`set_aside`, :meth:`deliver`.
+
+    Args:
+        parameters: of this rank, by first name.
+        stages: for each parameter the stages of this rank that use it.
+        tied: sums over stages on other ranks.
+        replicas: averages over replicas; None with one replica.
+        hooks: the users', for which each batch's gradient is kept apart.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        stages: Mapping[str, Sequence[int]],
+        tied: TiedGradients,
+        replicas: Averaging | None,
+        hooks: ParameterHooks,
+    ) -> None:
+        self.hooks = hooks
+        self.parameters, self.stages, self.tied, self.replicas = dict(parameters), stages, tied, replicas
+        self._old: dict[str, Tensor | None] | None = None  # from before, to add to
+        self._made: dict[str, Tensor | None] = {}
+        self._accumulates, self._keeps = False, False
+
+    def begin(self, continues: bool, may_drop: bool, accumulates: bool, num_microbatches: int) -> None:
+        """Prepare ``.grad`` for a batch.
+
+        Args:
+            continues: it adds to the batch before.
+            may_drop: what is in ``.grad`` will be zeroed before it is read; else it is kept until then.
+            accumulates: no optimizer step follows.
+            num_microbatches: of the batch.
+        """
+        hooked = self.hooks.take(self.parameters) and self.replicas is None
+        if hooked or self.hooks.from_start:
+            continues, may_drop = False, may_drop and not continues
+            accumulates = accumulates and not self.hooks.from_start  # alike on all ranks, which meet if it is False
+        self._accumulates, self._keeps, self._old = accumulates, continues, None
+        if not continues and not may_drop:
+            self._old = {name: None if p.grad is None else p.grad.clone() for name, p in self.parameters.items()}
+        if self.replicas is None:
+            if not continues:
+                self._set({})
+        else:
+            counts = {name: num_microbatches * len(stages) for name, stages in self.stages.items()}
+            self.replicas.begin(None if accumulates else counts, keep=continues)
+
+    def drop(self) -> None:
+        """Throw away what the schedule has made of a batch that did not continue another one."""
+        self._set(self._old or {})
+        self._old = None
+
+    def set_aside(self) -> None:
+        """Take away what the schedule has made, so that zeroing does not reach it, and put back what was there."""
+        if self.replicas is not None:
+            self.replicas.set_aside()
+        else:
+            self._made = {name: p.grad for name, p in self.parameters.items()}
+        self._set(self._old or {})
+
+    @torch.no_grad()
+    def deliver(self, factor: float) -> None:
+        """Set ``.grad``. Collective over the pipeline, and over replicas, unless the batch accumulates.
+
+        Args:
+            factor: the loss was multiplied by it after the step.
+
+        Raises:
+            ValueError: the loss was multiplied, and what accumulated before cannot be told apart.
+        """
+        if factor != 1.0 and self._keeps:
+            raise ValueError(
+                f"The loss was multiplied by {factor:g} between `training_step` and `backward` in a batch that "
+                "accumulates gradients. In a pipeline gradients exist before that. Multiply it inside `training_step`."
+            )
+        before = {name: p.grad for name, p in self.parameters.items()} if self._old is not None else {}
+        if self.replicas is not None:
+            self._set({})  # else what was there before would be taken for what was made
+            self.replicas.finish(average=not self._accumulates)
+        else:
+            self._set(self._made)
+            self._made = {}
+        if factor != 1.0:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        if not self._accumulates:
+            self.tied.sum()
+        if not self._accumulates or self.replicas is None:
+            self.hooks.on_gradients(self.parameters)
+        for name, old in before.items():
+            parameter = self.parameters[name]
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
+        self._old = None
+        self.hooks.behind_accumulation(self.parameters)
+
+    def _set(self, gradients: Mapping[str, Tensor | None]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)

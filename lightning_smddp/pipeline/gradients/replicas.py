@@ -1,0 +1,286 @@
+"""Data parallelism of one stage: its gradients are averaged over the replicas, bucket by bucket, during backward.
+
+``DistributedDataParallel`` cannot do it: with schedules that split backward in two it averages too early, and nothing
+says so (pytorch/pytorch#144530).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+
+from lightning_smddp.communication.autotune import DEFAULT_BUCKET_MB, Plan, choose_plan, given_plan
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.compression import Compression, check_compressible
+from lightning_smddp.communication.consistency import check_same_model
+from lightning_smddp.communication.hook import GradientSynchronizer
+from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.communication.stats import recorder_for
+from lightning_smddp.pipeline.gradients.gradient_buckets import GradientBucket, assign_buckets
+from lightning_smddp.pipeline.gradients.parameter_hooks import OwnHook
+
+
+class ReplicaGradients:
+    """Averages the gradients of this rank's parameters over all replicas.
+
+    One optimizer step is :meth:`begin`, the backward passes, and :meth:`finish`. With accumulation over several
+    batches, all but the last end with ``finish(average=False)``, and all but the first begin with ``keep=True``.
+
+    Buckets start in the order of their numbers on every replica, as soon as their gradients are complete, on CPU in a
+    thread of this object: backward never waits for a peer there, so a replica that takes another path through the
+    model cannot block the pipelines.
+
+    Creation is collective over ``group``.
+
+    Args:
+        parameters: of this rank by first name, in the module's order. Frozen ones are left alone until they are
+            thawed.
+        group: the ranks with the same stages in all replicas.
+        device: where the gradients are.
+        timeout: how long a collective waits for a peer.
+        algorithm: as of ``SMDDPStrategy``.
+        compression: as of ``SMDDPStrategy``, parsed.
+        bucket_cap_mb: as of ``SMDDPStrategy``.
+        cache: file of earlier plans, or None.
+
+    Raises:
+        ValueError: on every rank, if the replicas' parameters differ or an option does not fit.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta,
+        algorithm: str = "auto",
+        compression: Compression | None = None,
+        bucket_cap_mb: float | None = None,
+        cache: Path | None = None,
+    ) -> None:
+        self._parameters, self._compression, self._device = dict(parameters), compression, device
+        self.recorder = recorder_for(device)
+        size = sum(p.numel() * p.dtype.itemsize for p in self._trained().values())
+        self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
+        check_same_model(_Held(self._parameters), group, device, self.communicator.topology)
+        for name, parameter in self._trained().items() if compression is not None else ():
+            check_compressible(parameter.dtype, f"The gradient of {name!r}")
+        self.plan = self._choose_plan(algorithm, bucket_cap_mb, cache)
+        self.buckets: list[GradientBucket] = []
+        self._synchronizer: GradientSynchronizer | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp_replicas")
+        self._hooks: list[Any] = []
+        self._pending: list[futures.Future[Any]] = []
+        self.watching = False  # for NaN and inf, before averaging
+        self.marking = True  # see `NonFiniteWatch.marks`
+        self._launched = 0  # buckets
+        self._remaining: dict[str, int] = {}  # backward passes to come
+        self._build()
+
+    def begin(self, backwards: int | Mapping[str, int] | None, keep: bool = False) -> None:
+        """Let gradients flow into the buckets: before the first backward.
+
+        Args:
+            backwards: how many backward passes reach each parameter until its gradient is complete (the number of
+                micro-batches, times the stages of this rank that use it), for all or by name. None leaves everything
+                to :meth:`finish`: for batches that only accumulate, and for schedules that split backward in two, as
+                these add weight gradients where no hook sees it.
+            keep: add to what ``.grad`` holds; else start from zero.
+        """
+        self._wait()
+        if [id(p) for p in self._trained().values()] != self._built_for:
+            self._rebuild()
+        self._launched, self._remaining = 0, {}
+        if backwards is not None:
+            self._remaining = {
+                name: backwards if isinstance(backwards, int) else backwards[name] for name in self._trained()
+            }
+        for bucket in self.buckets:
+            bucket.begin(keep)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Around backward passes that do not belong to a batch: what they make is not counted."""
+        remaining, self._remaining = self._remaining, {}
+        try:
+            yield
+        finally:
+            self._remaining = remaining
+
+    def set_aside(self) -> None:
+        """Take ``.grad`` away until :meth:`finish`, so that nobody zeroes or reads what may be under way."""
+        for bucket in self.buckets:
+            bucket.collect()
+            bucket.hand_out([False] * len(bucket.parameters()))
+
+    def finish(self, average: bool = True) -> None:
+        """Set ``.grad``: the mean over the replicas, or with ``average=False`` what this rank has so far.
+
+        A replica without a gradient for a parameter counts as zero; if none has one, ``.grad`` is None. Collective
+        over the replicas with ``average``.
+        """
+        used = []
+        for bucket in self.buckets:
+            bucket.collect()
+            used += bucket.used()
+        if average:
+            self._launch_full(everything=True)
+            self._wait()
+            used = self._used_by_any(used)
+        self._remaining = {}
+        flags = iter(used)
+        for bucket in self.buckets:
+            bucket.hand_out([next(flags) for _ in bucket.parameters()])
+
+    def take_nonfinite(self) -> dict[str, str] | None:
+        """What was not finite in this rank's own gradients, by parameter; None if no replica's, nor their mean, was.
+
+        After :meth:`finish`, with ``watching``. Without ``marking``: of this rank alone, empty if there is none.
+        """
+        watch = None if self._synchronizer is None else self._synchronizer.watch
+        if watch is not None and not self.marking:
+            return watch.take_findings()
+        return watch.take_findings() if watch is not None and watch.spoiled() else None
+
+    def report(self) -> CommunicationReport | None:
+        """What communication cost so far; None where nothing is trained. Collective over the replicas."""
+        return None if self._synchronizer is None else self._synchronizer.report()
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What compression remembers of this rank's parameters. Collective over the replicas."""
+        return {} if self._synchronizer is None else self._synchronizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue from a :meth:`state_dict`, or several merged: what is of this rank's parameters is taken."""
+        if self._synchronizer is not None:
+            trained = self._trained()
+            # PowerSGD's keys are a name and the part of the parameter: "name[0:100]"
+            mine = {
+                part: {key: value for key, value in values.items() if key.partition("[")[0] in trained}
+                for part, values in state.items()
+            }
+            self._synchronizer.load_state_dict(mine)
+
+    def close(self) -> None:
+        """Free threads, memory and groups; ``.grad`` stays. Not collective: also after an error, in mid-step."""
+        if any(not pending.done() for pending in self._pending):
+            self.communicator.interrupt()
+        self._thread.shutdown(cancel_futures=True)
+        self._unbuild()
+        self.communicator.close()
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    def _choose_plan(self, algorithm: str, bucket_cap_mb: float | None, cache: Path | None) -> Plan:
+        if algorithm != "auto":
+            return given_plan(algorithm, bucket_cap_mb)
+        if not self._trained():
+            return given_plan("native", bucket_cap_mb)
+        return choose_plan(self.communicator, _Held(self._parameters), self._compression, bucket_cap_mb, cache)
+
+    def _build(self) -> None:
+        trained = self._trained()
+        self._built_for = [id(parameter) for parameter in trained.values()]
+        if not trained:  # perhaps later: groups are made now, as the ranks of a step do not wait for each other
+            for name in dict.fromkeys(name for _, name in self.plan.table):
+                self.communicator.algorithm(name, self._compression).close()
+            return
+        self._synchronizer = GradientSynchronizer(
+            self.communicator, _Held(trained), self.plan.table, self._compression, self.recorder
+        )
+        cap = self.plan.bucket_cap_mb or DEFAULT_BUCKET_MB
+        self.buckets = assign_buckets(list(trained.values()), int(cap * 2**20))
+        self._names = {id(parameter): name for name, parameter in trained.items()}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(OwnHook(self._accumulated, name))
+            for name, parameter in trained.items()
+        ]
+
+    def _unbuild(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._synchronizer is not None:
+            self._synchronizer.close()
+        self._synchronizer, self.buckets, self._hooks = None, [], []
+
+    def _rebuild(self) -> None:
+        """Parameters were frozen or thawed, on all replicas alike."""
+        state = self.state_dict() if self._compression is not None else {}
+        self._unbuild()
+        self._build()
+        if state:
+            self.load_state_dict(state)
+
+    def _accumulated(self, name: str, parameter: Tensor) -> None:
+        """A backward pass has added to the gradient."""
+        if name not in self._remaining:
+            return
+        self._remaining[name] -= 1
+        if self._remaining[name] == 0:
+            self._launch_full()
+        elif self._remaining[name] < 0 and self._is_launched(parameter):
+            raise RuntimeError(
+                f"The gradient of {name!r} was averaged over the replicas already, and now more was added to it: the "
+                "parameter is used in more backward passes than there are micro-batches (reentrant activation "
+                "checkpointing does that; use_reentrant=False does not)."
+            )
+
+    def _is_launched(self, parameter: Tensor) -> bool:
+        return any(parameter is p for bucket in self.buckets[: self._launched] for p in bucket.parameters())
+
+    def _launch_full(self, everything: bool = False) -> None:
+        """Start the next buckets in order, as far as they are full."""
+        for bucket in self.buckets[self._launched :]:
+            missing = any(self._remaining.get(self._names[id(p)], 1) > 0 for p in bucket.parameters())
+            if missing and not everything:
+                return
+            self._launched += 1
+            self._launch(bucket)
+
+    def _launch(self, bucket: GradientBucket) -> None:
+        assert self._synchronizer is not None
+        bucket.collect()
+        self._synchronizer.watch.on, self._synchronizer.watch.marks = self.watching, self.marking
+        average, as_ddp = self._synchronizer.average, cast(GradBucket, bucket)
+        if self._device.type == "cpu":
+            self._pending.append(self._thread.submit(average, as_ddp))
+        else:  # queued on the device: does not wait for anyone
+            done: futures.Future[Any] = futures.Future()
+            done.set_result(average(as_ddp))
+            self._pending.append(done)
+
+    def _wait(self) -> None:
+        """Wait for everything under way; raises what went wrong."""
+        pending, self._pending = self._pending, []
+        for launched in pending:
+            launched.result().wait()
+
+    def _used_by_any(self, used: list[bool]) -> list[bool]:
+        if not used or self.communicator.world_size == 1:
+            return used
+        flags = from_numbers(used, torch.float32, self._device)
+        dist.all_reduce(flags, group=self.communicator.group)
+        return used if all(used) else [flag > 0 for flag in flags.tolist()]  # reading waits for the device
+
+
+class _Held(nn.Module):
+    """Some parameters under the names that they have in the whole model: what communication asks of a module."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._named = dict(parameters)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._named.items())

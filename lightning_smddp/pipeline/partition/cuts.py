@@ -1,0 +1,376 @@
+"""Which modules are units, and where the step is cut: decided once, by one rank, as plain data for all."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from lightning_smddp.pipeline.capture.graph import Item, Modules, SplitError, StepGraph, build_program
+from lightning_smddp.pipeline.capture.tracer import Trace
+from lightning_smddp.pipeline.partition.live_sets import live_sets, natural_bytes
+from lightning_smddp.pipeline.partition.reference import Reference
+from lightning_smddp.pipeline.runtime.replay import StagePlan
+from lightning_smddp.planner.partition import Partition, best_partition, given_partition
+from lightning_smddp.planner.problem import Item as Cost
+from lightning_smddp.planner.problem import Link, PartitionError, PartitionProblem
+
+_BACKWARD_OF_FORWARD = 2.0  # time of a backward where only the forward was measured
+_BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,
+_NEGLIGIBLE = 5  # nor is one that is slower by as many messages' latencies: times vary as much
+_ROUNDS = 24  # modules opened at most in search of a better balance
+_PATIENCE = 4  # of them without any success
+
+
+@dataclass(frozen=True)
+class StageCuts:
+    """A step cut into stages.
+
+    Attributes:
+        units: modules that are placed whole.
+        cuts: first items of all stages but the first.
+        live: the values that cross each cut.
+        again: for each stage the earlier items that it repeats.
+    """
+
+    units: tuple[str, ...]
+    cuts: tuple[int, ...]
+    live: tuple[tuple[int, ...], ...]
+    again: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def at(cls, program: StepGraph, cuts: Sequence[int]) -> StageCuts:
+        """Cut ``program`` before the items ``cuts``."""
+        live, again = live_sets(program, cuts)
+        return cls(program.units, tuple(cuts), tuple(live), tuple(tuple(sorted(items)) for items in again))
+
+    def plans(self, num_items: int) -> list[StagePlan]:
+        """What each stage does."""
+        bounds = [0, *self.cuts, num_items]
+        received, sent = [(), *self.live], [*self.live, ()]
+        return [
+            StagePlan(
+                stage, bounds[stage], bounds[stage + 1], frozenset(self.again[stage]), received[stage], sent[stage]
+            )
+            for stage in range(len(bounds) - 1)
+        ]
+
+    def to_json(self) -> Any:
+        """Plain lists and strings."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageCuts:
+        """The inverse of :meth:`to_json`."""
+        return cls(
+            tuple(data["units"]),
+            tuple(data["cuts"]),
+            tuple(tuple(values) for values in data["live"]),
+            tuple(tuple(items) for items in data["again"]),
+        )
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What there is to place stages on.
+
+    Attributes:
+        rank_of_stage: rank in the pipeline of each stage.
+        in_flight: micro-batches whose activations each stage keeps at once.
+        parameter_bytes: of each parameter, with its gradient and optimizer state.
+        memory_limit: bytes of a rank, or None.
+        links: between the ranks of each stage and the next.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    in_flight: tuple[int, ...]
+    parameter_bytes: Mapping[str, int]
+    memory_limit: float | None = None
+    links: tuple[Link, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of_stage)
+
+
+def problem_of(
+    program: StepGraph, resources: Resources, reference: Reference | None, checkpointing: bool
+) -> PartitionProblem:
+    """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
+    allowed = set(program.cuts())
+    costs = _evened([_cost(item, reference, checkpointing) for item in program.items], program, resources)
+    cuts = [natural_bytes(program, cut) if cut in allowed else float("inf") for cut in range(len(costs) + 1)]
+    return PartitionProblem(
+        items=costs,
+        parameter_bytes=resources.parameter_bytes,
+        cut_bytes=cuts,
+        rank_of_stage=resources.rank_of_stage,
+        in_flight=resources.in_flight,
+        memory_limit=resources.memory_limit,
+        links=resources.links,
+    )
+
+
+def _cost(item: Item, reference: Reference | None, checkpointing: bool) -> Cost:
+    forward, backward = item.seconds, item.seconds * _BACKWARD_OF_FORWARD
+    if reference is not None and reference.forward_seconds:
+        forward, backward = reference.forward_seconds[item.index], reference.backward_seconds[item.index]
+    if checkpointing and item.module is not None:
+        backward += forward
+    kept = 0 if checkpointing and item.module is not None else item.activation_bytes
+    return Cost(item.name, forward, backward, kept, item.parameters, item.module is not None)
+
+
+def _evened(costs: list[Cost], program: StepGraph, resources: Resources) -> list[Cost]:
+    """The same times for layers of one kind: one measurement of each may be cold, or disturbed.
+
+    Layers are of one kind if their names differ in numbers only, and parameters, activations and outputs are as large.
+    """
+    kinds: dict[Hashable, list[Cost]] = defaultdict(list)
+    keys = []
+    for item, cost in zip(program.items, costs, strict=True):
+        sizes = tuple(resources.parameter_bytes.get(name, 0) for name in item.parameters)
+        shapes = tuple(tuple(program.values[value].shape) for value in item.outputs)
+        keys.append(
+            (re.sub(r"\d+", "#", item.name) if item.module else item.index, sizes, shapes, cost.activation_bytes)
+        )
+        kinds[keys[-1]].append(cost)
+    forward = {key: median(cost.forward_s for cost in alike) for key, alike in kinds.items()}
+    backward = {key: median(cost.backward_s for cost in alike) for key, alike in kinds.items()}
+    return [
+        replace(cost, forward_s=forward[key], backward_s=backward[key]) for key, cost in zip(keys, costs, strict=True)
+    ]
+
+
+def choose_units(
+    trace: Trace, modules: Modules, resources: Resources, split: Sequence[str] | None, checkpointing: bool
+) -> StepGraph:
+    """Open modules, outermost first, until the stages balance; returns the program with the units that remain.
+
+    Raises:
+        SplitError: there is no way to make so many stages; the message says why.
+    """
+    if split is not None:
+        return _units_for(trace, modules, split)
+    opened = _first_opened(modules, resources.num_stages)
+    negligible = _NEGLIGIBLE * max([link.latency_s for link in resources.links], default=0.0)
+    best, best_seconds, failures, error = None, float("inf"), 0, None
+    for _ in range(_ROUNDS):
+        program = build_program(trace, modules, _is_closed(opened))
+        _refuse_readers(program)
+        try:
+            partition = best_partition(problem_of(program, resources, None, checkpointing))
+            slowest, mean = max(partition.stage_seconds), sum(partition.stage_seconds) / resources.num_stages
+        except PartitionError as failure:
+            error, partition, slowest, mean = failure, None, float("inf"), 0.0
+        failures = 0 if slowest < 0.98 * best_seconds else failures + 1
+        if partition is not None and slowest < 0.98 * best_seconds:
+            best, best_seconds = program, slowest
+        if (best is not None and failures > _PATIENCE) or slowest <= max(_BALANCED * mean, mean + negligible):
+            break
+        candidate = _to_open(program, partition, modules)
+        if candidate is None:
+            break
+        opened = opened | {candidate}
+    if best is None:
+        raise _explained(error, modules, program)
+    return best
+
+
+def _is_closed(opened: frozenset[str]) -> Callable[[str], bool]:
+    return lambda name: name not in opened
+
+
+def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
+    """Modules that take more than half a stage's share of the time."""
+    total = sum(modules.seconds(call.module) for call in modules.trace.calls if call.parent is None)
+    share = total / (2 * num_stages)
+    return frozenset(name for name in modules.calls if _can_open(name, modules) and modules.seconds(name) > share)
+
+
+def _can_open(name: str, modules: Modules) -> bool:
+    inner = any(other.startswith(f"{name}.") for other in modules.calls)
+    return inner and name not in modules.seals
+
+
+def _to_open(program: StepGraph, partition: Partition | None, modules: Modules) -> str | None:
+    """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
+    candidates = program.items
+    if partition is not None:
+        begin, end = partition.bounds[partition.stage_seconds.index(max(partition.stage_seconds))]
+        candidates = program.items[begin:end]
+    for chosen in (candidates, program.items):
+        units = [item for item in chosen if item.module is not None and _can_open(item.module, modules)]
+        if units:
+            return max(units, key=lambda item: item.seconds).module
+    return None
+
+
+def _units_for(trace: Trace, modules: Modules, split: Sequence[str]) -> StepGraph:
+    """Open no more than what has to be opened for stages to begin at the named modules."""
+
+    def is_small(name: str) -> bool:
+        return not any(wanted.startswith(f"{name}.") for wanted in split)
+
+    program = build_program(trace, modules, is_small)
+    _refuse_readers(program)
+    return program
+
+
+def partition(
+    program: StepGraph,
+    resources: Resources,
+    reference: Reference | None,
+    split: Sequence[str] | None,
+    checkpointing: bool,
+) -> Partition:
+    """Cut ``program`` into stages, at the named units or where it is best.
+
+    Raises:
+        SplitError: no partition is possible; the message says why.
+    """
+    problem = problem_of(program, resources, reference, checkpointing)
+    try:
+        return best_partition(problem) if split is None else given_partition(problem, split)
+    except PartitionError as error:
+        raise SplitError(f"{error}.{_what_forbids(program)}") from error
+
+
+def _refuse_readers(program: StepGraph) -> None:
+    """What comes behind such a place may be another course on each batch, and only one stage would know it."""
+    _, reader = program.last_cut()
+    if reader is None or reader.index >= _last_unit(program):
+        return
+    if reader.varies:
+        raise SplitError(
+            f"{reader.name} makes a tensor whose size depends on values that a module made, and the step calls "
+            "modules behind it, on stages that count on sizes. Pad it, do it behind the last module, or put it and "
+            "what follows into one module."
+        )
+    raise SplitError(
+        f"The step reads the value of a tensor that a module made, at {reader.place} ({reader.name}), and calls "
+        "modules behind it: what they do may depend on it, and only one stage knows it. Move this code behind the "
+        "last module, or into a module, or use strategy='smddp'."
+    )
+
+
+def _last_unit(program: StepGraph) -> int:
+    return max((item.index for item in program.items if item.module is not None), default=-1)
+
+
+def _what_forbids(program: StepGraph) -> str:
+    """Where the step cannot be cut, and why: the first such place."""
+    last_unit = _last_unit(program)
+    allowed = set(program.cuts())
+    forbidden = next((cut for cut in range(1, last_unit + 1) if cut not in allowed), None)
+    if forbidden is None:
+        return ""
+    return f" No stage may begin with {program.items[forbidden].name}: {program.obstacle_to(forbidden)}."
+
+
+def _explained(error: PartitionError | None, modules: Modules, program: StepGraph) -> SplitError:
+    reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items()]
+    reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.seals.items()]
+    hint = f" Of the modules, {'; '.join(reasons[:5])}." if reasons else ""
+    return SplitError(f"{error}.{_what_forbids(program)}{hint}")
+
+
+def homes_of(program: StepGraph, splitting: StageCuts, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """For each parameter the stages that use it; those that no item uses go to that of a twin, or of neighbours."""
+    homes: dict[str, set[int]] = {}
+    for plan in splitting.plans(len(program.items)):
+        for item in program.items[plan.begin : plan.end]:
+            for name in item.parameters:
+                homes.setdefault(name, set()).add(plan.stage)
+    placed = {name: tuple(sorted(stages)) for name, stages in homes.items()}
+    for name in all_parameters:
+        if name not in placed:
+            twin = _twin(name, homes)
+            stage = neighbour_stage(name, homes) if twin is None else min(homes[twin])
+            placed[name] = (stage,)
+    return placed
+
+
+def _twin(name: str, homes: Mapping[str, Collection[int]]) -> str | None:
+    """A parameter that the step uses whose name ends as ``name`` does, in two parts or more; the most alike one.
+
+    A teacher that follows a student, or an average of the weights, is a copy of modules under another name. Beside
+    the original nothing has to be sent to update it.
+    """
+    parts = name.split(".")
+    best, length = None, 1
+    for other in homes:
+        theirs = other.split(".")
+        common = 0
+        while common < min(len(parts), len(theirs)) and parts[-1 - common] == theirs[-1 - common]:
+            common += 1
+        if common > length:
+            best, length = other, common
+    return best
+
+
+def neighbour_stage(name: str, homes: Mapping[str, Collection[int]]) -> int:
+    """The first stage of the parameters that are nearest to ``name`` in the tree of modules."""
+    prefix = name
+    while "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+        near = [min(stages) for other, stages in homes.items() if other.startswith(f"{prefix}.")]
+        if near:
+            return min(near)
+    return 0
+
+
+def follow(program: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: int) -> StageCuts:
+    """Cut another step (validation, say) so that each stage uses its own parameters only.
+
+    Raises:
+        SplitError: the step needs stages in another order than the one that the parameters were placed for.
+    """
+    _refuse_readers(program)
+    stage, stages = 0, []
+    for item in program.items:
+        allowed = set(range(num_stages))
+        for name in item.parameters:
+            allowed &= set(homes[name])
+        if item.parameters:
+            later = [s for s in sorted(allowed) if s >= stage]
+            if not later:
+                raise SplitError(
+                    f"{item.name} is used behind units of stage {stage}, but its parameters are on stage "
+                    f"{', '.join(map(str, sorted(allowed))) or 'different ones'}: this step uses the modules in "
+                    "another order than the one that the model was split by. Use the same order in all steps, or "
+                    "strategy='smddp'."
+                )
+            stage = later[0]
+        stages.append(stage)
+    return StageCuts.at(program, _cheapest_cuts(program, stages, num_stages))
+
+
+def _cheapest_cuts(program: StepGraph, stages: Sequence[int], num_stages: int) -> list[int]:
+    """First items of the stages 1..: between the last item that must be earlier and the first that must not."""
+    cuts: list[int] = []
+    bound = [item.index for item in program.items if item.parameters]
+    if not bound:
+        return [0] * (num_stages - 1)  # a step that uses no parameter is the last stage's alone
+    for stage in range(1, num_stages):
+        low = max([index + 1 for index in bound if stages[index] < stage], default=1)
+        high = min([index for index in bound if stages[index] >= stage], default=len(stages) - 1)
+        allowed = [cut for cut in program.cuts() if max([low, *cuts]) <= cut <= max(high, low)]
+        if not allowed:
+            raise SplitError(
+                f"This step cannot be cut where stage {stage} begins, between {program.items[low - 1].name} and "
+                f"{program.items[min(high, len(stages) - 1)].name}.{_what_forbids(program)}"
+            )
+        cuts.append(min(allowed, key=lambda cut: natural_bytes(program, cut)))
+    return cuts
+
+
+def is_within(units: Collection[str]) -> Callable[[str], bool]:
+    """The predicate for :func:`build_program` that makes just ``units`` units."""
+    names = frozenset(units)
+    return names.__contains__

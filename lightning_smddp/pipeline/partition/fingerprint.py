@@ -1,0 +1,182 @@
+"""Whether all ranks of a group have the same batch already: a checksum on each, and one small message.
+
+Each rank of a pipeline has read its own batch. Where samplers agree, as they nearly always do, nothing need be sent,
+and so a batch may be of any kind: graphs, tables, packed sequences, objects of the user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.pipeline.capture.objects import is_plain, parts_of
+from lightning_smddp.pipeline.runtime.host_values import HostOf
+
+_SHORT = 64  # bytes of a description that are not hashed
+_CHUNK = 2**22  # numbers of a tensor on an accelerator whose checksum is computed at once
+_PART = 2**22  # bytes of a tensor on the host whose checksum one thread computes
+_THREADS = 4
+_BITS = 62  # of a fingerprint: two of them, one negative, are sent as int64
+
+
+class UnknownValuesError(Exception):
+    """The host does not know what a tensor on a device holds."""
+
+
+def fingerprint(value: Any, host_of: HostOf | None = None) -> int:
+    """A number that is another one for nearly every other value: of types, structure and contents, at any depth.
+
+    What an object does not tell even to ``pickle`` (a lock, say) counts by its type alone.
+
+    Args:
+        value: any.
+        host_of: where the contents of tensors are looked up; else the device is asked, which waits for it.
+
+    Raises:
+        UnknownValuesError: ``host_of`` does not know a tensor.
+    """
+    digest = hashlib.blake2b(_Description(host_of).of(value), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - _BITS)
+
+
+def same_everywhere(value: Any, group: dist.ProcessGroup, device: torch.device | None = None) -> bool:
+    """Whether all ranks of ``group``, whose collectives take tensors of ``device``, have an equal one. Collective."""
+    return _are_equal(fingerprint(value), group, device or torch.device("cpu"))
+
+
+def known_to_be_same(value: Any, host_of: HostOf, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """As :func:`same_everywhere`, by what hosts know: False as well where one does not know all of it. Collective."""
+    try:
+        mine = fingerprint(value, host_of)
+    except UnknownValuesError:
+        mine = -1 - group.rank()  # unlike any other rank's
+    return _are_equal(mine, group, device)
+
+
+def _are_equal(mine: int, group: dist.ProcessGroup, device: torch.device) -> bool:
+    votes = from_numbers([mine, -mine], torch.int64, device)
+    dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+    highest, lowest = votes.tolist()
+    return bool(highest == -lowest)
+
+
+class _Description:
+    """Bytes that describe an object. Equal objects have equal ones, in whatever way they share their parts."""
+
+    def __init__(self, host_of: HostOf | None) -> None:
+        self._host_of = host_of
+        self._above: dict[int, int] = {}  # objects that the present one is a part of, and how deep they are
+        self._known: dict[int, tuple[Any, bytes]] = {}  # objects are kept, so that no other one gets their identity
+
+    def of(self, value: Any) -> bytes:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+            return _short(f"{value.dtype}{value.shape}{zlib.crc32(data)}".encode())
+        if is_plain(value):
+            return _short(f"{kind.__name__} {_text(value)}".encode())
+        if id(value) in self._above:
+            return f"in itself {len(self._above) - self._above[id(value)]}".encode()
+        if id(value) not in self._known:
+            self._known[id(value)] = value, self._parts(value)
+        return self._known[id(value)][1]
+
+    def _parts(self, value: Any) -> bytes:
+        parts = parts_of(value)
+        if parts is None:
+            return type(value).__qualname__.encode()
+        self._above[id(value)] = len(self._above)
+        described = [self.of(key) + b"=" + self.of(part) for key, part in parts]
+        del self._above[id(value)]
+        if isinstance(value, (set, frozenset)):
+            described.sort()
+        return _short(_kind(value).encode() + b"(" + b",".join(described) + b")")
+
+    def _tensor(self, tensor: Tensor) -> bytes:
+        plain = tensor.detach()
+        if type(plain) is not Tensor and not plain.is_nested:
+            plain = plain.as_subclass(Tensor)
+        stored: list[Tensor] = []
+        if plain.is_nested:
+            stored = list(plain.unbind())
+        elif plain.layout is torch.sparse_coo:
+            stored = [plain._indices(), plain._values()]
+        elif plain.layout in (torch.sparse_csr, torch.sparse_bsr):
+            stored = [plain.crow_indices(), plain.col_indices(), plain.values()]
+        elif plain.layout in (torch.sparse_csc, torch.sparse_bsc):
+            stored = [plain.ccol_indices(), plain.row_indices(), plain.values()]
+        shape = "" if plain.is_nested else list(plain.shape)
+        content = (
+            b"".join(self._tensor(part) for part in stored)
+            if stored
+            else str(_checksum(self._readable(plain))).encode()
+        )
+        about = f"{_kind(tensor)}{plain.dtype}{shape}{tensor.requires_grad}"
+        return _short(about.encode() + content)
+
+    def _readable(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or the same values where the host can read them."""
+        if self._host_of is None:
+            return tensor
+        known = self._host_of(tensor)
+        if known is None:
+            raise UnknownValuesError
+        return known
+
+
+def _checksum(tensor: Tensor) -> int:
+    if tensor.is_meta:
+        return 0
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type == "cpu":
+        return _checksum_on_host(flat)
+    return _checksum_on_device(flat)
+
+
+def _checksum_on_host(flat: Tensor) -> int:
+    """The CRC-32 of the bytes; of many, the CRC-32 of those of their parts, by several threads."""
+    data = flat.numpy().data
+    if len(data) <= _PART:
+        return zlib.crc32(data)
+    parts = [data[begin : begin + _PART] for begin in range(0, len(data), _PART)]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = list(threads.map(zlib.crc32, parts))
+    return zlib.crc32(np.array(sums, dtype=np.uint32).data)
+
+
+def _checksum_on_device(flat: Tensor) -> int:
+    """A sum of the bytes, each times another odd number, computed where they are."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for begin in range(0, flat.numel(), _CHUNK):
+        part = flat[begin : begin + _CHUNK].to(torch.int64)
+        place = torch.arange(begin, begin + part.numel(), device=flat.device)
+        factor = (2 * place + 1) * 0x5851F42D4C957F2D  # overflows, as it should
+        total += ((part + 1) * (factor ^ (factor >> 29))).sum()
+    return int(total)
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return "dict" if isinstance(value, dict) else kind.__qualname__
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (type(None), bool, int, float, complex, str, bytes, np.generic, torch.Size)):
+        return repr(value)
+    return getattr(value, "__qualname__", None) or str(value)
+
+
+def _short(text: bytes) -> bytes:
+    return text if len(text) <= _SHORT else hashlib.blake2b(text, digest_size=16).digest()

@@ -1,0 +1,223 @@
+"""Whether the gradients of parts of some rows make up those of the rows: what the loss alone is too coarse for.
+
+A loss may have a small part that needs other weights than the rest: a penalty on activations beside a mean over labels,
+a balance of experts, a term between rows. In the loss of a fresh model it disappears, as it is much the same for all
+rows; in the gradient of some parameter it does not. Of each parameter's gradient two numbers are kept, sums with fixed
+angles as weights: they add up as gradients do, and no gradient has to be kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+
+EXACT, MIXED = 5e-5, 5e-2  # what rounding explains, in fp32 and with 16-bit types, of a gradient's norm
+_SMALL = 1e-2  # of the largest norm: smaller gradients are compared as if they were that large
+_CLEAR, _NOISE = 10.0, 1 / 20  # see ``weight_trials``
+_FEWEST = 4  # rows: with less, another order has halves of the same rows
+_CHUNK = 1 << 18  # elements that one set of angles is for
+_TURN = 0.7  # the angle between chunks
+
+
+@dataclass
+class Gradients:
+    """Of one run.
+
+    Attributes:
+        sums: by parameter.
+        norms: by parameter.
+        is_exact: nothing that was kept for backward has less than 32 bits.
+    """
+
+    sums: dict[str, complex] = field(default_factory=dict)
+    norms: dict[str, float] = field(default_factory=dict)
+    is_exact: bool = True
+
+    def is_finite(self) -> bool:
+        """Whether they can be compared."""
+        return all(map(math.isfinite, self.norms.values()))
+
+
+Run: TypeAlias = Callable[[MicroBatch, int], Gradients]
+"""(rows, seed): a run of the step without effects; what is still random follows from the seed."""
+
+
+@contextmanager
+def noted_gradients(parameters: Mapping[str, Tensor]) -> Iterator[Gradients]:
+    """Within it, a backward pass leaves sums instead of gradients."""
+    found = Gradients()
+    handles = [
+        parameter.register_post_accumulate_grad_hook(functools.partial(_note, found, name))
+        for name, parameter in parameters.items()
+        if parameter.requires_grad and not parameter.is_meta
+    ]
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
+            found.is_exact = False
+        return tensor
+
+    try:
+        with saved_tensors_hooks(look, lambda tensor: tensor):
+            yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _note(found: Gradients, name: str, parameter: Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    parameter.grad = None
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    angles = _angles(gradient.device)
+    numbers = []
+    for chunk in gradient.reshape(-1).float().split(_CHUNK):
+        numbers.append(torch.cat([angles[:, : len(chunk)] @ chunk, chunk.norm()[None]]))
+    total, squares = 0j, 0.0
+    for index, (cosine, sine, norm) in enumerate(torch.stack(numbers).tolist()):
+        total += complex(cosine, sine) * complex(math.cos(_TURN * index), math.sin(_TURN * index))
+        squares += norm**2
+    found.sums[name] = found.sums.get(name, 0j) + total  # gradients may come in pieces
+    found.norms[name] = found.norms.get(name, 0.0) + math.sqrt(squares)
+
+
+@functools.cache
+def _angles(device: torch.device) -> Tensor:
+    index = torch.arange(_CHUNK, dtype=torch.float64)
+    return torch.stack([index.cos(), index.sin()]).float().to(device)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Of the parameter whose gradients fit least, by how much of its norm."""
+
+    parameter: str
+    error: float
+
+
+def tolerances_on(device: torch.device) -> tuple[float, float]:
+    """In fp32, which convolutions on GPUs round to TF32, and with 16-bit types."""
+    return (EXACT if device.type == "cpu" else 20 * EXACT), MIXED
+
+
+def misfit_of(
+    whole: Gradients, parts: Sequence[Gradients], weights: Sequence[float], largest: float | None = None
+) -> Misfit:
+    """The largest difference between the gradients of rows and the weighted ones of their parts; 0 without any.
+
+    Args:
+        whole: of all rows.
+        parts: of their parts.
+        weights: of ``parts``.
+        largest: norm of any parameter's gradient, where some are on other ranks.
+    """
+    counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+    if largest is None:
+        largest = max([*whole.norms.values(), *(n for part, _ in counted for n in part.norms.values())], default=0.0)
+    least = _SMALL * largest
+    worst = Misfit("", 0.0)
+    for name in dict.fromkeys([*whole.sums, *(name for part, _ in counted for name in part.sums)]):
+        made = sum(weight * part.sums.get(name, 0j) for part, weight in counted)
+        norms = [whole.norms.get(name, 0.0), *(weight * part.norms.get(name, 0.0) for part, weight in counted)]
+        error = abs(made - whole.sums.get(name, 0j)) / max(*norms, least, 1e-30)
+        if not error <= worst.error:
+            worst = Misfit(name, error)
+    return worst
+
+
+Verdict: TypeAlias = "list[Weighting] | Misfit"
+
+
+@dataclass
+class GradientTrial:
+    """Compares gradients, on rows that count differently.
+
+    Attributes:
+        run: gradients of some rows.
+        rows: at least two.
+        may_reorder: whether ``rows`` can be put in another order.
+        tolerances: in fp32, and with 16-bit types.
+    """
+
+    run: Run
+    rows: MicroBatch
+    may_reorder: bool = True
+    tolerances: tuple[float, float] = (EXACT, MIXED)
+
+    def fitting(self, candidates: Sequence[Weighting], conceivable: Sequence[Weighting] = ()) -> Verdict | None:
+        """Those of ``candidates`` that gradients fit, or by how much they miss the best one.
+
+        None where nothing can be said: gradients are not finite, or others each time.
+
+        Args:
+            candidates: at least one.
+            conceivable: others, by which rows may count differently for a part of the loss.
+        """
+        order = self._order([*candidates, *conceivable])
+        rows = self.rows if order is None else self.rows.with_rows_in(order)
+        found = self._attempt(rows, candidates, 2, 1.0)
+        if not isinstance(found, Misfit):
+            return found
+        first, again = self.run(rows, 0), self.run(rows, 1)
+        if misfit_of(first, [again], [1.0]).error > self._tolerance([first, again]):
+            return None  # by chance
+        confirmed = self._attempt(rows, candidates, 3, 0.5)  # rounding at an activation's kink is elsewhere there
+        return found if confirmed is None else confirmed
+
+    def _attempt(
+        self, rows: MicroBatch, candidates: Sequence[Weighting], count: int, strictness: float
+    ) -> Verdict | None:
+        parts = rows.split(count)
+        if len(parts) < 2:
+            return None
+        runs = [self.run(some, 0) for some in (rows, *parts)]
+        whole, halves = runs[0], runs[1:]
+        known: dict[tuple[float, ...], Misfit] = {}  # by weights
+        misfits = []
+        for candidate in candidates:
+            weights = tuple(part.weight for part in candidate.apply(parts))
+            counted = [half for half, weight in zip(halves, weights, strict=True) if weight]
+            if not all(run.is_finite() for run in (whole, *counted)):
+                return None
+            if weights not in known:
+                known[weights] = misfit_of(whole, halves, weights)
+            misfits.append(known[weights])
+        best, tolerance = min(misfits, key=lambda misfit: misfit.error), strictness * self._tolerance(runs)
+        if best.error > tolerance:
+            return best
+        limit = min(tolerance, max(_CLEAR * best.error, _NOISE * tolerance))
+        return [c for c, misfit in zip(candidates, misfits, strict=True) if misfit.error <= limit]
+
+    def _tolerance(self, runs: Sequence[Gradients]) -> float:
+        return self.tolerances[0] if all(run.is_exact for run in runs) else self.tolerances[1]
+
+    def _order(self, candidates: Sequence[Weighting]) -> list[int] | None:
+        """Rows that count less come first, so that halves count differently; None if rows have to stay in place."""
+        if not self.may_reorder or self.rows.size < _FEWEST:
+            return None
+        order = list(range(self.rows.size))
+        rows = self.rows.split(len(order))
+        if len(rows) < len(order):
+            return None
+        for candidate in candidates:
+            counts = [candidate.count(row.value) for row in rows] if candidate.kind in ("labels", "entries") else []
+            numbers = [float(count) for count in counts if count is not None]
+            if len(numbers) == len(order) and min(numbers) < max(numbers):
+                return sorted(order, key=numbers.__getitem__)
+        return order

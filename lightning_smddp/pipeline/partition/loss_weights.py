@@ -1,0 +1,125 @@
+"""How much each micro-batch's loss counts: by its rows, its labels, the entries of a mask, or as it is.
+
+A loss that is a mean over rows is the mean of its micro-batches' losses, weighted by their rows. A language model's
+loss is usually a mean over tokens, of which padding (label -100) does not count: then the weights are numbers of
+labels. Which weights are right is found out by ``weight_trials.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.pipeline.capture.pytree import Path, items
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.runtime.host_values import HostOf
+
+IGNORED = -100  # torch's and transformers' label of what does not count
+Kind: TypeAlias = Literal["rows", "labels", "entries", "sum"]
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """Weights of micro-batches.
+
+    Attributes:
+        kind: "rows"; "labels" that count, or the sum of "entries" (of a mask, of lengths) in the batch's tensor at
+            ``path``; "sum": losses are added up.
+        path: keys and positions from the outside in.
+        skip: labels at the beginning of each row that are never predicted (1 where the step shifts labels); -1 for the
+            last one.
+        ignored: the label that does not count.
+        class_weights: by label, how much one counts; empty if all count alike.
+        fits: False if no weights make the losses of micro-batches the batch's.
+    """
+
+    kind: Kind = "rows"
+    path: Path = ()
+    skip: int = 0
+    ignored: int = IGNORED
+    class_weights: tuple[float, ...] = ()
+    fits: bool = field(default=True, compare=False)
+
+    def apply(self, microbatches: Sequence[MicroBatch], host_of: HostOf | None = None) -> list[MicroBatch]:
+        """The same micro-batches with these weights; by rows where there is no such tensor, or nothing counts.
+
+        Args:
+            microbatches: of one batch.
+            host_of: where values on a device are looked up. What is not known there is asked of the device: once.
+        """
+        if self.kind == "rows" or len(microbatches) == 1:
+            return list(microbatches)
+        if self.kind == "sum":
+            return [replace(microbatch, weight=1.0) for microbatch in microbatches]
+        leaves = [leaf for m in microbatches if (leaf := self._counted(m.value)) is not None]
+        if len(leaves) < len(microbatches):
+            return list(microbatches)
+        known = [] if host_of is None else [here for leaf in leaves if (here := host_of(leaf)) is not None]
+        if len(known) == len(leaves):
+            leaves = known
+        counts: list[float] = torch.stack([self._count(leaf) for leaf in leaves]).tolist()
+        total = sum(counts)
+        if not total > 0:
+            return list(microbatches)
+        return [replace(m, weight=count / total) for m, count in zip(microbatches, counts, strict=True)]
+
+    def count(self, value: Any) -> Tensor | None:
+        """What a micro-batch counts, a scalar on its device; None if it has no such tensor."""
+        leaf = self._counted(value)
+        return None if leaf is None else self._count(leaf)
+
+    def _counted(self, value: Any) -> Tensor | None:
+        leaf = next((leaf for path, leaf in items(value) if path == self.path), None)
+        return leaf if isinstance(leaf, Tensor) and leaf.dim() else None
+
+    def _count(self, leaf: Tensor) -> Tensor:
+        if leaf.dim() > 1 and self.skip:
+            leaf = leaf[:, self.skip :] if self.skip > 0 else leaf[:, : self.skip]
+        if self.kind == "entries":
+            return leaf.sum(dtype=torch.float64)
+        counts = leaf != self.ignored
+        if not self.class_weights:
+            return counts.sum(dtype=torch.float64)
+        weights = from_numbers(self.class_weights, torch.float64, leaf.device)
+        return weights[leaf.where(counts, 0)].where(counts, 0.0).sum()
+
+    def describe(self) -> str:
+        """For the table and for messages."""
+        shifted = {0: "", 1: ", shifted by one", -1: ", without the last"}[self.skip]
+        if self.kind == "labels":
+            weighted = ", by their classes' weights" if self.class_weights else ""
+            return f"labels that are not {self.ignored} in batch{path_text(self.path)}{shifted}{weighted}"
+        if self.kind == "entries":
+            return f"the sum of batch{path_text(self.path)}{shifted}"
+        return "rows" if self.kind == "rows" else "none: losses are added up"
+
+    def to_json(self) -> Any:
+        """Plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Weighting:
+        """The inverse."""
+        return cls(**{**data, "path": tuple(data["path"]), "class_weights": tuple(data["class_weights"])})
+
+
+def warning_without_trial(microbatch: MicroBatch, why: str) -> str | None:
+    """What to say where nothing can be compared, if the rows have labels that do not count."""
+    for path, leaf in items(microbatch.value):
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and bool((leaf == IGNORED).any()):
+            return (
+                f"batch{path_text(path)} has labels of {IGNORED}, which do not count in most losses, and micro-batches "
+                f"are weighted by their rows: {why} nothing else can be tried out. If "
+                "the loss is a mean over labels, let each micro-batch have as many, or use num_microbatches=1."
+            )
+    return None
+
+
+def path_text(path: Path) -> str:
+    """Keys and positions as Python code has them."""
+    return "".join(f"[{key!r}]" for key in path)

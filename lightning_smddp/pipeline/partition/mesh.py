@@ -1,0 +1,125 @@
+"""Which ranks make up a pipeline, and which hold the same stages of different replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp._compat.torch import is_nccl, new_group_among
+from lightning_smddp.communication.groups import backend_timeout, create_group, new_name
+
+_CPU = torch.device("cpu")
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
+# SageMaker's model parallel library calls the orders by these names; a letter further right varies faster with the rank
+_NAMES = {"cluster": "DP", "spread": "PD"}
+
+
+@dataclass(frozen=True)
+class PipelineMesh:
+    """All ranks of the job by replica and place.
+
+    Attributes:
+        pipelines: for each replica its ranks, in the order of their first stages.
+    """
+
+    pipelines: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, world_size: int, pipeline_parallel_size: int, placement: str = "cluster") -> PipelineMesh:
+        """Arrange ``world_size`` ranks in pipelines.
+
+        Args:
+            world_size: number of all ranks.
+            pipeline_parallel_size: ranks of a pipeline.
+            placement: ``"cluster"`` (or ``"DP"``) puts a pipeline on neighbouring ranks, mostly of one node;
+                ``"spread"`` (or ``"PD"``) puts replicas of a stage there, so that a pipeline spans nodes. The letters
+                are those of SageMaker's ``placement_strategy``, of which T (tensor parallelism) has no meaning here.
+
+        Raises:
+            ValueError: unknown placement, or sizes that do not fit.
+        """
+        order = _NAMES.get(placement, placement.replace("T", "") if isinstance(placement, str) else "")
+        if order not in _NAMES.values():
+            raise ValueError(
+                f"placement={placement!r} is unknown. Valid: 'cluster' (or 'DP': a pipeline on neighbouring ranks), "
+                "'spread' (or 'PD': the replicas of a stage on neighbouring ranks)."
+            )
+        if pipeline_parallel_size < 1 or world_size % pipeline_parallel_size:
+            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            raise ValueError(
+                f"pipeline_parallel_size={pipeline_parallel_size} does not divide the world size {world_size} (number "
+                f"of nodes times devices). Valid here: {', '.join(map(str, divisors))}."
+            )
+        replicas = world_size // pipeline_parallel_size
+        if order == "DP":
+            rows = [range(r * pipeline_parallel_size, (r + 1) * pipeline_parallel_size) for r in range(replicas)]
+        else:
+            rows = [range(r, world_size, replicas) for r in range(replicas)]
+        return cls(tuple(tuple(row) for row in rows))
+
+    @property
+    def num_replicas(self) -> int:
+        """How many pipelines there are."""
+        return len(self.pipelines)
+
+    @property
+    def places(self) -> tuple[tuple[int, ...], ...]:
+        """For each place in the pipeline the ranks that have it, by replica."""
+        return tuple(zip(*self.pipelines, strict=True))
+
+    def find(self, rank: int) -> tuple[int, int]:
+        """Replica and place of a rank."""
+        return next((r, row.index(rank)) for r, row in enumerate(self.pipelines) if rank in row)
+
+
+class Channel(NamedTuple):
+    """A process group, and where its collectives take their tensors from."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place in the grid, and its process groups.
+
+    Attributes:
+        grid: all ranks.
+        replica: number of this rank's pipeline.
+        place: this rank's in it.
+        pipeline: the ranks of the pipeline.
+        neighbours: the same ranks, for messages between stages: on devices, where each pair has a communicator, so
+            that a send does not wait behind a receive from another rank.
+        replicas: the ranks with this place in all pipelines.
+        host: the ranks of the pipeline, for what one host has to know of another: nobody waits for a device there.
+    """
+
+    grid: PipelineMesh
+    replica: int
+    place: int
+    pipeline: dist.ProcessGroup
+    neighbours: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    host: Channel
+
+    @classmethod
+    def create(cls, grid: PipelineMesh, timeout: timedelta | None = None, device: torch.device = _CPU) -> Groups:
+        """Create the groups of this rank's pipeline and place. Collective over all ranks."""
+        assert dist.group.WORLD is not None
+        replica, place = grid.find(dist.get_rank())
+        name, limit = new_name(dist.group.WORLD, device), timeout or _DEFAULT_TIMEOUT
+        mine, equals = list(grid.pipelines[replica]), list(grid.places[place])
+        # every rank in this order, so that nobody waits for one that waits for another
+        pipeline = create_group(mine, f"{name}-pipeline-{replica}", limit, device)
+        neighbours, host = pipeline, Channel(pipeline, device)
+        if device.type != "cpu":
+            neighbours = create_group(mine, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
+        if is_nccl(pipeline) and dist.is_gloo_available():
+            patience = backend_timeout(limit, of_nccl=True)  # who waits for a device here says nothing of who is late
+            host = Channel(new_group_among(mine, f"{name}-host-{replica}", patience, backend="gloo"), _CPU)
+        replicas = create_group(equals, f"{name}-replicas-{place}", limit, device)
+        return cls(grid, replica, place, pipeline, neighbours, replicas, host)

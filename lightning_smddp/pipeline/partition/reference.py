@@ -1,0 +1,177 @@
+"""The whole step on one rank: what the pipeline has to agree with, and what each item costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.capture.graph import Item, StepGraph
+from lightning_smddp.pipeline.capture.pytree import tensors
+from lightning_smddp.pipeline.partition.live_sets import live_sets
+from lightning_smddp.pipeline.runtime.replay import Observer, Replay, Shapes, StagePlan, patched_units
+
+
+@dataclass
+class Reference:
+    """One micro-batch's loss, the norm of each parameter's gradient, and seconds of each item.
+
+    ``plain_loss`` and ``plain_norms`` are those of the step as the user wrote it, not replayed; ``again_loss`` and
+    ``again_norms`` of a replay with the same random numbers.
+    ``of_trace``: it is the micro-batch that was traced, as the other one takes another course.
+    """
+
+    loss: float
+    norms: dict[str, float] = field(default_factory=dict)
+    plain_loss: float = float("nan")
+    plain_norms: dict[str, float] = field(default_factory=dict)
+    again_loss: float = float("nan")
+    again_norms: dict[str, float] = field(default_factory=dict)
+    forward_seconds: list[float] = field(default_factory=list)
+    backward_seconds: list[float] = field(default_factory=list)
+    of_trace: bool = False
+
+
+def run_reference(
+    program: StepGraph,
+    step: Callable[[], Any],
+    loss_of: Callable[[Any], Tensor | None],
+    root: nn.Module,
+    device: torch.device,
+    seed: int,
+    own_numbers: bool = True,
+) -> Reference:
+    """Run the step, units patched, in one stage: forward, and backward if it has a loss. Gradients are not kept.
+
+    Each item starts from its own random numbers, as in :func:`seeding`, so that other ranks can draw the same; without
+    ``own_numbers`` it goes on with those that the items before it have left, as in :func:`run_plain`.
+    """
+    live, again = live_sets(program, [])
+    replay = Replay(program, StagePlan(0, 0, len(program.items), again[0], (), ()), root, device)
+    if not own_numbers:
+        replay.python_random = None  # what units draw in Python, too
+    clock = _Clock(len(program.items), device, seeding(seed) if own_numbers else None)
+    assert not live
+    torch.manual_seed(seed)
+
+    def replayed() -> Any:
+        with patched_units(root, program.units):
+            return replay.run(step, (), Shapes.of(program), clock.observe)[1]
+
+    loss, norms = _backward(replayed, loss_of, root, clock)
+    return Reference(loss, norms, forward_seconds=clock.forward, backward_seconds=clock.backward)
+
+
+def run_plain(
+    step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, device: torch.device, seed: int
+) -> tuple[float, dict[str, float]]:
+    """The same of the step as it is, with nothing patched: what a replay may change shows by it."""
+    torch.manual_seed(seed)
+    return _backward(step, loss_of, root, _Clock(0, device, None))
+
+
+def _backward(
+    step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, clock: _Clock
+) -> tuple[float, dict[str, float]]:
+    """Forward, and backward if there is a loss: the loss, and norms of gradients."""
+    norms: dict[str, float] = {}
+    handles = [p.register_post_accumulate_grad_hook(_note_norm(name, norms)) for name, p in _trainable(root)]
+    try:
+        loss = loss_of(step())
+        if loss is not None and loss.requires_grad:
+            clock.backward_begins()
+            loss.backward()
+            clock.backward_ends()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return float("nan") if loss is None else float(loss.detach()), norms
+
+
+def fastest(references: Sequence[Reference]) -> Reference:
+    """The first reference, with the shortest time of each item: one run alone may be cold, or disturbed.
+
+    Of the second, which drew its random numbers as a plain step does, loss and norms are kept too.
+    """
+    first = references[0]
+    forward = [min(times) for times in zip(*(r.forward_seconds for r in references), strict=True)]
+    backward = [min(times) for times in zip(*(r.backward_seconds for r in references), strict=True)]
+    again = references[1]
+    return Reference(
+        first.loss,
+        first.norms,
+        again_loss=again.loss,
+        again_norms=again.norms,
+        forward_seconds=forward,
+        backward_seconds=backward,
+    )
+
+
+def seeding(seed: int) -> Callable[[Item, bool, Any], None]:
+    """Observer that gives each item random numbers of its own, whatever ran before it."""
+
+    def observe(item: Item, ends: bool, result: Any) -> None:
+        if not ends:
+            torch.manual_seed(seed + item.index)
+
+    return observe
+
+
+def _trainable(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in root.named_parameters() if p.requires_grad and p.device.type != "meta"]
+
+
+def _note_norm(name: str, norms: dict[str, float]) -> Callable[[Tensor], None]:
+    def note(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norms[name] = float(values.detach().float().norm())
+        parameter.grad = None  # the whole model's gradients may be too much for one rank
+
+    return note
+
+
+class _Clock:
+    """Times of items, forward and backward."""
+
+    def __init__(self, count: int, device: torch.device, seed: Observer | None) -> None:
+        self.device, self.seed = device, seed
+        self.forward, self.backward = [0.0] * count, [0.0] * count
+        self.started = 0.0
+        self.running: tuple[float, int] | None = None  # backward: since when, which item
+
+    def observe(self, item: Item, ends: bool, result: Any) -> None:
+        if not ends:
+            if self.seed is not None:
+                self.seed(item, ends, result)
+            self.started = self._now()
+            return
+        self.forward[item.index] += self._now() - self.started
+        for tensor in tensors(result):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _, index=item.index: self._backward_enters(index))
+
+    def backward_begins(self) -> None:
+        self.running = None
+
+    def backward_ends(self) -> None:
+        self._charge()
+
+    def _backward_enters(self, index: int) -> None:
+        self._charge()
+        self.running = (self._now(), index)
+
+    def _charge(self) -> None:
+        if self.running is not None:
+            since, index = self.running
+            self.backward[index] += self._now() - since
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

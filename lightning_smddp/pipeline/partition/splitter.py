@@ -1,0 +1,90 @@
+"""What a user says about cutting batches, asked wherever a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, rows_of, split
+
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Splitter:
+    """Cuts batches by what the user says, else by :func:`~lightning_smddp.pipeline.partition.microbatches.split`.
+
+    Attributes:
+        batch_size_fn: the number of rows of a batch.
+        split_batch: from a batch and a number, a list of about so many batches, or of pairs of a batch and its number
+            of rows.
+    """
+
+    batch_size_fn: Callable[[Any], int] | None = None
+    split_batch: SplitBatch | None = None
+
+    def rows(self, batch: Any) -> int | None:
+        """What ``batch_size_fn`` says. Raises ``ValueError`` if that is no number of rows."""
+        if self.batch_size_fn is None:
+            return None
+        size = self.batch_size_fn(batch)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"batch_size_fn returned {size!r} for a batch. It has to return its number of rows.")
+        return size
+
+    def cut(self, batch: Any, count: int, rows: int | None = None) -> list[MicroBatch]:
+        """Cut ``batch`` into ``count`` micro-batches, or fewer.
+
+        Args:
+            batch: any.
+            count: how many.
+            rows: of the batch, if that is known and ``batch_size_fn`` does not say.
+
+        Raises:
+            UnclearBatchError: where nobody says how, and it is not clear.
+            ValueError: what the user's functions return is wrong.
+        """
+        told = self.rows(batch)
+        rows = rows if told is None else told
+        if self.split_batch is not None and count > 1:
+            return self._by_hook(self.split_batch, batch, count, rows)
+        return split(batch, count, rows)
+
+    def again(self, microbatch: MicroBatch, count: int) -> list[MicroBatch]:
+        """Cut a micro-batch of the user's further."""
+        return self.cut(microbatch.value, count, microbatch.size)
+
+    def whole(self, batch: Any) -> MicroBatch:
+        """All of a batch as one micro-batch."""
+        rows = self.rows(batch)
+        return MicroBatch(batch, max(1, rows_of(batch) if rows is None else rows), 1.0)
+
+    def _by_hook(self, hook: SplitBatch, batch: Any, count: int, rows: int | None) -> list[MicroBatch]:
+        parts = list(hook(batch, count))
+        if not parts:
+            raise ValueError(f"split_batch returned no batches for num_microbatches={count}. Return one at least.")
+        if all(_is_pair(part) for part in parts):
+            values, sizes = [part[0] for part in parts], [part[1] for part in parts]
+        else:
+            values, sizes = parts, self._sizes(parts, batch, rows)
+        if min(sizes) < 1:
+            raise ValueError(f"split_batch returned batches of {sizes} rows. Each has to have one at least.")
+        total = sum(sizes)
+        return [MicroBatch(v, size, size / total, cuts=self) for v, size in zip(values, sizes, strict=True)]
+
+    def _sizes(self, parts: Sequence[Any], batch: Any, rows: int | None) -> list[int]:
+        """Rows of each part, if they add up to those of the batch."""
+        asked = [self.rows(part) for part in parts]
+        sizes = [rows_of(part) if size is None else size for part, size in zip(parts, asked, strict=True)]
+        expected = rows_of(batch) if rows is None else rows
+        if sum(sizes) != expected:
+            raise ValueError(
+                f"split_batch returned batches that seem to have {sizes} rows, of {expected} in all: their weights in "
+                "the loss are not clear. Return pairs of a batch and its number of rows instead of batches."
+            )
+        return sizes
+
+
+def _is_pair(part: Any) -> bool:
+    return type(part) is tuple and len(part) == 2 and type(part[1]) is int

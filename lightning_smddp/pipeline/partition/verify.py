@@ -1,0 +1,115 @@
+"""Never silently wrong: the pipeline's loss and gradients on one micro-batch against those of the whole step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_smddp.pipeline.capture.graph import Item
+
+EXACT, MIXED = 1e-3, 3e-2  # relative differences that rounding explains, in fp32 and with 16-bit types
+# Of the whole gradient's norm: a smaller gradient of a unit is compared as if it were that large. A bias before a
+# BatchNorm, say, has no gradient but what rounding leaves, and that is another one each time.
+_SMALL = 1e-3
+
+
+class VerificationError(RuntimeError):
+    """The pipeline computes something else than the step on one rank. ``findings`` are all comparisons."""
+
+    def __init__(self, message: str, findings: Sequence[Finding]) -> None:
+        super().__init__(message)
+        self.findings = list(findings)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A unit's gradient norm in the whole step and in the pipeline, or the loss (``name`` is ``"loss"``)."""
+
+    name: str
+    stage: int | None
+    expected: float
+    actual: float
+    scale: float
+
+    @property
+    def difference(self) -> float:
+        """Relative; infinite if one of the two is not finite and the other is."""
+        if math.isnan(self.expected) and math.isnan(self.actual):
+            return 0.0
+        if not (math.isfinite(self.expected) and math.isfinite(self.actual)):
+            return 0.0 if self.expected == self.actual else math.inf
+        return abs(self.actual - self.expected) / max(abs(self.expected), _SMALL * self.scale, 1e-30)
+
+
+def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
+    """The norm of each parameter's gradient; parameters without one are left out."""
+    norms = {}
+    for name, parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+            norms[name] = float(gradient.detach().float().norm())
+    return norms
+
+
+def compare(
+    items: Sequence[Item],
+    stage_of_item: Sequence[int],
+    expected_loss: float,
+    actual_loss: float,
+    expected: Mapping[str, float],
+    actual: Mapping[str, float],
+) -> list[Finding]:
+    """The loss, then each unit's gradient norm, in the order of the step; bare parameters under their own names."""
+    total = math.sqrt(sum(norm**2 for norm in expected.values() if math.isfinite(norm)))
+    findings = [Finding("loss", None, expected_loss, actual_loss, abs(expected_loss))]
+    seen: set[str] = set()
+    for item in items:
+        names = [name for name in item.parameters if name not in seen]
+        seen.update(names)
+        parts = [names] if item.module is not None else [[name] for name in names]
+        for part in parts:
+            if any(name in expected or name in actual for name in part):
+                findings.append(
+                    Finding(
+                        item.module if item.module is not None else part[0],
+                        stage_of_item[item.index],
+                        _norm(part, expected),
+                        _norm(part, actual),
+                        total,
+                    )
+                )
+    return findings
+
+
+def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
+    """Raise :class:`VerificationError` naming the first unit that differs, from the end of the step backwards."""
+    wrong = [finding for finding in findings if finding.difference > tolerance]
+    if not wrong:
+        return
+    loss, units = findings[0], [finding for finding in wrong if finding.name != "loss"]
+    lines = [f"the loss is {loss.actual:.7g}, in one process it is {loss.expected:.7g}"]
+    if units:
+        last = units[-1]
+        lines.append(
+            f"the gradient of {last.name!r} (stage {last.stage}) has norm {last.actual:.7g}, in one process "
+            f"{last.expected:.7g}"
+        )
+        others = [finding.name for finding in units[:-1]]
+        if others:
+            lines.append(
+                f"so have {len(others)} other units: {', '.join(others[:6])}{' ...' if len(others) > 6 else ''}"
+            )
+    raise VerificationError(
+        "The pipeline does not compute what the step computes on one rank: " + "; ".join(lines) + ". Something passes "
+        "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, "
+        "a global variable. Return it from the module as a tensor, keep both ends in one module, or name the "
+        "modules of each stage by `split=`. (`check=False` turns this check off, not the error.)",
+        findings,
+    )
+
+
+def _norm(names: Sequence[str], norms: Mapping[str, float]) -> float:
+    return math.sqrt(sum(norms.get(name, 0.0) ** 2 for name in names))

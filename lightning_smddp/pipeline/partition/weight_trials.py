@@ -1,0 +1,320 @@
+"""Finds out how losses of micro-batches make up a batch's loss, by trials on some rows of the first batch.
+
+For a loss that is a ratio of sums over rows, ``loss(a and b) = (w(a) loss(a) + w(b) loss(b)) / (w(a) + w(b))``. Each
+weighting that the batch's tensors allow is a candidate; it has to be right in every trial. A fresh model has nearly
+equal losses for all rows, with which any weights fit. So there are trials that tell candidates apart: in the first of
+two parts only a few labels are left that count, and the first of a row counts in one part only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.pipeline.capture.pytree import Path, items, map_leaves
+from lightning_smddp.pipeline.partition.gradient_trials import Misfit, Verdict
+from lightning_smddp.pipeline.partition.loss_calls import LossCalls
+from lightning_smddp.pipeline.partition.loss_weights import IGNORED, Weighting, warning_without_trial
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+
+EXACT, MIXED = 1e-4, 1e-2  # relative errors that rounding may explain, in fp32 and with 16-bit types
+_CLEAR = 10.0  # times the error of the best candidate is clearly worse
+_NOISE = 1 / 20  # of the tolerance: errors below it do not tell candidates apart
+_LOUDER = 4.0
+_MOST_LEAVES, _MOST_VALUES = 12, 5
+
+LossOf = Callable[[MicroBatch], float]
+Cut = Callable[[Any], list[MicroBatch]]
+Judge = Callable[[Sequence[Weighting], Sequence[Weighting]], Verdict]
+
+
+@dataclass
+class _Trial:
+    """The loss of some rows, and those of their parts."""
+
+    parts: list[MicroBatch]
+    whole: float
+    losses: list[float]
+
+    def predicted(self, weighting: Weighting) -> float:
+        """What the loss of all rows is if ``weighting`` is right; parts that count nothing have no loss."""
+        weighted = zip(weighting.apply(self.parts), self.losses, strict=True)
+        return sum(part.weight * loss for part, loss in weighted if part.weight)
+
+    def error(self, weighting: Weighting) -> float:
+        """Relative to the loss."""
+        predicted = self.predicted(weighting)
+        if not (math.isfinite(predicted) and math.isfinite(self.whole)):
+            return math.inf
+        return abs(predicted - self.whole) / max(abs(self.whole), *(abs(x) for x in self.losses), 1e-8)
+
+
+@dataclass
+class _Candidates:
+    """What may be right, the first the most plausible; ``errors`` are the largest of all trials."""
+
+    weightings: list[Weighting]
+    tolerance: float
+    trials: list[_Trial] = field(default_factory=list)
+
+    def add(self, trial: _Trial) -> None:
+        """Drop what it shows to be wrong. A trial that no candidate explains shows nothing, but for the first."""
+        errors = {weighting: trial.error(weighting) for weighting in self.weightings}
+        best = min(errors.values())
+        limit = min(self.tolerance, max(_CLEAR * best, _NOISE * self.tolerance))
+        if best > self.tolerance and self.trials:
+            return
+        self.trials.append(trial)
+        self.weightings = [weighting for weighting in self.weightings if errors[weighting] <= limit]
+
+    def distinct(self) -> list[Weighting]:
+        """Those that are left and weigh the first trial's rows differently."""
+        found: dict[tuple[float, ...], Weighting] = {}
+        for weighting in self.weightings:
+            shares = [round(part.weight, 9) for part in weighting.apply(self.trials[0].parts)]
+            found.setdefault(tuple(shares), weighting)
+        return list(found.values())
+
+
+def find_weighting(
+    loss_of: LossOf,
+    microbatch: MicroBatch,
+    cut: Cut,
+    tolerance: float = EXACT,
+    louder: Callable[[], AbstractContextManager[object]] | None = None,
+    may_be_whole: bool = False,
+    gradients: Judge | None = None,
+) -> tuple[Weighting, str | None]:
+    """Which weights make micro-batches' losses the batch's.
+
+    Args:
+        loss_of: runs the step, without random numbers and without effects on the model.
+        microbatch: some rows of a batch, at least two.
+        cut: cuts what is like ``microbatch`` in two.
+        tolerance: see ``EXACT`` and ``MIXED``.
+        louder: makes a context in which losses of rows are less alike; see :func:`amplified`.
+        may_be_whole: whether batches run as one micro-batch if no weighting is right; for the warning.
+        gradients: says which of these (the second argument: of all conceivable ones) gradients fit, too.
+
+    Returns:
+        The weighting, and a warning if none is right, or if it is not certain which one is.
+    """
+    if len(cut(microbatch.value)) < 2:
+        return Weighting(), None
+    with LossCalls() as calls:
+        first = _try(loss_of, microbatch.value, microbatch.size, cut)
+    if not abs(first.whole - loss_of(microbatch)) <= 1e-6 * max(abs(first.whole), 1e-8):
+        why = "the loss is another each time that it is computed for the same rows:"
+        return Weighting(), warning_without_trial(microbatch, why)
+    observed = [weighting for call in calls.found for weighting in call.weightings(microbatch.value)]
+    conceivable = list(dict.fromkeys([*observed, *_conceivable(microbatch)]))
+    candidates = _Candidates(conceivable, tolerance)
+    candidates.add(first)
+    for context in (nullcontext, louder or nullcontext):
+        if len(candidates.distinct()) < 2 and context is not nullcontext:
+            break
+        with context():
+            for changed in _changes(microbatch, candidates):
+                trial = _attempt(loss_of, changed, microbatch.size, cut)
+                if trial is not None:
+                    candidates.add(trial)
+    if not candidates.weightings:
+        return Weighting(fits=False), _wrong(microbatch, first, may_be_whole)
+    if gradients is not None:
+        fitting = gradients(candidates.weightings, conceivable)
+        if isinstance(fitting, Misfit):
+            return Weighting(fits=False), _wrong_gradient(microbatch, fitting, may_be_whole)
+        candidates.weightings = fitting
+    left = candidates.distinct()
+    return candidates.weightings[0], None if len(left) == 1 else _uncertain(microbatch, first, left)
+
+
+@contextmanager
+def amplified(module: nn.Module) -> Iterator[None]:
+    """All parameters times a power of two, so that a fresh model's losses are less alike; exactly undone."""
+    parameters = [p for p in module.parameters() if p.is_floating_point() and p.layout == torch.strided]
+    with torch.no_grad():
+        if any(p.numel() and not float(p.abs().max()) < torch.finfo(p.dtype).max / _LOUDER for p in parameters):
+            parameters = []  # it could not be undone
+        for parameter in parameters:
+            parameter.mul_(_LOUDER)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.div_(_LOUDER)
+
+
+def _try(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial:
+    parts = cut(value)
+    return _Trial(parts, loss_of(MicroBatch(value, size, 1.0)), [loss_of(part) for part in parts])
+
+
+def _attempt(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial | None:
+    """A trial with changed values; None if the step cannot work with them."""
+    try:
+        trial = _try(loss_of, value, size, cut)
+    except Exception:  # of user code that was given what it did not expect: there is nothing to learn from it
+        return None
+    return trial if math.isfinite(trial.whole) else None
+
+
+# ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+def _conceivable(microbatch: MicroBatch) -> Iterator[Weighting]:
+    """Rows, sums, labels that are not one of some values, entries of masks."""
+    yield Weighting()
+    yield Weighting("sum")
+    for path, leaf in _row_leaves(microbatch):
+        skips = (0, 1, -1) if leaf.dim() == 2 and leaf.shape[1] > 2 else (0,)
+        kinds = [("labels", value) for value in _values(leaf)]
+        if _is_mask(leaf) or (leaf.dim() == 1 and _may_weigh(path, leaf)):
+            kinds.append(("entries", IGNORED))
+        for kind, value in kinds:
+            for skip in skips:
+                yield Weighting("labels" if kind == "labels" else "entries", path, skip, value)
+
+
+def _row_leaves(microbatch: MicroBatch) -> list[tuple[Path, Tensor]]:
+    """Tensors with an entry for each row: integers and masks of any size, numbers one for each row."""
+    found = []
+    for path, leaf in items(microbatch.value):
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != microbatch.size or leaf.is_complex():
+            continue
+        if not leaf.is_floating_point() or leaf.dim() == 1 or _is_mask(leaf):
+            found.append((path, leaf))
+    return found[:_MOST_LEAVES]
+
+
+def _values(leaf: Tensor) -> list[int]:
+    """Which labels may not count: negative ones, the usual numbers, what most rows begin or end with."""
+    if leaf.dtype == torch.bool or leaf.is_floating_point():
+        return []
+    present = leaf.unique()
+    usual = [value for value in (IGNORED, -1, 0, 255) if bool((present == value).any())]
+    negative = present[present < 0].tolist()
+    ends = [] if leaf.dim() == 1 else [int(leaf.flatten(1)[:, place].mode().values) for place in (0, -1)]
+    return list(dict.fromkeys([*usual, *negative, *ends]))[:_MOST_VALUES]
+
+
+def _may_weigh(path: Path, leaf: Tensor) -> bool:
+    """Whether numbers of rows are weights of theirs, or lengths; integers are only if they are called so."""
+    name = str(path[-1]).lower() if path else ""
+    named = any(part in name for part in ("len", "num", "count", "size", "weight"))
+    return bool((leaf > 0).all()) and (leaf.is_floating_point() or named)
+
+
+def _is_mask(leaf: Tensor) -> bool:
+    if leaf.dtype == torch.bool:
+        return True
+    return leaf.dim() > 1 and bool(((leaf == 0) | (leaf == 1)).all())
+
+
+# ---- trials ----------------------------------------------------------------------------------------------------------
+
+
+def _changes(microbatch: MicroBatch, candidates: _Candidates) -> Iterator[Any]:
+    """Batches like this one that tell the candidates apart which are left, each made when it is needed."""
+    done: set[tuple[Path, int]] = set()
+    if len(candidates.weightings) > 1:
+        yield microbatch.value
+    for weighting in list(candidates.weightings):
+        key = (weighting.path, weighting.ignored)
+        if weighting.kind in ("rows", "sum") or key in done or weighting not in candidates.weightings:
+            continue
+        if len(candidates.weightings) == 1:
+            return
+        done.add(key)
+        leaf = next(leaf for path, leaf in items(microbatch.value) if path == weighting.path)
+        changed = _thinned(leaf, weighting)
+        if changed is not None:
+            yield _with_leaf(microbatch.value, leaf, changed)
+
+
+def _thinned(leaf: Tensor, weighting: Weighting) -> Tensor | None:
+    """``leaf`` with little that counts in the first half, and nothing at the beginning of rows of the second."""
+    half, flat = max(1, len(leaf) // 2), leaf.clone().reshape(len(leaf), -1)
+    if weighting.kind == "entries" and not _is_mask(leaf):
+        if not leaf.is_floating_point():
+            return None  # lengths: others would not fit to the rest
+        flat[:half] *= 0.5
+        return flat.reshape(leaf.shape)
+    nothing: Any = 0 if weighting.kind == "entries" else weighting.ignored
+    if not _may_hold(leaf, weighting, nothing):
+        return None
+    counting = flat[flat != nothing]
+    if counting.numel() == 0:
+        return None
+    valid = counting[0]
+    if flat.shape[1] < 4:
+        flat[: max(1, half - 1)] = nothing
+        return flat.reshape(leaf.shape)
+    first = torch.where(flat == nothing, valid, flat)
+    flat[:half] = nothing
+    flat[:half, :2] = first[:half, :2]
+    flat[half:, 0], flat[half:, 1] = nothing, first[half:, 1]
+    return flat.reshape(leaf.shape)
+
+
+def _may_hold(leaf: Tensor, weighting: Weighting, value: int) -> bool:
+    """Whether ``value`` can be put into ``leaf``: it is there, or the leaf is called so that it can only be labels.
+
+    On an accelerator an index that is out of bounds ends the process; on a CPU it is an error that can be caught.
+    """
+    if weighting.kind == "entries" or bool((leaf == value).any()) or leaf.device.type == "cpu":
+        return True
+    name = str(weighting.path[-1]).lower() if weighting.path else ""
+    return "label" in name or "target" in name
+
+
+def _with_leaf(value: Any, old: Tensor, new: Tensor) -> Any:
+    return map_leaves(lambda leaf: new if leaf is old else leaf, value)
+
+
+# ---- what to say -----------------------------------------------------------------------------------------------------
+
+
+def _wrong(microbatch: MicroBatch, trial: _Trial, may_be_whole: bool) -> str:
+    return (
+        f"The loss of {microbatch.size} rows is {trial.whole:.6g}, but the mean of the losses of its two halves is "
+        f"{trial.predicted(Weighting()):.6g}. So the loss of a batch is not the mean over its micro-batches, and "
+        f"{_consequence(may_be_whole)}"
+    )
+
+
+def _wrong_gradient(microbatch: MicroBatch, misfit: Misfit, may_be_whole: bool) -> str:
+    return (
+        f"The loss of {microbatch.size} rows is made up by those of its two halves, but its gradient is not: that of "
+        f"{misfit.parameter!r} is another by {misfit.error:.2g} of its size. So a part of the loss looks across rows "
+        "or needs other weights than the rest (a balance of experts, a term between rows, a penalty beside a mean over "
+        f"labels), and {_consequence(may_be_whole)}"
+    )
+
+
+def _consequence(may_be_whole: bool) -> str:
+    if may_be_whole:
+        return (
+            "each batch runs as one micro-batch: right, but without overlap of stages, and with the memory of the "
+            "whole batch. A num_microbatches that you give is used, with other numbers than those of one process."
+        )
+    return (
+        "training with micro-batches is not quite training with the batch, just as with gradient accumulation. Use "
+        "fewer micro-batches, or num_microbatches=1, if it matters."
+    )
+
+
+def _uncertain(microbatch: MicroBatch, trial: _Trial, left: Sequence[Weighting]) -> str:
+    texts = [f"{trial.predicted(weighting):.7g} by {weighting.describe()}" for weighting in left[:3]]
+    return (
+        f"It could not be told by what losses of micro-batches are weighted: that of {microbatch.size} rows is "
+        f"{trial.whole:.7g}, and those of its two halves make {', '.join(texts)}. The first is used. If it is another, "
+        "training differs from one process: use num_microbatches=1, or let each micro-batch have as many."
+    )

@@ -1,0 +1,1 @@
+"""What a rank does in a step: schedules, stages, and the messages between them."""

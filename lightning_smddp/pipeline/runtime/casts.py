@@ -1,0 +1,60 @@
+"""Autocast's copies of weights: one for all micro-batches of a step, not one for each.
+
+Under mixed precision each use of a weight casts it anew, and keeps the copy for its backward: as many copies of all
+weights as there are micro-batches in flight. Autocast can remember its casts, with two traps. Where a weight is first
+used without gradients, the copy has none either: so all weights are cast before the first micro-batch. And gradients of
+several uses are summed in the copy's 16 bits: so nothing is remembered for a step that casts a weight more than once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.pipeline.capture.records import Trace
+
+
+def cast_type(trace: Trace) -> torch.dtype | None:
+    """The type that a step casts weights to, each once; None where it does otherwise, so that no copy may be kept.
+
+    In a checkpoint nothing is kept anyway, and its backward may forget all casts, in a thread of its own.
+    """
+    kinds = {kind for _, kind in trace.casts}
+    is_checkpointed = any(call.checkpointed for call in trace.calls) or any(e.checkpointed for e in trace.events)
+    if len(kinds) != 1 or max(trace.casts.values()) > 1 or is_checkpointed:
+        return None
+    return next(iter(kinds))
+
+
+def may_keep_casts(kinds: Collection[torch.dtype | None], device: torch.device) -> bool:
+    """Whether steps with these :func:`cast_type` can share copies, under the autocast context that is entered."""
+    return torch.is_autocast_enabled(device.type) and set(kinds) == {torch.get_autocast_dtype(device.type)}
+
+
+@contextmanager
+def kept_casts(weights: Iterable[Tensor], autocast: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Cast ``weights`` once, for all autocast contexts inside that are told to look: ``look_for_casts``."""
+    torch.autocast_increment_nesting()
+    try:
+        with torch.enable_grad(), autocast():
+            look_for_casts()
+            for weight in weights:
+                _use(weight)
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def look_for_casts() -> None:
+    """Within an autocast context: use the copies that there are, up to its end."""
+    torch.set_autocast_cache_enabled(True)
+
+
+def _use(weight: Tensor) -> None:
+    """Multiply no rows by it: autocast makes and remembers its copy."""
+    if weight.dim() > 0 and weight.dtype == torch.float32 and weight.requires_grad:
+        torch.matmul(weight.new_empty(0, weight.shape[-2] if weight.dim() > 1 else len(weight)), weight)

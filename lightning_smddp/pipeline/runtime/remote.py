@@ -1,0 +1,142 @@
+"""What a stage knows of tensors that it does not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.communication.trees import dtype_of, name_of_dtype
+from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.capture.ops import name_of
+from lightning_smddp.pipeline.capture.patches import user_place
+
+OTHER_COURSE = (
+    "When it was traced it took another course. What the step does before its last module may not depend on "
+    "torch's random numbers, or on values of tensors that modules made."
+)
+
+
+class ReplayError(RuntimeError):
+    """The step took another course than when it was traced."""
+
+
+class RemoteTensor(Tensor):
+    """A value of another stage: it has a shape and a type, but no numbers. ``pattern`` is a plain tensor on meta.
+
+    ``value`` is its number in the program: what a step leaves in attributes is found by it.
+    """
+
+    value: int
+    pattern: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ReplayError(
+            f"{name_of(func)} at {user_place()} uses a tensor of another stage where it cannot be followed. "
+            "Put this code, and what made the tensor, into one module."
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is known of a value without having it. Strides are elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Shape:
+        """That of ``tensor``."""
+        shape = () if tensor.is_nested else tuple(tensor.shape)
+        stride = tuple(tensor.stride()) if tensor.layout == torch.strided and not tensor.is_nested else ()
+        return cls(shape, stride, tensor.dtype, tensor.requires_grad)
+
+    def is_dense(self) -> bool:
+        """Whether the strides are those of a permuted contiguous tensor."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=False)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a new tensor."""
+        expected = 1
+        for stride, size in zip(reversed(self.stride), reversed(self.shape), strict=False):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def pattern(self) -> Tensor:
+        """A tensor like it on the meta device."""
+        if len(self.stride) != len(self.shape):
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+AS_TRACED = {"as": "traced"}  # stands for constants that are no JSON: types, devices
+
+
+@dataclass
+class Shapes:
+    """What values and constants look like for micro-batches of one signature.
+
+    ``constants`` has, for each item that returned any, one entry per leaf of its result (None for tensors).
+    """
+
+    values: dict[int, Shape] = field(default_factory=dict)
+    constants: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    ghosts: dict[int, RemoteTensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: StepGraph) -> Shapes:
+        """As in the trace."""
+        return cls({v.index: Shape(v.shape, v.stride, v.dtype, v.requires_grad) for v in program.values})
+
+    def merge(self, other: Shapes) -> None:
+        """Take over what ``other`` knows."""
+        self.values.update(other.values)
+        self.constants.update(other.constants)
+        self.ghosts.clear()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, to be passed on to other ranks."""
+        return {
+            "values": {
+                str(index): [list(s.shape), list(s.stride), name_of_dtype(s.dtype), s.requires_grad]
+                for index, s in self.values.items()
+            },
+            "constants": {str(index): [_to_json(leaf) for leaf in found] for index, found in self.constants.items()},
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Shapes:
+        """The inverse of :meth:`to_json`; constants that are no JSON are taken from the trace."""
+        values = {
+            int(index): Shape(tuple(shape), tuple(stride), dtype_of(dtype), bool(requires_grad))
+            for index, (shape, stride, dtype, requires_grad) in data["values"].items()
+        }
+        return cls(values, {int(index): tuple(found) for index, found in data["constants"].items()})
+
+    def ghost(self, value: int) -> RemoteTensor:
+        """The stand-in for ``value``, made once."""
+        made = self.ghosts.get(value)
+        if made is None:
+            if value not in self.values:
+                raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
+            pattern = self.values[value].pattern()
+            made = pattern.as_subclass(RemoteTensor)
+            made.value, made.pattern = value, pattern
+            self.ghosts[value] = made
+        return made
+
+
+def _to_json(leaf: Any) -> Any:
+    return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else AS_TRACED

@@ -1,0 +1,221 @@
+"""The pipeline schedules by name: what each asks for, where it places stages, in which order a rank works.
+
+A schedule is plain data here; ``engine.py`` runs torch's class of that name, a simulation or a drawing reads
+:func:`orders`. A stage is one part of the model, a rank holds one or several. One *action* is what a stage does with
+one micro-batch, written as torch writes it: ``"1F0"`` is stage 1, forward, micro-batch 0; ``B`` is the backward, which
+some schedules split into ``I`` (gradients of the stage's inputs, which the stage before waits for) and ``W`` (gradients
+of its parameters, which fill idle time).
+
+Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B (arXiv:2104.04473), looped
+BFS (arXiv:2211.05953), zero bubble and ZB-V (arXiv:2401.10241), DualPipeV (arXiv:2412.19437).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Literal
+
+from lightning_smddp._compat.torch import pipeline_order, pipeline_schedule_class
+
+MicrobatchRule = Literal["any", "at least the stages", "whole rounds"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One schedule of ``torch.distributed.pipelining``.
+
+    Attributes:
+        name: What users write.
+        torch_class: The class that runs it.
+        several_stages: Whether a rank may hold several stages.
+        v_shaped: Exactly two stages per rank, placed in a V: rank 0 holds the first and the last.
+        microbatch_rule: What torch's class asks of the number of micro-batches. "whole rounds": a multiple of
+            the number of rounds, which is ``max(1, num_microbatches // pipeline_parallel_size)``.
+        substitute: The schedule for a step whose number of micro-batches the rule forbids. It computes the same.
+        aliases: Other names.
+    """
+
+    name: str
+    torch_class: str
+    several_stages: bool = False
+    v_shaped: bool = False
+    microbatch_rule: MicrobatchRule = "any"
+    substitute: str | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def default_stages_per_rank(self) -> int:
+        """What ``stages_per_rank="auto"`` means."""
+        return 2 if self.several_stages else 1
+
+    def rank_of_stage(self, num_stages: int, pipeline_parallel_size: int) -> list[int]:
+        """The rank that holds each stage: in turn (0 1 0 1), or there and back (0 1 1 0) for a V."""
+        if self.v_shaped:
+            return [*range(pipeline_parallel_size), *reversed(range(pipeline_parallel_size))]
+        return [stage % pipeline_parallel_size for stage in range(num_stages)]
+
+    def stages_per_rank_ok(self, stages_per_rank: int) -> bool:
+        """Whether a rank may hold so many stages."""
+        if self.v_shaped:
+            return stages_per_rank == 2
+        return stages_per_rank >= 1 if self.several_stages else stages_per_rank == 1
+
+    def microbatches_ok(self, num_microbatches: int, pipeline_parallel_size: int, num_stages: int) -> bool:
+        """Whether the schedule itself, not its substitute, runs this number of micro-batches."""
+        if num_microbatches < 1:
+            return False
+        if self.microbatch_rule == "at least the stages":
+            return num_microbatches >= num_stages
+        if self.microbatch_rule == "whole rounds":
+            return num_microbatches % max(1, num_microbatches // pipeline_parallel_size) == 0
+        return True
+
+
+_ALL = (
+    Schedule("gpipe", "ScheduleGPipe", aliases=("simple",)),
+    Schedule("1f1b", "Schedule1F1B", microbatch_rule="at least the stages", substitute="gpipe"),
+    Schedule(
+        "interleaved_1f1b",
+        "ScheduleInterleaved1F1B",
+        several_stages=True,
+        microbatch_rule="whole rounds",
+        substitute="looped_bfs",
+        aliases=("interleaved",),
+    ),
+    Schedule("looped_bfs", "ScheduleLoopedBFS", several_stages=True),
+    Schedule(
+        "interleaved_zero_bubble",
+        "ScheduleInterleavedZeroBubble",
+        several_stages=True,
+        microbatch_rule="whole rounds",
+        substitute="looped_bfs",
+    ),
+    Schedule("zbv_zero_bubble", "ScheduleZBVZeroBubble", several_stages=True, v_shaped=True),
+    Schedule(
+        "dualpipev",
+        "ScheduleDualPipeV",
+        several_stages=True,
+        v_shaped=True,
+        microbatch_rule="at least the stages",
+        substitute="zbv_zero_bubble",
+    ),
+)
+SCHEDULES: dict[str, Schedule] = {schedule.name: schedule for schedule in _ALL}
+_BY_ANY_NAME = {name: schedule for schedule in _ALL for name in (schedule.name, *schedule.aliases)}
+
+
+def parse(name: str) -> Schedule:
+    """The schedule called ``name``, in any case.
+
+    Raises:
+        ValueError: listing all names, when there is none.
+    """
+    schedule = _BY_ANY_NAME.get(name.lower()) if isinstance(name, str) else None
+    if schedule is None:
+        raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(map(repr, _BY_ANY_NAME))}")
+    return schedule
+
+
+def check(schedule: Schedule, pipeline_parallel_size: int, stages_per_rank: int, num_microbatches: int) -> None:
+    """Refuse settings that the schedule cannot run.
+
+    Raises:
+        ValueError: with the values and what to write instead.
+    """
+    for name, value in [
+        ("pipeline_parallel_size", pipeline_parallel_size),
+        ("stages_per_rank", stages_per_rank),
+        ("num_microbatches", num_microbatches),
+    ]:
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if schedule.v_shaped and stages_per_rank != 2:
+        raise ValueError(
+            f"schedule={schedule.name!r} places exactly two stages on each rank, but stages_per_rank="
+            f"{stages_per_rank}; use stages_per_rank=2 or schedule='interleaved_1f1b'"
+        )
+    if not schedule.several_stages and stages_per_rank != 1:
+        raise ValueError(
+            f"schedule={schedule.name!r} places one stage on each rank, but stages_per_rank={stages_per_rank}; "
+            f"use stages_per_rank=1 or schedule='interleaved_1f1b'"
+        )
+    num_stages = pipeline_parallel_size * stages_per_rank
+    if not schedule.microbatches_ok(num_microbatches, pipeline_parallel_size, num_stages):
+        raise ValueError(_microbatch_cure(schedule, pipeline_parallel_size, num_stages, num_microbatches))
+
+
+def fit_microbatches(schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int) -> int:
+    """The largest number of micro-batches up to ``num_microbatches`` that the schedule itself runs.
+
+    For a batch that has fewer rows than usual. Where there is no such number, ``num_microbatches`` itself comes
+    back: the step then runs under the schedule's substitute.
+    """
+    for number in range(num_microbatches, 0, -1):
+        if schedule.microbatches_ok(number, pipeline_parallel_size, num_stages):
+            return number
+    return num_microbatches
+
+
+def for_microbatches(
+    schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int
+) -> Schedule:
+    """The schedule that runs a step of ``num_microbatches``: ``schedule``, or its substitute where its rule forbids it.
+
+    The substitute keeps every stage on its rank and gives the same gradients; it only idles more (1F1B with fewer
+    micro-batches than stages has no steady state anyway) or holds more micro-batches at once (looped BFS).
+    """
+    if schedule.microbatches_ok(num_microbatches, pipeline_parallel_size, num_stages):
+        return schedule
+    assert schedule.substitute is not None, f"{num_microbatches} micro-batches"
+    return SCHEDULES[schedule.substitute]
+
+
+def orders(
+    schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int
+) -> dict[int, list[str]]:
+    """Rank -> the compute actions of one training step in the order in which that rank performs them.
+
+    Idle time is not written down: a rank performs its next action as soon as what that needs has arrived. Where two
+    actions are to overlap (DualPipeV), they stand one after the other, as torch runs them.
+    """
+    schedule = for_microbatches(schedule, pipeline_parallel_size, num_stages, num_microbatches)
+    if not schedule.several_stages:
+        return {rank: _single_stage_order(schedule, rank, num_stages, num_microbatches) for rank in range(num_stages)}
+    ranks = schedule.rank_of_stage(num_stages, pipeline_parallel_size)
+    stand_ins = [
+        SimpleNamespace(
+            stage_index=stage, num_stages=num_stages, group_size=pipeline_parallel_size, group_rank=0, submod=None
+        )
+        for stage, rank in enumerate(ranks)
+        if rank == 0
+    ]
+    return pipeline_order(pipeline_schedule_class(schedule.torch_class)(stand_ins, num_microbatches))
+
+
+def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> list[str]:
+    """As torch executes GPipe and 1F1B; the ``pipeline_order`` that it shows for 1F1B numbers some forwards wrongly."""
+    ahead = num_microbatches if schedule.name == "gpipe" else min(num_microbatches, num_stages - stage)
+    order = [f"{stage}F{microbatch}" for microbatch in range(ahead)]
+    for microbatch in range(num_microbatches):
+        order.append(f"{stage}B{microbatch}")
+        if ahead + microbatch < num_microbatches:
+            order.append(f"{stage}F{ahead + microbatch}")
+    return order
+
+
+def _microbatch_cure(schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int) -> str:
+    if schedule.microbatch_rule == "at least the stages":
+        return (
+            f"schedule={schedule.name!r} needs at least as many micro-batches as there are stages ({num_stages}), but "
+            f"num_microbatches={num_microbatches}; num_microbatches={num_stages} is the least"
+        )
+    below = fit_microbatches(schedule, pipeline_parallel_size, num_stages, num_microbatches)
+    above = num_microbatches + 1
+    while not schedule.microbatches_ok(above, pipeline_parallel_size, num_stages):
+        above += 1
+    rounds = num_microbatches // pipeline_parallel_size
+    return (
+        f"schedule={schedule.name!r} works in {num_microbatches} // {pipeline_parallel_size} = {rounds} rounds, and "
+        f"num_microbatches={num_microbatches} is no multiple of that; use num_microbatches={below} or {above}"
+    )

@@ -1,0 +1,313 @@
+"""One stage of a pipeline, as torch's schedules drive it.
+
+torch's own ``PipelineStage`` fixes the shapes of its messages at the first step and holds a receive buffer for each
+micro-batch and direction from then on. :class:`Stage` offers the same methods to the schedules, and nothing else of it:
+it is told the shapes of every micro-batch at each step, takes a buffer when a receive is posted and lets go of it when
+it has been used. So shapes may differ between micro-batches and between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_smddp.communication.device_watch import mark
+from lightning_smddp.pipeline.runtime.spans import Recorder, action
+from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
+from lightning_smddp.wording import counted
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a receiver has to know about a tensor before it arrives.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        requires_grad: Whether a gradient comes back for it in training.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __post_init__(self) -> None:
+        if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
+            raise ValueError(f"{self}: tensors of this dtype have no gradient; use requires_grad=False")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The description of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+Boundary = Sequence[TensorSpec]
+"""What one stage sends to the next for one micro-batch."""
+
+
+class StageBody(Protocol):
+    """What a stage computes."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Holds the stage's parameters."""
+        ...
+
+    def __call__(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """What goes to the next stage.
+
+        The last stage returns ``(loss,)`` in training, a weighted 0-d tensor, or ``()`` where a micro-batch has none.
+        """
+        ...
+
+
+class _Received(torch.autograd.Function):
+    """The received tensor as a result of something, so that the stage may change it in place as one process may.
+
+    torch forbids that for a leaf and for its views.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+@dataclass
+class _Microbatch:
+    """What a stage holds for one micro-batch of the running step; each entry only as long as it is needed."""
+
+    received: tuple[Tensor, ...] = ()
+    leaves: list[Tensor | None] = field(default_factory=list)
+    edges: list[GradientEdge | None] = field(default_factory=list)
+    outgoing: tuple[Tensor, ...] = ()
+    output_gradients: list[Tensor | None] = field(default_factory=list)
+    input_gradients: list[Tensor | None] = field(default_factory=list)
+    split: SplitBackward | None = None
+
+
+class Stage:
+    """One stage on this rank, for any number of steps.
+
+    Args:
+        index: Which stage it is.
+        rank_of_stage: The rank in ``group`` of every stage.
+        group: The ranks of the pipeline.
+        device: Where messages are received.
+        body: What it computes.
+        recorder: Records when the stage works.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        rank_of_stage: Sequence[int],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        body: StageBody,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.stage_index, self.num_stages = index, len(rank_of_stage)
+        self.group, self.group_rank, self.group_size = group, group.rank(), group.size()
+        self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
+        self.is_first, self.is_last = index == 0, index == self.num_stages - 1
+        self.device, self.submod = device, body.module
+        self.has_backward = False
+        self._body, self.recorder = body, recorder
+        self._incoming: list[Boundary] = []
+        self._outgoing: list[Boundary] = []
+        self._microbatches: list[_Microbatch] = []
+
+    def begin_step(self, incoming: list[Boundary], outgoing: list[Boundary], has_backward: bool) -> None:
+        """Prepare for a step: what is received and sent for each micro-batch (empty at the ends of the pipeline)."""
+        self._incoming, self._outgoing, self.has_backward = incoming, outgoing, has_backward
+        self._microbatches = [_Microbatch() for _ in incoming]
+
+    def end_step(self) -> None:
+        """Let go of everything that the step has left, also when it failed."""
+        self._microbatches = []
+
+    # ---- what torch's schedules call, by torch's names -----------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of a forward's inputs."""
+        specs = self._incoming[fwd_chunk_id]
+        self._microbatches[fwd_chunk_id].received = tuple(spec.empty(self.device) for spec in specs)
+        return self._ops(dist.irecv, self._microbatches[fwd_chunk_id].received, self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: tuple[Tensor, ...], mb_index: int) -> None:
+        """In place of a receive, when the stage before is on this rank."""
+        self._microbatches[mb_index].received = prev_stage_outputs
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Run the body; return what goes to a next stage on this rank, or the loss (0 if there is none)."""
+        state = self._microbatches[fwd_chunk_id]
+        received, state.received = state.received, ()
+        with action(self.recorder, self.stage_index, "forward", fwd_chunk_id):
+            specs = self._incoming[fwd_chunk_id]
+            inputs = tuple(self._as_input(*pair, state) for pair in zip(received, specs, strict=True))
+            del received
+            with _computing():
+                outputs = self._body(fwd_chunk_id, inputs)
+        if self.is_last and not (self.has_backward and len(outputs)):
+            return torch.zeros((), device=self.device)
+        self._check_outputs(outputs, fwd_chunk_id)
+        sent = tuple(output.detach() for output in outputs)
+        if self.has_backward:
+            state.edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        if self.is_last:
+            state.output_gradients = [torch.ones_like(sent[0])]
+            return sent[0]
+        if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
+            state.outgoing = sent
+        return sent
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of a forward's outputs."""
+        state = self._microbatches[fwd_chunk_id]
+        outgoing, state.outgoing = state.outgoing, ()
+        return self._ops(dist.isend, [tensor.contiguous() for tensor in outgoing], self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The receives of the outputs' gradients."""
+        if not self.has_backward or self.is_last:
+            return []
+        gradients = [spec.empty(self.device) if spec.requires_grad else None for spec in self._outgoing[bwd_chunk_id]]
+        self._microbatches[bwd_chunk_id].output_gradients = gradients
+        return self._ops(dist.irecv, gradients, self.stage_index + 1)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: list[Tensor | None], mb_index: int) -> None:
+        """In place of a receive, when the next stage is on this rank."""
+        self._microbatches[mb_index].output_gradients = next_stage_bwd_outputs
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """The backward, or its first part; the loss is the one that the forward has kept."""
+        if not self.has_backward:
+            return
+        state = self._microbatches[bwd_chunk_id]
+        roots, leaves = self._roots(state), [leaf for leaf in state.leaves if leaf is not None]
+        if full_backward:
+            with action(self.recorder, self.stage_index, "backward", bwd_chunk_id), _computing():
+                gradients = backward(roots, leaves)
+        else:
+            with action(self.recorder, self.stage_index, "backward_input", bwd_chunk_id), _computing():
+                state.split = SplitBackward(roots, leaves)
+                gradients = state.split.inputs()
+        remaining = iter(gradients)
+        state.input_gradients = [None if leaf is None else next(remaining) for leaf in state.leaves]
+        state.leaves = []
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The second part of a split backward."""
+        if not self.has_backward:
+            return
+        state = self._microbatches[bwd_chunk_id]
+        split, state.split = state.split, None
+        assert split is not None, f"stage {self.stage_index}, micro-batch {bwd_chunk_id}: W before I"
+        with action(self.recorder, self.stage_index, "backward_weight", bwd_chunk_id), _computing():
+            split.weights()
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """The sends of the inputs' gradients; zeros for one that did not matter to the loss."""
+        if not self.has_backward or self.is_first:
+            return []
+        sent = [
+            None if not spec.requires_grad else self._zeros(spec) if gradient is None else gradient.contiguous()
+            for spec, gradient in zip(
+                self._incoming[bwd_chunk_id], self.get_local_bwd_output(bwd_chunk_id), strict=True
+            )
+        ]
+        return self._ops(dist.isend, sent, self.stage_index - 1)
+
+    def get_local_bwd_output(self, mb_index: int) -> list[Tensor | None]:
+        """The inputs' gradients, when the stage before is on this rank."""
+        state = self._microbatches[mb_index]
+        gradients, state.input_gradients = state.input_gradients, []
+        return gradients
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: hooks of the parameters average over replicas."""
+
+    # ---- the rest is ours ----------------------------------------------------------------------------------------
+
+    def _as_input(self, tensor: Tensor, spec: TensorSpec, state: _Microbatch) -> Tensor:
+        if not (self.has_backward and spec.requires_grad):
+            state.leaves.append(None)
+            return tensor
+        leaf = tensor.detach().requires_grad_()
+        state.leaves.append(leaf)
+        return cast(Tensor, _Received.apply(leaf))  # type: ignore[no-untyped-call]
+
+    def _roots(self, state: _Microbatch) -> Roots:
+        pairs = list(zip(state.edges, state.output_gradients, strict=True))
+        state.edges, state.output_gradients = [], []
+        return [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
+
+    def _zeros(self, spec: TensorSpec) -> Tensor:
+        return spec.empty(self.device).zero_()
+
+    def _check_outputs(self, outputs: Sequence[Tensor], microbatch: int) -> None:
+        """Refuse outputs that the next stage does not expect: received as announced they would be silently wrong."""
+        what = f"stage {self.stage_index}, micro-batch {microbatch}"
+        if self.is_last:
+            if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].dim() != 0:
+                raise ValueError(f"{what}: the last stage returns (loss,) with a 0-d tensor, not {_describe(outputs)}")
+            return
+        specs = self._outgoing[microbatch]
+        if len(outputs) != len(specs):
+            raise ValueError(
+                f"{what}: {counted(len(outputs), 'output')} where {len(specs)} were announced: {list(specs)}"
+            )
+        for position, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
+            if not _matches(output, spec, self.has_backward):
+                raise ValueError(f"{what}, output {position}: {_describe([output])} where {spec} was announced")
+            if output.layout != torch.strided or output.device.type != self.device.type:
+                raise ValueError(
+                    f"{what}, output {position}: a {output.layout} tensor on {output.device} cannot be sent; "
+                    f"stages exchange dense tensors on {self.device}"
+                )
+
+    def _ops(self, op: Any, tensors: Sequence[Tensor | None], peer_stage: int) -> list[dist.P2POp]:
+        # Both sides leave out a tensor without elements: not every backend takes an empty message.
+        peer = self.stage_index_to_group_rank[peer_stage] if 0 <= peer_stage < self.num_stages else None
+        sent = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+        return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in sent]
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """What the device does here is computing, and communication follows: if it hangs, that tells whose fault it is."""
+    mark()
+    yield
+    mark(communicates=True)
+
+
+def _matches(output: Any, spec: TensorSpec, has_backward: bool) -> bool:
+    return (
+        isinstance(output, Tensor)
+        and tuple(output.shape) == spec.shape
+        and output.dtype == spec.dtype
+        and (spec.requires_grad or not (has_backward and output.requires_grad))
+    )
+
+
+def _describe(outputs: Sequence[Any]) -> str:
+    return ", ".join(str(TensorSpec.of(o)) if isinstance(o, Tensor) else type(o).__name__ for o in outputs) or "nothing"

@@ -1,0 +1,56 @@
+"""Numbers that Python read from tensors of earlier stages: one message for all of a micro-batch's."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.pipeline.capture.graph import Item
+from lightning_smddp.pipeline.capture.pytree import leaves, rebuild
+from lightning_smddp.pipeline.runtime.remote import ReplayError
+
+
+def count(items: Sequence[Item]) -> int:
+    """How many numbers are read at ``items``."""
+    return sum(len(item.returned.sources) for item in items)
+
+
+def write_told(items: Sequence[Item], results: Mapping[int, Any], device: torch.device) -> Tensor:
+    """What was read at each of ``items``, as one tensor."""
+    numbers = []
+    for item in items:
+        for leaf, (_, traced) in zip(leaves(results[item.index]), item.returned.sources, strict=True):
+            if type(leaf) is not type(traced):
+                raise ReplayError(
+                    f"At {item.place} Python read {leaf!r}, a {type(leaf).__name__}; when the step was traced it was "
+                    f"a {type(traced).__name__}."
+                )
+            numbers.append(_bits(leaf))
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def read_told(items: Sequence[Item], message: Tensor) -> dict[int, Any]:
+    """The inverse of :func:`write_told`, by item."""
+    numbers = iter(message.tolist())
+    results = {}
+    for item in items:
+        found = [_number(next(numbers), source) for _, source in item.returned.sources]
+        results[item.index] = rebuild(item.returned.skeleton, found)
+    return results
+
+
+def _bits(number: Any) -> int:
+    if not isinstance(number, float):
+        return int(number)
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(bits: int, traced: Any) -> Any:
+    """Of the kind that it was when the step was traced."""
+    if not isinstance(traced, float):
+        return type(traced)(bits)
+    return struct.unpack("<d", struct.pack("<q", bits))[0]

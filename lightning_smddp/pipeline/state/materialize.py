@@ -1,0 +1,203 @@
+"""First values for parameters that were created without memory, the same for any number of ranks and stages."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lightning_smddp._compat.torch import initializer, swap_contents
+from lightning_smddp.pipeline.state.full_state import set_contents
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within it every new parameter of any module goes to the meta device, and every buffer stays: for big models.
+
+    Each parameter is created first and then loses its memory, so the peak is one parameter. What is assigned to a
+    name that the module has already is taken for values that the user wants, such as those of a pretrained model, and
+    stays. First values set in place by the module's constructor are lost: :func:`materialise` sets them.
+    """
+
+    def forget_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        is_new = dict(module.named_parameters(recurse=False)).get(name) is None
+        if parameter is not None and is_new and not parameter.is_meta:
+            set_contents(parameter, torch.empty_like(parameter, device="meta"))
+
+    handle = register_module_parameter_registration_hook(forget_values)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def materialize(module: nn.Module, names: Collection[str], device: torch.device, seed: int) -> None:
+    """Give memory and first values to the parameters ``names`` and to all buffers, where they are on the meta device.
+
+    Module by module: its own parameters and buffers (not those of modules in it) get memory; then its
+    ``reset_parameters()`` runs. In models that have ``_init_weights(module)``, as those of transformers do, that
+    follows, for the module and for the modules around it. Random numbers depend on ``seed`` and these modules' names
+    alone, so the values do not depend on what is initialised where. A tied parameter gets its values from the first
+    module that has it. What a constructor does beyond that is not repeated.
+
+    Args:
+        module: the model.
+        names: parameters that this rank holds, by first name.
+        device: where to.
+        seed: the same on every rank.
+
+    Raises:
+        ValueError: a module has no initialiser, or it leaves something without values.
+    """
+    wanted = {id(parameter) for name, parameter in module.named_parameters() if name in names and parameter.is_meta}
+    values: list[tuple[nn.Parameter, Tensor]] = []
+    with _all_on_meta(module):  # an initialiser sees no values but those that it sets
+        for name, child in module.named_modules():
+            parameters = dict(child.named_parameters(recurse=False))
+            mine = [key for key, parameter in parameters.items() if id(parameter) in wanted]
+            buffers = [key for key, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
+            if mine or buffers:
+                initialisation = _Initialisation(module, name, parameters, mine, buffers)
+                values += initialisation.run(device, seed)
+                wanted -= {id(parameters[key]) for key in mine}
+    for parameter, value in values:
+        set_contents(parameter, value)
+
+
+@contextmanager
+def _all_on_meta(module: nn.Module) -> Iterator[None]:
+    """Within it no parameter has values; then those that had some have them again."""
+    hidden = [(p, torch.empty_like(p, device="meta", requires_grad=p.requires_grad)) for p in module.parameters()]
+    hidden = [(parameter, contents) for parameter, contents in hidden if not parameter.is_meta]
+    for parameter, contents in hidden:
+        swap_contents(parameter, contents)
+    try:
+        yield
+    finally:
+        for parameter, contents in hidden:
+            swap_contents(parameter, contents)
+
+
+class _Initialisation:
+    """One module's own tensors get their first values.
+
+    All of its parameters do, whether they are ``mine`` or not, as they draw from the same random numbers in turn.
+    """
+
+    def __init__(
+        self, root: nn.Module, name: str, parameters: dict[str, nn.Parameter], mine: list[str], buffers: list[str]
+    ) -> None:
+        self.root, self.name, self.module = root, name, root.get_submodule(name)
+        self.parameters, self.mine, self.buffers = parameters, mine, buffers
+
+    def run(self, device: torch.device, seed: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameters that are mine, with their values. Buffers have theirs."""
+        initialisers = self._initialisers()
+        contents = {key: _blank(parameter, device) for key, parameter in self.parameters.items()}
+        for key, parameter in self.parameters.items():
+            swap_contents(parameter, contents[key])
+        try:
+            for key in self.buffers:
+                set_contents(getattr(self.module, key), _blank(getattr(self.module, key), device))
+            devices = [device] if device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), torch.no_grad():
+                for place, initialise in initialisers:
+                    torch.manual_seed(_seed(seed, self.name, place))
+                    initialise()
+            self._take_replaced()
+            self._check()
+        finally:
+            for key, parameter in self.parameters.items():
+                swap_contents(parameter, contents[key])
+        return [(self.parameters[key], contents[key]) for key in self.mine]
+
+    def _initialisers(self) -> list[tuple[str, Callable[[], object]]]:
+        """What sets this module's values, in order, each with the name of the module that it is called for."""
+        found: list[tuple[str, Callable[[], object]]] = []
+        own = initializer(self.module)
+        if own is not None:
+            found.append((f"{self.name}()", own))
+        for place in _outwards(self.name):
+            around = _init_weights_around(self.root, place)
+            if around is not None:
+                found.append((place, partial(around, self.root.get_submodule(place))))
+        if not found:
+            raise ValueError(
+                f"{self._title()} has {', '.join([*self.mine, *self.buffers])} on the meta device and nothing that "
+                f"sets their first values. Define `reset_parameters(self)` in {type(self.module).__name__}, or create "
+                "it on a real device."
+            )
+        return found
+
+    def _take_replaced(self) -> None:
+        """An initialiser may assign a new parameter instead of filling the old one, which has to stay the object."""
+        for key, parameter in self.parameters.items():
+            new = getattr(self.module, key)
+            if new is not parameter:
+                set_contents(parameter, new)
+                setattr(self.module, key, parameter)
+
+    def _check(self) -> None:
+        tensors: list[tuple[str, Tensor]] = [(key, self.parameters[key]) for key in self.mine]
+        tensors += [(key, getattr(self.module, key)) for key in self.buffers]
+        empty = [key for key, tensor in tensors if _bare(tensor)]
+        if empty:
+            raise ValueError(
+                f"The initialisation of {self._title()} leaves {', '.join(empty)} without values. Set them in its "
+                "`reset_parameters(self)`, or create it on a real device."
+            )
+
+    def _title(self) -> str:
+        return f"{type(self.module).__name__} {self.name!r}" if self.name else type(self.module).__name__
+
+
+def _outwards(name: str) -> list[str]:
+    """``"a.b"`` gives ``["a.b", "a", ""]``."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def _seed(*facts: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
+
+
+def _init_weights_around(root: nn.Module, name: str) -> Callable[[nn.Module], object] | None:
+    """``_init_weights`` of the innermost module from ``name`` outwards whose signature takes one module."""
+    for place in _outwards(name):
+        method: Any = getattr(root.get_submodule(place), "_init_weights", None)
+        if callable(method):
+            try:
+                inspect.signature(method).bind(root)
+            except TypeError:  # someone else's meaning of the name
+                continue
+            return cast(Callable[[nn.Module], object], method)
+    return None
+
+
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory for ``tensor``, filled with what no initialiser leaves behind."""
+    blank = torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
+    with torch.no_grad():
+        return blank.fill_(_marker(tensor.dtype))
+
+
+def _bare(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was not set: an element of it, or for integers all of them."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:  # bool has no value to spare
+        return False
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().any())
+    return bool((tensor == _marker(tensor.dtype)).all())
+
+
+def _marker(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).max

@@ -1,0 +1,261 @@
+"""An optimizer that the user built for the whole model, of which each rank steps its own parameters."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.communication.trees import Path, UnknownTypeError, put_back, take_out
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.pytree import copied
+from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.runtime.transfer import CPU, gather_tensors
+from lightning_smddp.pipeline.state.optimizer_trial import steps_one_by_one
+
+
+def require_divisible(optimizer: Optimizer) -> None:
+    """Raise ``SplitError`` if ``optimizer`` needs all parameters in one place."""
+    if not steps_one_by_one(optimizer):
+        raise SplitError(
+            f"{type(optimizer).__name__} cannot be used with a pipeline: each step needs the gradients of all "
+            "parameters in one place, or what it does cannot be tried out. Use an optimizer that treats parameters one "
+            "by one, such as AdamW."
+        )
+
+
+class OptimizerPartition:
+    """Reduces ``optimizer`` to the parameters of one rank, and saves and loads the state of the whole.
+
+    Args:
+        optimizer: of the complete model; its ``param_groups`` keep their number, order and options, and lose other
+            ranks' parameters. A group may become empty.
+        names: for each parameter of the model (by ``id``) its first name.
+        ownership: who holds what.
+        rank: this one, in the pipeline.
+
+    Raises:
+        ValueError: the optimizer needs all parameters in one place, or has one that is not the module's.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str], ownership: Ownership, rank: int) -> None:
+        require_divisible(optimizer)
+        self.optimizer, self.ownership, self.rank = optimizer, ownership, rank
+        self.placeholder: nn.Parameter | None = None
+        self._names = names
+        self._groups: list[list[nn.Parameter]] = []  # of the whole model
+        self._labels: list[list[str] | None] = []  # "param_names" of optimizers built from named parameters
+        self.refresh()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of this rank, in the optimizer's order."""
+        return [parameter for group in self._groups for parameter in group if self._is_mine(parameter)]
+
+    @property
+    def everyones(self) -> list[nn.Parameter]:
+        """Those of all ranks, with groups that were added since."""
+        self.refresh()
+        return self._all()
+
+    def refresh(self) -> None:
+        """Take in groups that were added to the optimizer since; call it before each step. Not collective.
+
+        Raises:
+            ValueError: see the class; or a group was removed.
+        """
+        groups = self.optimizer.param_groups
+        if len(groups) == len(self._groups):
+            return
+        if len(groups) < len(self._groups):
+            raise ValueError(
+                f"{type(self.optimizer).__name__} has {len(groups)} parameter groups, it had {len(self._groups)}. "
+                "Groups may be added during training, not removed."
+            )
+        for group in groups[len(self._groups) :]:
+            self._check(group["params"])
+            self._groups.append(list(group["params"]))
+            self._labels.append(group.get("param_names"))
+        self._filter()
+
+    @contextmanager
+    def shown_whole(self) -> Iterator[None]:
+        """For hooks: within it the groups have the parameters of all ranks, and others may be added."""
+        self.refresh()
+        self._fill()
+        try:
+            yield
+        finally:
+            self.refresh()
+            self._filter()
+
+    @contextmanager
+    def shown_own(self) -> Iterator[None]:
+        """Within :meth:`shown_whole`: the groups have this rank's parameters again, to be stepped."""
+        self.refresh()
+        self._filter()
+        try:
+            yield
+        finally:
+            self._fill()
+
+    def add_placeholder(self, device: torch.device) -> nn.Parameter:
+        """A parameter of one element, 0, that is stepped along and never saved.
+
+        ``GradScaler.step`` needs a gradient in every optimizer, which a rank without used parameters does not have;
+        see ``overflow.share_overflow``.
+        """
+        if self.placeholder is None:
+            self.placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
+            self._filter()
+        return self.placeholder
+
+    def full_state_dict(
+        self, group: dist.ProcessGroup, to_all: bool = False, device: torch.device = CPU
+    ) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` would be in one process, with tensors on the CPU. Collective.
+
+        Args:
+            group: the ranks of this pipeline.
+            to_all: False leaves all ranks but the first with an empty dict.
+            device: where ``group``'s backend has its messages.
+
+        Raises:
+            ValueError: on every rank, if a state has something else than tensors and what JSON carries.
+        """
+        states = self._gather_states(group, to_all, device)
+        if not to_all and group.rank() != 0:
+            return {}
+        with self._whole():
+            mine = self.optimizer.state
+            everything: defaultdict[Any, Any] = defaultdict(dict)
+            everything.update({key: value for key, value in mine.items() if not isinstance(key, Tensor)})
+            for parameter in self._all():
+                if self._names[id(parameter)] in states:
+                    everything[parameter] = states[self._names[id(parameter)]]
+            self.optimizer.state = everything
+            try:
+                return self.optimizer.state_dict()
+            finally:
+                self.optimizer.state = mine
+
+    def partial_state_dict(self) -> dict[str, Any]:
+        """What this rank gives to :meth:`full_state_dict`: its own parameters' state, with the whole's numbers."""
+        with self._whole():
+            state = self.optimizer.state_dict()
+        owners = [self.ownership.owner(self._names[id(parameter)]) for parameter in self._all()]
+        mine = {
+            number: value
+            for number, value in state["state"].items()
+            if not isinstance(number, int) or owners[number] == self.rank
+        }
+        return {**state, "state": mine}
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it, copied.
+
+        Raises:
+            ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
+        """
+        ids = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = self._all()
+        others = set()
+        if len(ids) == len(parameters):  # else the optimizer says what is wrong
+            others = {number for number, p in zip(ids, parameters, strict=True) if not self._is_mine(p)}
+        kept = {number: copied(value) for number, value in state["state"].items() if number not in others}
+        with self._whole():
+            self.optimizer.load_state_dict({**state, "state": kept})
+
+    def give_back(self, state: Mapping[str, Any]) -> None:
+        """Let the optimizer be the whole model's again, with ``state``, a :meth:`full_state_dict`."""
+        self.placeholder = None
+        self._fill()
+        self.optimizer.load_state_dict(dict(state))
+
+    def _all(self) -> list[nn.Parameter]:
+        return [parameter for group in self._groups for parameter in group]
+
+    def _is_mine(self, parameter: nn.Parameter) -> bool:
+        return self.ownership.is_mine(self._names[id(parameter)], self.rank)
+
+    def _check(self, parameters: list[nn.Parameter]) -> None:
+        for index, parameter in enumerate(parameters):
+            if id(parameter) not in self._names:
+                raise ValueError(
+                    f"{type(self.optimizer).__name__} has a tensor of shape {tuple(parameter.shape)} (number {index} "
+                    "of its group) that is no parameter of the module, so it is not known which rank trains it. "
+                    "Register it: `self.x = nn.Parameter(...)`."
+                )
+
+    def _filter(self) -> None:
+        """Leave this rank's parameters in the groups, and their state."""
+        for group, parameters, labels in self._with_groups():
+            mine = [self._is_mine(parameter) for parameter in parameters]
+            group["params"] = [parameter for parameter, keep in zip(parameters, mine, strict=True) if keep]
+            if labels is not None:
+                group["param_names"] = [label for label, keep in zip(labels, mine, strict=True) if keep]
+            for parameter, keep in zip(parameters, mine, strict=True):
+                if not keep:
+                    self.optimizer.state.pop(parameter, None)
+        if self.placeholder is not None:
+            group = self.optimizer.param_groups[0]
+            group["params"].append(self.placeholder)
+            if "param_names" in group:
+                group["param_names"].append("placeholder")
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Within it the groups have the parameters of all ranks."""
+        placeholder = self.placeholder
+        placeholder_state = None if placeholder is None else self.optimizer.state.pop(placeholder, None)
+        self._fill()
+        try:
+            yield
+        finally:
+            self._filter()
+            if placeholder is not None and placeholder_state is not None:
+                self.optimizer.state[placeholder] = placeholder_state
+
+    def _fill(self) -> None:
+        """Put the parameters of all ranks into the groups, without the placeholder."""
+        for group, parameters, labels in self._with_groups():
+            group["params"] = list(parameters)
+            if labels is not None:
+                group["param_names"] = list(labels)
+
+    def _with_groups(self) -> Iterator[tuple[dict[str, Any], list[nn.Parameter], list[str] | None]]:
+        assert len(self.optimizer.param_groups) == len(self._groups), "call refresh() after add_param_group()"
+        return zip(self.optimizer.param_groups, self._groups, self._labels, strict=True)
+
+    def _gather_states(self, group: dist.ProcessGroup, to_all: bool, device: torch.device) -> dict[str, Any]:
+        """For each parameter its state, from its owner."""
+        tensors: dict[Path, Tensor] = {}
+        plain: dict[str, Any] = {}
+        problem = None
+        try:
+            for parameter in self._all():
+                name = self._names[id(parameter)]
+                if self.ownership.owner(name) == self.rank and parameter in self.optimizer.state:
+                    plain[name] = take_out(self.optimizer.state[parameter], tensors, (name,))
+        except UnknownTypeError as error:
+            problem = (
+                f"{type(self.optimizer).__name__}'s state cannot be gathered: {error}. Between ranks travel tensors, "
+                "numbers, texts, None, and lists, tuples and dicts of these."
+            )
+        everyones = gather_json([plain, problem], group, device)
+        problem = next((text for _, text in everyones if text is not None), None)
+        if problem is not None:
+            raise ValueError(problem)
+        gathered = gather_tensors({json.dumps(path): t for path, t in tensors.items()}, group, to_all, device)
+        found = {tuple(json.loads(key)): tensor for key, tensor in gathered.items()}
+        if not to_all and group.rank() != 0:
+            return {}
+        return {name: put_back(value, found) for theirs, _ in everyones for name, value in theirs.items()}

@@ -1,0 +1,69 @@
+"""Buffers whose values change on one rank of a pipeline, and which other ranks use them.
+
+Every rank holds every buffer, but a change is made by one rank: by its owner in a hook, by the stage that does it in a
+step. The others get the new values when a step is about to use them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.partition.cuts import StageCuts
+from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors
+from lightning_smddp.pipeline.view.global_view import GlobalView
+
+
+class SharedBuffers:
+    """Keeps the buffers of a divided module up to date where steps use them.
+
+    Attributes:
+        trained: whether a training step has run since the last :meth:`share`. It may have changed any.
+
+    Args:
+        view: of the module.
+        ownership: who owns what.
+        rank_of_stage: of the pipeline.
+    """
+
+    def __init__(self, view: GlobalView, ownership: Ownership, rank_of_stage: Sequence[int]) -> None:
+        self.view, self.ownership, self.rank_of_stage = view, ownership, rank_of_stage
+        self.trained = False
+        self._changed_in_hooks = view.changed_buffers
+        self._used_elsewhere: set[str] = set()
+
+    def learn(self, program: StepGraph, splitting: StageCuts) -> None:
+        """Note which ranks use which buffers in a step."""
+        ranks: dict[str, set[int]] = {}
+        for plan in splitting.plans(len(program.items)):
+            for item in program.items[plan.begin : plan.end]:
+                if item.module is not None:
+                    ranks.setdefault(item.module, set()).add(self.rank_of_stage[plan.stage])
+        for name, calls in program.buffers_used.items():
+            units = {next((unit for unit in ranks if f"{call}.".startswith(f"{unit}.")), None) for call in calls}
+            if name in self.ownership.buffers and any(
+                unit is None or ranks[unit] != {self.ownership.buffers[name]} for unit in units
+            ):  # what is between units runs on all stages
+                self._used_elsewhere.add(name)
+
+    def before_training(self) -> None:
+        """All ranks get what training steps use there of what hooks have changed. Collective if that is anything."""
+        wanted = self._changed_in_hooks & self._used_elsewhere
+        self._changed_in_hooks -= wanted
+        self._send(wanted)
+
+    def share(self) -> None:
+        """All ranks get all that has changed. Collective if anything has."""
+        wanted = set(self.ownership.buffers) if self.trained else set(self._changed_in_hooks)
+        self._changed_in_hooks.clear()
+        self.trained = False
+        self._send(wanted)
+
+    def _send(self, wanted: Set[str]) -> None:
+        view = self.view
+        buffers = {name: buffer.detach() for name, buffer in view.module.named_buffers() if name in wanted}
+        for source in range(view.group.size()):
+            mine = [buffer for name, buffer in buffers.items() if self.ownership.buffers[name] == source]
+            if mine:
+                broadcast_tensors([Spec.of(buffer) for buffer in mine], mine, view.group, source, view.device)

@@ -1,0 +1,93 @@
+"""``resume="auto"``: a script that is started again goes on from the newest valid checkpoint that it has left.
+
+torchrun (``--max-restarts``), Slurm (requeue) and SageMaker (spot instances) all just run the script again, with
+``trainer.fit(model)`` in it. Rank 0 looks for checkpoints where the Trainer writes them, and all ranks verify the
+newest and start from it.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_smddp._compat.loops import around_resume_start, requeue_checkpoint
+from lightning_smddp.checkpoint.newest import newest_checkpoint
+from lightning_smddp.checkpoint.ranks import Ranks
+from lightning_smddp.checkpoint.sharded import ShardedDirectories
+from lightning_smddp.sagemaker.folders import pointed_at
+from lightning_smddp.strategies.tables import say
+
+STOP_CHECKPOINT = "smddp-stop.ckpt"
+
+
+def stop_checkpoint(trainer: Any) -> str:
+    """Where the checkpoint of a run that is told to stop belongs: beside the others, where :func:`places` looks."""
+    directory = next(iter(_directories(trainer)), str(trainer.default_root_dir))
+    return f"{directory}/{STOP_CHECKPOINT}" if "://" in directory else os.path.join(directory, STOP_CHECKPOINT)
+
+
+def places(trainer: Any) -> list[str]:
+    """Directories and files in which a fit may have left checkpoints, each once.
+
+    Those of the checkpoint callbacks (not of those that save weights alone), of earlier versions of the same logger,
+    the checkpoint of a stop, the one that ``newest`` names in a SageMaker job's folder, and the one that Lightning
+    writes when Slurm requeues the job.
+    """
+    found = [sibling for directory in _directories(trainer) for sibling in _versions(directory)]
+    found += [os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT)]
+    folder = getattr(trainer.strategy, "newest_in", None)
+    pointed = None if folder is None else pointed_at(folder)
+    found += [] if pointed is None else [pointed]
+    requeued = requeue_checkpoint(trainer)
+    return list(dict.fromkeys(found if requeued is None else [*found, requeued]))
+
+
+def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[None]:
+    """In this context a fit without ``ckpt_path`` starts from the newest valid checkpoint. Collective when it does.
+
+    A checkpoint of a finished run lets ``fit`` return at once. The strategy is told which one was verified, in
+    ``verified_checkpoint``, so that it need not do so again.
+
+    Args:
+        trainer: Lightning's.
+        device: of this rank, where collectives take their tensors from.
+
+    Raises:
+        CheckpointError: on every rank, when it starts: a rank cannot read what rank 0 has chosen.
+    """
+
+    def choose(given: Any) -> Any:
+        if trainer.state.fn != "fit" or (given is not None and given != requeue_checkpoint(trainer)):
+            return given
+        looked = places(trainer)
+        path = newest_checkpoint(looked, ShardedDirectories(), ranks=Ranks(dist.group.WORLD, device))
+        trainer.strategy.verified_checkpoint = path
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            say(_line(path, looked))
+        return path
+
+    return around_resume_start(trainer, choose)
+
+
+def _directories(trainer: Any) -> list[str]:
+    callbacks = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
+    return [str(c.dirpath) for c in callbacks if getattr(c, "dirpath", None) is not None]
+
+
+def _versions(directory: str) -> list[str]:
+    """``logs/name/version_3/checkpoints`` is that of one start of the script: those of the others too."""
+    path = Path(directory)
+    if "://" in directory or not path.parent.name.startswith("version_"):
+        return [directory]
+    return [directory, *sorted(map(str, path.parent.parent.glob(f"version_*/{path.name}")))]
+
+
+def _line(path: str | None, looked: list[str]) -> str:
+    if path is None:
+        return f"resume='auto': no checkpoint in {', '.join(looked)}; the run starts from scratch."
+    return f"resume='auto': the run goes on from {path}"

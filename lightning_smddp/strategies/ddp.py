@@ -1,0 +1,244 @@
+"""``Trainer(strategy="smddp")``: Lightning's DDPStrategy with our communication hook.
+
+Written once for both packages that Lightning is published as; ``lightning.py`` and ``pytorch_lightning.py`` put it on
+top of their ``DDPStrategy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_smddp._compat.torch import register_ddp_comm_hook
+from lightning_smddp.communication.algorithms import AlgorithmName
+from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.nonfinite import bad_gradients
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.pipeline.capture.pytree import copied
+from lightning_smddp.resume.layouts import Place
+from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.nonfinite import by_asking, by_watch
+from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
+from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
+from lightning_smddp.strategies.session import Options, finish_wrapping
+from lightning_smddp.strategies.tables import print_table, say
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+_CHECKPOINT_KEY = "smddp"
+
+
+class DataParallel(TrainerStrategy):
+    """Data parallelism with optimized all-reduce; a drop-in for ``DDPStrategy``.
+
+    Args:
+        algorithm: how gradients are summed: ``"native"`` (the backend's all-reduce), ``"shared_memory"`` (CPU ranks
+            of one node, without copies), ``"hierarchical"`` (inside nodes first, then between ranks of equal local
+            rank), ``"balanced"`` (balanced fusion buffers between nodes), or ``"auto"``: the fastest on this
+            cluster for each bucket size, measured at the start of fit.
+        compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or a
+            :class:`~lightning_smddp.Compression` with details.
+        bucket_cap_mb: size of DDP's buckets in MiB; None has it chosen with the algorithm.
+        process_group_backend: ``"auto"`` is ``nccl`` on CUDA and ``gloo`` on CPU.
+        collective_timeout: how long a rank waits for the others in a collective, in seconds or as a timedelta; None
+            is DDP's ``timeout``, which also bounds the start.
+        tuning_cache: file for what ``"auto"`` measured; True is ``~/.cache/lightning_smddp/plans.json``, False
+            measures at each start.
+        verbose: print a table at the start of fit and a report at its end.
+        init_timeout: how long ranks wait for each other at the start, in seconds or as a timedelta; None is 10
+            minutes, or ``timeout`` if that is less.
+        stop_grace: seconds from SIGTERM to the end of the process, checkpoint included.
+        resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
+            by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
+            job, else ``"never"``.
+        on_nonfinite: when a gradient is NaN or infinite on any rank: ``"error"`` names rank, step and parameter,
+            ``"skip"`` leaves this step out on all ranks, ``"ignore"`` does not look.
+        async_save: write checkpoints in the background, from a copy.
+        sharded: save a directory with a file of each rank, instead of one file gathered on rank 0.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state,
+            ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, timeout, start_method: as of ``DDPStrategy``, in
+            its order; only they can be given by position.
+        **kwargs: all arguments of ``DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless given.
+
+    Raises:
+        ValueError: an argument is not one of the valid values; the message lists them.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Any = None,
+        ddp_comm_wrapper: Any = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = "auto",
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        algorithm: AlgorithmName = "auto",
+        compression: Method | Compression | None = None,
+        bucket_cap_mb: float | None = None,
+        collective_timeout: timedelta | float | None = None,
+        tuning_cache: str | Path | bool = True,
+        verbose: bool = True,
+        init_timeout: timedelta | float | None = None,
+        stop_grace: timedelta | float = 90.0,
+        resume: Literal["auto", "never"] | None = None,
+        on_nonfinite: OnNonfinite = "error",
+        async_save: bool = False,
+        sharded: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        options = Options.parse(
+            algorithm,
+            compression,
+            bucket_cap_mb,
+            process_group_backend,
+            collective_timeout,
+            tuning_cache,
+            verbose,
+        )
+        reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
+        if ddp_comm_hook is not None and (algorithm != "auto" or compression is not None):
+            raise ValueError(
+                f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
+                f"compression={compression!r} would have no effect. Give either the hook or these."
+            )
+        require_known(self, kwargs)
+        require_arguments_of_ddp(accelerator, timeout)
+        super().__init__(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper,
+            model_averaging_period=model_averaging_period, process_group_backend=options.process_group_backend,
+            timeout=timeout, start_method=start_method, **kwargs,
+        )  # fmt: skip
+        self._hold_parts(options, reliability)
+        self._user_ddp_kwargs = dict(self._ddp_kwargs)
+
+    @property
+    def communication_report(self) -> CommunicationReport | None:
+        """What gradient communication cost so far; None before fit. Collective: read it on every rank."""
+        return self._session.report() if self._session.synchronizers else self._last_report
+
+    # ---- gradients ----
+
+    @override
+    def configure_ddp(self) -> None:
+        """Choose the communication and wrap the model."""
+        if self._ddp_comm_hook is None:
+            assert self.model is not None
+            self._ddp_kwargs = self._session.prepare(self.model, self.root_device, self._user_ddp_kwargs, self._timeout)
+            watch = self._session.synchronizers[-1].watch
+            watch.on, watch.marks = self._checks.watches_gradients, not self._checks.changes_gradients
+        elif self._session.options.bucket_cap_mb is not None:
+            self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
+        super().configure_ddp()
+        finish_wrapping(self.root_device)
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._ddp_comm_hook is not None:  # on CPU too, where DDPStrategy ignores it
+            register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+        else:
+            self._session.attach(self.model)
+
+    @override
+    def _find_nonfinite(self) -> Mapping[str, str] | None:
+        if self._session.synchronizers and self._session.synchronizers[-1].watch.marks:
+            return by_watch(self._session.synchronizers[-1].watch)
+        assert self.lightning_module is not None  # a hook of the user's own averages
+        return by_asking(bad_gradients(self.lightning_module.named_parameters()), self.root_device)
+
+    @property
+    @override
+    def _has_equal_gradients(self) -> bool:
+        return bool(self._session.synchronizers)
+
+    @override
+    def _brought(self) -> Mapping[str, str]:
+        return self._session.synchronizers[-1].watch.take_findings() if self._session.synchronizers else {}
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
+        return mean_by_sum(super().reduce, tensor, group, reduce_op)
+
+    # ---- a run ----
+
+    @property
+    @override
+    def _place(self) -> Place:
+        return Place(self.global_rank, 0, self.world_size, 1)
+
+    @override
+    def _training_starts(self) -> None:
+        self._session.settle_buckets(self.model, self._exact_resume.saved("bucket_order"))
+        if self._session.options.verbose and self.is_global_zero and self._session.communicator is not None:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
+            print_table("smddp: data parallelism", rows, trainer)
+
+    @override
+    def _training_ends(self) -> None:
+        if self._session.synchronizers:
+            assert self.lightning_module is not None
+            self._last_report = self._session.report()
+            if self._session.options.verbose and self.is_global_zero and self.world_size > 1:
+                say(str(self._last_report), self.lightning_module.trainer)
+
+    @override
+    def _decisions(self) -> Mapping[str, Any]:
+        return {"bucket_order": self._session.bucket_order()}
+
+    @override
+    def _add_state(self, checkpoint: dict[str, Any]) -> None:
+        compresses = self._session.options.compression is not None
+        if compresses and "optimizer_states" in checkpoint and not self._interrupted:
+            state = self._session.state_dict()
+            if state:
+                checkpoint[_CHECKPOINT_KEY] = state
+
+    @override
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        self._saving.require_fitting_optimizers(checkpoint)
+        # States may be files mapped into memory, and optimizers keep what they are given.
+        states = copied(checkpoint["optimizer_states"])
+        super()._load_optimizers({**checkpoint, "optimizer_states": states})
+        self._session.load_state_dict(checkpoint.get(_CHECKPOINT_KEY, {}))
+
+    @override
+    def _name_in_advice(self, exception: BaseException) -> None:
+        exception.args = tuple(_as_ours(argument) for argument in exception.args)
+
+
+def _as_ours(argument: Any) -> Any:
+    if not isinstance(argument, str) or "find_unused_parameters" not in argument:
+        return argument
+    named = argument.replace("strategy='ddp_find_unused", "strategy='smddp_find_unused")
+    return named.replace("strategy=DDPStrategy(", "strategy=SMDDPStrategy(")
+
+
+def _batch_size(trainer: Trainer) -> int | None:
+    """Samples that one rank gets at a time, where the loader tells."""
+    loader = trainer.train_dataloader
+    for source in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(source, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None

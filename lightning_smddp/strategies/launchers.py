@@ -1,0 +1,179 @@
+"""Lightning's two launchers, with what a job needs so that its processes end together, and say why.
+
+``lightning.py`` and ``pytorch_lightning.py`` put these on top of their launchers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch.multiprocessing import ProcessExitedException
+
+from lightning_smddp._compat.trainer import is_control_flow, set_num_threads_if_needed
+from lightning_smddp.launchers.mpi import started_by_mpirun
+from lightning_smddp.strategies.environments import check_numbers
+
+LAUNCHER_PID = "LIGHTNING_SMDDP_LAUNCHER_PID"  # set for ranks that a script's first process starts
+_POLL_S = 0.1
+_LINGER_S = 8.0  # how long the other ranks may take to end after the first one has failed
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def launcher_pid() -> int | None:
+    """The process without which this rank must not go on: launcher, torchrun's agent, mpirun; None if there is none."""
+    parent = os.getppid()
+    started_by_script = os.environ.get(LAUNCHER_PID) == str(parent)
+    return parent if started_by_script or may_be_ended() else None
+
+
+def may_be_ended() -> bool:
+    """Whether torchrun, mpirun or ``multiprocessing`` started this rank: they end all as soon as one has failed."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or started_by_mpirun(os.environ):
+        return True
+    return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
+
+
+@dataclass
+class Ranked:
+    """What a launcher runs in each rank: ``function``, with errors explained. Travels by pickle."""
+
+    strategy: Any
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        with self.strategy.explained_errors():
+            return self.function(*args, **kwargs)
+
+
+def _ranked(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
+    return function if trainer is None else Ranked(trainer.strategy, function)
+
+
+class ScriptLaunching:
+    """For the launcher that starts the script again for each other rank, or finds ranks that are there already."""
+
+    procs: list[subprocess.Popen[bytes]]
+    notebook_name = "smddp_notebook"  # the strategy that works there
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Never; Lightning asks in a notebook, and would advise a strategy of its own."""
+        raise ValueError(
+            "The strategy starts this script again for each other rank, and a notebook is no script. Use "
+            f"Trainer(strategy={self.notebook_name!r}), which forks the notebook's process."
+        )
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks, and run ``function`` in this one; if it fails, they end before this process does."""
+        launcher: Any = self
+        environment = launcher.cluster_environment
+        check_numbers(environment, launcher.num_processes, launcher.num_nodes)
+        environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
+        if not environment.creates_processes_externally:
+            with _told(LAUNCHER_PID, str(os.getpid())):
+                launcher._call_children_scripts()
+        set_num_threads_if_needed(launcher, launcher.num_processes)
+        atexit.unregister(end_processes)
+        joined = threading.Event()
+        if trainer is not None and self.procs:
+            supervision = trainer.strategy._supervision
+            supervision.started_ranks, supervision.joined = self.procs, joined.set
+            threading.Thread(target=_watch_start, args=(joined, self.procs), daemon=True).start()
+        try:
+            return _ranked(function, trainer)(*args, **kwargs)
+        except BaseException as error:
+            if not is_control_flow(error):
+                own_s = 0.0 if trainer is None else trainer.strategy._supervision.hooks_after_exception_s
+                atexit.register(end_processes, self.procs, max(_LINGER_S, own_s))
+            raise
+        finally:
+            joined.set()
+
+
+class SpawnLaunching:
+    """For the launcher that starts ranks by ``multiprocessing``, and is no rank itself."""
+
+    procs: list[Any]
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Run ``function`` in each rank; signals to this process go to the ranks."""
+        received: list[int] = []
+        with _signals_to(self._pass_on, received):
+            try:
+                return super().launch(_ranked(function, trainer), *args, trainer=trainer, **kwargs)  # type: ignore[misc]
+            except ProcessExitedException as error:
+                code = error.exit_code
+                if received and code == 128 + received[0]:
+                    sys.exit(code)
+                raise
+
+    def _pass_on(self, signum: int) -> None:
+        for process in self.procs:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signum)
+
+
+def end_processes(processes: list[subprocess.Popen[bytes]], patience_s: float = _LINGER_S) -> None:
+    """Give ``processes`` some seconds to end by themselves, then kill those that have not, as a stopped one."""
+    deadline = time.monotonic() + patience_s
+    while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _watch_start(joined: threading.Event, processes: list[subprocess.Popen[bytes]]) -> None:
+    """End the job if a rank ends before it could join the others, who would wait for it."""
+    while not joined.wait(_POLL_S):
+        for index, process in enumerate(processes):
+            code = process.poll()
+            if code is not None and not joined.is_set():
+                line = f"lightning-smddp: local rank {index + 1} (process {process.pid}) ended with exit code {code} "
+                os.write(2, f"{line}before it joined the other ranks. Its own output says why.\n".encode())
+                end_processes(processes, patience_s=0.0)
+                os._exit(1)
+
+
+@contextmanager
+def _told(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+@contextmanager
+def _signals_to(pass_on: Callable[[int], None], received: list[int]) -> Iterator[None]:
+    """Hand SIGTERM and SIGINT to the ranks, and wait for their end instead of ending before them."""
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        pass_on(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = {signum: signal.getsignal(signum) for signum in _STOPS}
+    for signum, handler in previous.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(signum, handle)
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
