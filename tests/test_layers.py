@@ -152,6 +152,35 @@ def test_files_and_functions_are_small() -> None:
     assert offenders == []
 
 
+RETIRED = {
+    "Ghost": "RemoteTensor",
+    "Splitting": "StageCuts",
+    "Division": "PartitionPlan",
+    "DividedModule": "PartitionedModule",
+    "StagedModule": "PipelinedModule",
+    "Grid": "PipelineMesh",
+    "Variants": "TraceCache",
+    "Program": "StepGraph",
+    "Tie": "Colocation",
+    "Collective": "IntraNodeGroup",
+    "Exchange": "InterNodeReduce",
+    "Meeting": "RendezvousConfig",
+    "Session": "GradientCommunication",
+    "Card": "RankInfo",
+    "Door": "Acceptor",
+    "Ending": "Shutdown",
+    "GradientWindow": "GradientStash",
+}
+
+
+def test_classes_have_the_words_of_the_field() -> None:
+    offenders = []
+    for path in source_files():
+        classes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef) and node.name in RETIRED]
+        offenders += describe(path, [(node.lineno, f"{node.name} is {RETIRED[node.name]} here") for node in classes])
+    assert offenders == []
+
+
 def methods_of_class(path: Path, name: str) -> set[str]:
     (found,) = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef) and node.name == name]
     return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}

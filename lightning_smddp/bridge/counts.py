@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_smddp.bridge.step_attributes import Changes, Place, adds_up
+from lightning_smddp.bridge.step_attributes import Changes, Place, adds_up, is_set, is_set_to_sum
 
 UNKNOWN = "Nobody knows what integers count: "  # begins what ``require_known_counts`` raises
 
@@ -40,6 +40,8 @@ def unknown_counts(changes: Sequence[Changes], per_row: Mapping[Place, bool], me
         if (len(place) > 1 and not members) or not all(type(value) is int for pair in known for value in pair):
             continue
         steps = [0 if pair is None else pair[1] - pair[0] for pair in pairs]
+        if per_row.get(is_set(place), False) or per_row.get(is_set_to_sum(place), False):
+            continue
         law = per_row.get(adds_up(place))
         if any(steps) and (law is None or (law is False and len(set(steps)) > 1)):
             found.append(Moved(place, known[0][0], steps, is_new))
@@ -72,6 +74,9 @@ def settle(
     elif counts_calls and len(set(moved.steps)) == 1:
         per_row[adds_up(moved.place)] = False
         return moved.before + moved.steps[0], None
+    elif together != sum(steps) and moved.before + together == sum(moved.before + step for step in steps):
+        per_row[is_set_to_sum(moved.place)] = True  # anew by each step, as in `self.rows = len(batch)`
+        return moved.before + together, None
     elif together != sum(steps) or not any(steps) or adds_up(moved.place) in per_row:
         return moved.before + together, (
             f"{in_words(owner, moved.place)} is moved by {together} for a batch, and by {steps} for its micro-batches: "

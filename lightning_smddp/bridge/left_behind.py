@@ -11,6 +11,7 @@ stage does not have.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -131,6 +132,7 @@ class LeftBehind:
         self._settled: dict[tuple[int, str], dict[Place, int]] = defaultdict(dict)  # what a trial has shown
         self._recorded: Trial | None = None
         self._reports: list[Any] | None = None  # of all ranks
+        self._warned: set[tuple[str, str]] = set()  # owners and attributes that :meth:`_warn_of_writes` has named
 
     # ---- runs of the step ----
 
@@ -196,10 +198,14 @@ class LeftBehind:
         run = active_run()
         with without_torch_functions():
             for name, watch in now.quiet.items():
-                if watch.is_touched() and (found := [c for c in watch.numbers() if name or c.is_member]):
+                if not watch.is_touched():
+                    continue
+                self._warn_of_writes(run, name, watch)
+                if found := [c for c in watch.numbers() if name or c.is_member]:
                     self._new[name] = None
                     now.numbers[name] = found
             for name, watch in now.watches.items():
+                self._warn_of_writes(run, name, watch)
                 found = [change for change in watch.found() if name or change.is_member]
                 if found and self.is_learning:
                     self.changing[name] = None
@@ -212,6 +218,22 @@ class LeftBehind:
             if run is not None and self.changing and not run.replay.is_rehearsal:
                 held = {(value,): (None, tensor.detach()) for value, tensor in run.made_and_left().items()}
                 self._held[run.plan.stage][now.index] = _Note(now.index, now.size, now.weight, Changes(values=held))
+
+    def _warn_of_writes(self, run: Run | None, name: str, watch: OwnerWatch) -> None:
+        """Say which tensors are written that no trace saw written: those of the LightningModule itself are followed."""
+        if not name or self.is_learning or run is None or run.replay.is_rehearsal:
+            return
+        for attribute in watch.written():
+            if (name, attribute) in self._warned:
+                continue
+            self._warned.add((name, attribute))
+            warnings.warn(
+                f"The tensor `{owner_in_words(name)}.{attribute}` is written in place since this batch, though not "
+                "when the step was traced: for each micro-batch, and on some ranks only. Its values are not one "
+                "process's from here on. Write it from the first batch on, so that the step runs as a whole, or keep "
+                "it in an attribute of the LightningModule itself.",
+                stacklevel=2,
+            )
 
     def _keep(self, run: Run | None, name: str, now: _Pass, found: Sequence[Found]) -> None:
         if run is None or run.replay.is_rehearsal:

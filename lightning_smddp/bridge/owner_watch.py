@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_smddp._compat.torch import write_count
 from lightning_smddp.bridge.step_attributes import Place, is_plain
 from lightning_smddp.pipeline.capture.pytree import leaves, tensors
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
@@ -50,6 +51,11 @@ class OwnerWatch:
         lists: list[tuple[Place, Any]] = [((name,), value) for name, value in self.before.items()]
         lists += [((name, key), value) for name, members in self.members.items() for key, value in members.items()]
         self.lengths = {place: (value, len(value)) for place, value in lists if type(value) is list}
+        self.tensors = {
+            name: (value, write_count(value))
+            for name, value in self.before.items()
+            if type(value) is Tensor and not value.is_inference()
+        }
         self._values = list(self.own.values())
 
     def is_touched(self) -> bool:
@@ -60,7 +66,11 @@ class OwnerWatch:
             now = self.own[name]  # the same dict
             if len(now) != len(members) or any(map(operator.is_not, now.values(), members.values())):
                 return True
-        return any(len(known) != length for known, length in self.lengths.values())
+        return any(len(known) != length for known, length in self.lengths.values()) or bool(self.written())
+
+    def written(self) -> list[str]:
+        """Attributes whose tensors were written in place."""
+        return [name for name, (tensor, count) in self.tensors.items() if write_count(tensor) != count]
 
     def numbers(self) -> list[Found]:
         """Changes in which there are no tensors."""

@@ -167,10 +167,11 @@ def combine_changes(
         pairs = [(c.values[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.values]
         before, after = pairs[0][0][0], [value for (_, value), _ in pairs]
         its_sizes = [size for _, size in pairs]
-        are_rows, as_set = all(type(value) is int for value in after) and after == its_sizes, (*place, "set")
+        are_integers = all(type(value) is int for value in after)
+        are_rows, as_set = are_integers and after == its_sizes, is_set(place)
         if before is _MISSING and max(its_sizes) > 1:
             per_row[as_set] = are_rows
-        if are_rows and per_row.get(as_set, False):
+        if (are_rows and per_row.get(as_set, False)) or (are_integers and per_row.get(is_set_to_sum(place), False)):
             values[place] = sum(after)
             continue
         if all(type(value) is int for value in [before, *after]):
@@ -203,6 +204,16 @@ def _combine_steps(place: Place, steps: list[int], sizes: list[int], per_row: di
 def adds_up(place: Place) -> Place:
     """Where `per_row` has whether an integer moves by the sum of what micro-batches would move it by, or as each."""
     return (*place, "adds up")
+
+
+def is_set(place: Place) -> Place:
+    """Where `per_row` has whether an integer is set to the number of rows by each step, whatever it was before."""
+    return (*place, "set")
+
+
+def is_set_to_sum(place: Place) -> Place:
+    """Where `per_row` has whether an integer is set by each step to what its parts would set it to together."""
+    return (*place, "set to sum")
 
 
 def learn_steps(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites, NewWrites
+from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net
 
 TOTALS = torch.zeros(2)
@@ -213,3 +214,38 @@ def test_copies_that_stand_in_for_attributes_are_followed() -> None:
     writes, kept = NewWrites(), torch.zeros(1)
     writes.look([kept], lambda tensor: tensor is kept)
     assert writes.found() == {}
+
+
+class Keeps(torch.nn.Module):
+    """A layer that begins to sum up its input in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on, self.total = False, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_on:
+            self.total += x.detach().sum()
+        return torch.tanh(x)
+
+
+class KeepsLate(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = Keeps()
+
+    def on_train_epoch_start(self) -> None:
+        self.net[1].is_on = self.current_epoch > 0
+
+
+def warnings_of_late_writes() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Bench({}, "").fit(KeepsLate(), max_epochs=2)
+    return [str(warning.message) for warning in caught if "is written in place since" in str(warning.message)]
+
+
+def test_what_a_layer_begins_to_write_in_mid_training_is_named() -> None:
+    messages = [message for messages in run_trainer_ranks(warnings_of_late_writes, 2) for message in messages]
+    assert len(messages) == 1  # once, on the rank that has the layer
+    assert "The tensor `self.net.1.total` is written in place since this batch" in messages[0]

@@ -8,12 +8,12 @@ from tests.programs import run_program
 
 PROFILED = """
 import cProfile
-from lightning_smddp.supervision.ending import Ending
+from lightning_smddp.supervision.ending import Shutdown
 
 def function():
     return "profiled"
 
-ending = Ending(None, lambda: "here", lambda: False)
+ending = Shutdown(None, lambda: "here", lambda: False)
 ending.take_over()
 profile = cProfile.Profile()
 profile.enable()
