@@ -380,6 +380,8 @@ class PipelinedModule:
         return scaler if scaler is not None and scaler.is_enabled() else None
 
     def _step(self, hook: str, arguments: Sequence[Any], scale: Scale = 1.0) -> LightningStep:
+        """A batch begins."""
+        self.capture.left.begin()
         return LightningStep(self.module, hook, arguments, lambda: self.context(hook), self.capture, scale)
 
     def _microbatches(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
@@ -422,9 +424,7 @@ class PipelinedModule:
         self.capture.left.share(self.view)
         return output
 
-    def _divide(
-        self, step: LightningStep, microbatches: Sequence[MicroBatch], pair: MicroBatch | None
-    ) -> PartitionedModule:
+    def _divide(self, step: LightningStep, parts: Sequence[MicroBatch], pair: MicroBatch | None) -> PartitionedModule:
         """Find stages, and let go of other ranks' parameters. Collective over all ranks."""
         assert dist.group.WORLD is not None
         links = find_links(self.groups.neighbours, self.rank_of_stage, self.device, dist.group.WORLD)
@@ -433,7 +433,7 @@ class PipelinedModule:
             self.options,
             self._optimizers,
             self.rank_of_stage,
-            len(microbatches),
+            len(parts),
             links,
             step.trains and self._casts_weights(),
         )
@@ -446,7 +446,7 @@ class PipelinedModule:
                 self.device,
                 self.timeout,
                 step,
-                microbatches,
+                parts,
                 pair,
                 resources,
                 self._optimizers,
@@ -473,7 +473,7 @@ class PipelinedModule:
         self.shown.add(step.hook)
         if self.options.communication.verbose and dist.get_rank() == 0 and is_new:
             weighting = None if step.trains and self.cutter.is_whole(step) else self.divided.weighting
-            print_partition(step.hook, self.divided, resources, microbatches, weighting)
+            print_partition(step.hook, self.divided, resources, parts, weighting)
         for warning in self.divided.warnings if dist.get_rank() == 0 else ():
             warnings.warn(warning, stacklevel=2)
         return self.divided
