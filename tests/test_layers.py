@@ -170,6 +170,16 @@ RETIRED = {
     "Door": "Acceptor",
     "Ending": "Shutdown",
     "GradientWindow": "GradientStash",
+    "Item": "Node, NodeCost",
+}
+# Of functions, attributes, arguments and variables.
+RETIRED_NAMES = {
+    "asks_for_place": "asks_for_device",
+    "build_program": "build_graph",
+    "seals": "must_be_whole",
+    "splitting": "stage_cuts",
+    "untouched": "preserve_state",
+    "user_place": "user_location",
 }
 
 
@@ -178,6 +188,21 @@ def test_classes_have_the_words_of_the_field() -> None:
     for path in source_files():
         classes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef) and node.name in RETIRED]
         offenders += describe(path, [(node.lineno, f"{node.name} is {RETIRED[node.name]} here") for node in classes])
+    assert offenders == []
+
+
+def names_in(node: ast.AST) -> list[str]:
+    """The names that a node of the syntax tree itself gives or uses."""
+    found = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+    return [name for name in found if isinstance(name, str)]
+
+
+def test_names_are_the_words_of_the_field() -> None:
+    offenders = []
+    for path in source_files():
+        for node in ast.walk(parse(path)):
+            retired = [name for name in names_in(node) if name in RETIRED_NAMES]
+            offenders += describe(path, [(node.lineno, f"{name} is {RETIRED_NAMES[name]} here") for name in retired])
     assert offenders == []
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attributes
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, untouched
+from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.pytree import copied
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED, first_decides, refuse_foreign_writes
@@ -71,12 +71,12 @@ def _find_carried(step: LightningStep, microbatch: MicroBatch, device: torch.dev
     module = step.module
     if any(parameter.device.type != device.type for parameter in module.parameters()):
         return None  # it is not whole
-    with untouched(module, device), kept_parameters(module) as foreign:
+    with preserve_state(module, device), kept_parameters(module) as foreign:
         try:
             with step.around(0, microbatch, keep=False):
                 before = tensor_attributes(module)
                 first = _loss(step, microbatch)
-                refuse_foreign_writes(foreign.places())
+                refuse_foreign_writes(foreign.locations())
                 changed = changed_attributes(before, tensor_attributes(module))
                 if not changed or first is None:
                     return None

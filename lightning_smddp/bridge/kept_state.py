@@ -34,7 +34,7 @@ class KeptState:
         return KeptState(self.appended, {name: _moved(value) for name, value in {**numbers, **self.attributes}.items()})
 
     def put(self, module: nn.Module) -> None:
-        """Set the module's attributes so, within ``untouched``: members of its lists and dicts are not written."""
+        """Set the module's attributes so, within ``preserve_state``: members of its lists and dicts are not written."""
         own = vars(module)
         own.update(self.attributes)
         for place, tail in self.appended:

@@ -124,11 +124,11 @@ def describe(
     total = sum(division.stage_seconds) or 1.0
     counts = {name: parameter.numel() for name, parameter in module.named_parameters()}
     of_rank: dict[int, set[str]] = {}
-    for plan in division.splitting.plans(len(division.program.items)):
-        items = division.program.items[plan.begin : plan.end]
+    for plan in division.stage_cuts.plans(len(division.graph.nodes)):
+        items = division.graph.nodes[plan.begin : plan.end]
         names = {name for name, stages in division.homes.items() if plan.stage in stages}
         of_rank.setdefault(resources.rank_of_stage[plan.stage], set()).update(names)
-        sent = sum(division.program.values[value].nbytes for value in plan.sends)
+        sent = sum(division.graph.values[value].nbytes for value in plan.sends)
         text = (
             f"{_range([item.module for item in items if item.module is not None])}: "
             f"{100 * division.stage_seconds[plan.stage] / total:.0f} % of the time, "
@@ -156,8 +156,8 @@ def looks_at_other_rows(module: nn.Module) -> list[str]:
 
 
 def _units(division: PartitionPlan) -> str:
-    calls = [item.module for item in division.program.items if item.module is not None]
-    items = counted(len(division.program.items), "item")
+    calls = [item.module for item in division.graph.nodes if item.module is not None]
+    items = counted(len(division.graph.nodes), "item")
     return f"{counted(len(set(calls)), 'module')}, {counted(len(calls), 'call')}; {items} in all"
 
 
@@ -181,9 +181,9 @@ def _setting(
     division: PartitionPlan, options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]
 ) -> Setting:
     ranks = max(resources.rank_of_stage) + 1
-    problem = problem_of(division.program, resources, division.reference, options.activation_checkpointing)
+    problem = problem_of(division.graph, resources, division.reference, options.activation_checkpointing)
     return Setting(
-        items=problem.items,
+        nodes=problem.nodes,
         stage_seconds=division.stage_seconds,
         schedule=options.schedule.name,
         num_microbatches=len(microbatches),

@@ -23,7 +23,7 @@ from lightning_smddp.bridge.weight_doubts import WeightDoubts
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
-from lightning_smddp.pipeline.capture.preserve_state import untouched
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom, from_json, to_json
 from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
 from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
@@ -125,18 +125,18 @@ class PartitionedModule:
         self.division = self._divide(step, microbatches, resources, known)
         step.capture.left.agree(groups.pipeline, device)
         if step.trains:
-            require_no_state(step, microbatches, self.division.program.once_a_batch, device)
+            require_no_state(step, microbatches, self.division.graph.once_a_batch, device)
         weighed = self._weigh(step, pair)
         self.weighting, self.warnings, self.trains_whole = weighed.weighting, weighed.warnings, weighed.whole
         weighed.findings.teach(step.capture, step.key)
         self._place()
-        ownership, rank = self.division.ownership, groups.place
+        ownership, rank = self.division.ownership, groups.pipeline_rank
         held = held_parameters(module, ownership, rank)
         ranks = resources.rank_of_stage
         here = [stage for stage, owner in enumerate(ranks) if owner == rank]
         stages = {name: [stage for stage in self.division.homes[name] if stage in here] for name in held}
-        tied_groups = create_tied_groups(ownership, groups.grid.pipelines, timeout, device)
-        self.replicas = self._replicas(held, timeout) if groups.grid.num_replicas > 1 and optimizers else None
+        tied_groups = create_tied_groups(ownership, groups.mesh.pipelines, timeout, device)
+        self.replicas = self._replicas(held, timeout) if groups.mesh.num_replicas > 1 and optimizers else None
         tied = TiedGradients(module, ownership, rank, tied_groups)
         self.window = GradientStash(held, stages, tied, self.replicas, hooks)
         of_stage: dict[int, list[nn.Parameter]] = {
@@ -152,7 +152,7 @@ class PartitionedModule:
         self._may_draw_alike = False
         self._count = len(microbatches)  # of the batch that is worked on
         self.learned = weighed.findings
-        staged = self._stage(self.division.program, self.division.splitting)
+        staged = self._stage(self.division.graph, self.division.stage_cuts)
         self.findings: list[Finding] = []
         try:
             self._add(step, staged).remember(staged, step, microbatches[-1], len(microbatches) - 1)
@@ -172,8 +172,8 @@ class PartitionedModule:
             self.buffers.share()
         variants = self._variants.get(step.key)
         self._count = len(microbatches)
-        draws = variants is None or any(staged.program.draws for staged in variants.steps)
-        torch_too = variants is None or any(staged.program.shares_draws for staged in variants.steps)
+        draws = variants is None or any(staged.graph.draws for staged in variants.steps)
+        torch_too = variants is None or any(staged.graph.shares_draws for staged in variants.steps)
         step.random = self._share_random(self.groups.host, torch_too) if draws else None
         return self.courses_of(step, microbatches)
 
@@ -213,9 +213,9 @@ class PartitionedModule:
         if step.random is not None:
             end = broadcast_json(to_json(step.random.end), *self.groups.host, self.runtime.last_rank)
             step.random.sources.set(from_json(end))
-            programs = [staged.program for staged in self._variants[step.key].steps]
-            if step.random.sources.with_torch and not any(program.shares_draws for program in programs):
-                self._may_draw_alike |= any(map(_has_draws, programs))  # it was traced: all ranks go on alike
+            graphs = [staged.graph for staged in self._variants[step.key].steps]
+            if step.random.sources.with_torch and not any(graph.shares_draws for graph in graphs):
+                self._may_draw_alike |= any(map(_has_draws, graphs))  # it was traced: all ranks go on alike
 
     def take_unforeseen(self, step: LightningStep) -> bool:
         """Whether ``step`` took a course, since this was asked, that the shapes of its batches do not explain."""
@@ -257,7 +257,7 @@ class PartitionedModule:
             PartFailedError: on every rank: it cannot be run on these.
         """
         while True:
-            with untouched(self.module, self.device):
+            with preserve_state(self.module, self.device):
                 if state is not None:
                     state.put(self.module)
                     step = step.on_trial()
@@ -305,21 +305,21 @@ class PartitionedModule:
             if step.trains:
                 raise own_error(error) from None
             raise  # of the same kind on all ranks, which then go on alike
-        program = build_on_all(traced, Modules(traced, self.module), is_within(self._units()), group, self.device)
-        require_same(program, group, self.device)
+        graph = build_on_all(traced, Modules(traced, self.module), is_within(self._units()), group, self.device)
+        require_same(graph, group, self.device)
         step.capture.left.agree(group, self.device)
         if step.trains:
-            require_no_new_state(step, program.once_a_batch, self._count)
-        return self._stage(program, follow(program, self.division.homes, self.runtime.num_stages))
+            require_no_new_state(step, graph.once_a_batch, self._count)
+        return self._stage(graph, follow(graph, self.division.homes, self.runtime.num_stages))
 
-    def _stage(self, program: StepGraph, splitting: StageCuts) -> StagedStep:
-        self._may_draw_alike |= _has_draws(program)
-        self.buffers.learn(program, splitting)
-        return self.runtime.stage(program, splitting)
+    def _stage(self, graph: StepGraph, stage_cuts: StageCuts) -> StagedStep:
+        self._may_draw_alike |= _has_draws(graph)
+        self.buffers.learn(graph, stage_cuts)
+        return self.runtime.stage(graph, stage_cuts)
 
     def _units(self) -> set[str]:
         """Modules that stay whole in other steps: the units, and modules that the first step did not call."""
-        units = set(self.division.program.units)
+        units = set(self.division.graph.units)
         opened = {parent for unit in units for parent in _parents(unit)}
         return units | {name for name, _ in self.module.named_modules() if name and name not in opened}
 
@@ -347,7 +347,7 @@ class PartitionedModule:
             why = "with a model that is never whole on a rank"
             warning = warning_without_trial(pair, why)
             return Weighed(warnings=[] if warning is None else [warning])
-        buffers = sorted({name for item in self.division.program.items for name in item.buffers})
+        buffers = sorted({name for item in self.division.graph.nodes for name in item.buffers})
         is_auto = self.options.num_microbatches is None
         weighing = Weighing(self.module, self.device, step, pair, self.is_exact(), buffers, is_auto)
         return Weighed.from_json(first_decides(lambda: weighing.run().to_json(), world, self.device))
@@ -359,7 +359,7 @@ class PartitionedModule:
 
     def is_exact(self) -> bool:
         """Whether all floating-point values of the step have at least 32 bits."""
-        values = self.division.program.values
+        values = self.division.graph.values
         return all(value.dtype.itemsize >= 4 for value in values if value.dtype.is_floating_point)
 
     def _divide(
@@ -407,7 +407,7 @@ class PartitionedModule:
 
     def _place(self) -> None:
         """Keep this rank's parameters, with memory on its device, and no others."""
-        held = self.division.ownership.held_by(self.groups.place)
+        held = self.division.ownership.held_by(self.groups.pipeline_rank)
         named = dict(self.module.named_parameters())
         missing = [name for name in held if named[name].is_meta and name not in self._weights]
         materialize(self.module, missing, self.device, self._seed)
@@ -416,7 +416,7 @@ class PartitionedModule:
                 set_contents(named[name], self._weights[name].to(self.device, copy=True))
             elif named[name].device.type != self.device.type:
                 set_contents(named[name], named[name].detach().to(self.device))
-        release(self.module, self.division.ownership, self.groups.place)
+        release(self.module, self.division.ownership, self.groups.pipeline_rank)
         for buffer in self.module.buffers():
             if buffer.device.type != self.device.type:
                 set_contents(buffer, buffer.to(self.device))
@@ -426,7 +426,7 @@ class PartitionedModule:
         options = self.options.communication
         return ReplicaGradients(
             held,
-            self.groups.replicas,
+            self.groups.data_parallel_group,
             self.device,
             timeout,
             options.algorithm,
@@ -469,7 +469,7 @@ class PartitionedModule:
         assert division.reference is not None
         reference, tolerance = division.reference, self.tolerance
         self.findings = compare(
-            division.program.items,
+            division.graph.nodes,
             division.stage_of_item,
             reference.plain_loss,
             reference.again_loss,
@@ -492,16 +492,18 @@ class PartitionedModule:
         division = self.division
         alone, trial = replace(first, weight=1.0), step.unscaled()
         trial.offset = index
-        with untouched(self.module, self.device), without_own_dropout(self.module, self.device):
+        with preserve_state(self.module, self.device), without_own_dropout(self.module, self.device):
             outputs = self.runtime.run(self.courses_of(trial, [alone]), trial, [alone], True, seeding(CHECK_SEED))
             self.window.tied.sum()
             norms = gradient_norms(self.window.parameters.items())
         trial.forget()
-        mine = {name: norm for name, norm in norms.items() if division.ownership.owner(name) == self.groups.place}
+        mine = {
+            name: norm for name, norm in norms.items() if division.ownership.owner(name) == self.groups.pipeline_rank
+        }
         loss = float(loss_of(outputs[0], step.hook, detached=True)) if outputs else None
         reports = gather_json({"loss": loss, "norms": mine}, self.groups.pipeline, self.device)
         return compare(
-            division.program.items,
+            division.graph.nodes,
             division.stage_of_item,
             reference.loss,
             next(part["loss"] for part in reports if part["loss"] is not None),
@@ -511,7 +513,7 @@ class PartitionedModule:
 
     def _everyones(self, first: MicroBatch) -> MicroBatch:
         """The micro-batch of the very first rank, which made the reference."""
-        if self.groups.grid.num_replicas == 1:
+        if self.groups.mesh.num_replicas == 1:
             return first
         world = dist.group.WORLD
         assert world is not None
@@ -530,7 +532,7 @@ class PartitionedModule:
         if found is not None or not self.hooks.has_any:
             return found
         bad = bad_gradients(gradients)
-        return (bad or {}) if agreed(bad is not None, self.groups.replicas, self.device) else None
+        return (bad or {}) if agreed(bad is not None, self.groups.data_parallel_group, self.device) else None
 
     def close(self) -> None:
         """Free what averaging over replicas holds."""
@@ -543,9 +545,9 @@ def is_whole(module: nn.Module, device: torch.device) -> bool:
     return all(parameter.device.type == device.type for parameter in module.parameters())
 
 
-def _has_draws(program: StepGraph) -> bool:
+def _has_draws(graph: StepGraph) -> bool:
     """Whether torch draws random numbers in it, on the stages."""
-    return any(item.random for item in program.items)
+    return any(item.random for item in graph.nodes)
 
 
 def _parents(name: str) -> list[str]:

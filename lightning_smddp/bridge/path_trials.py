@@ -27,7 +27,7 @@ from lightning_smddp.bridge.step_values import is_loss
 from lightning_smddp.bridge.weighing import as_trained
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
-from lightning_smddp.pipeline.capture.preserve_state import untouched
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.gradient_trials import (
     Gradients,
     Misfit,
@@ -314,7 +314,7 @@ def _gradients(divided: PartitionedModule, step: LightningStep, rows: MicroBatch
     alone, trial = replace(rows, weight=1.0), step.on_trial()  # scaled, as else little is left in 16 bits
     trial.offset = 0
     unaveraged = nullcontext() if divided.replicas is None else divided.replicas.idle()
-    with untouched(divided.module, divided.device), ConstantRandom(), unaveraged:
+    with preserve_state(divided.module, divided.device), ConstantRandom(), unaveraged:
         as_trained(divided.module)
         torch.manual_seed(seed)
         with noted_gradients(divided.window.parameters) as found, divided.runtime.engine.unrecorded():
@@ -329,7 +329,7 @@ def _gradients(divided: PartitionedModule, step: LightningStep, rows: MicroBatch
 
 def _loss(divided: PartitionedModule, step: LightningStep, rows: MicroBatch, seed: int) -> float:
     """Without chance, as far as possible; nan where the step does not end here."""
-    with untouched(divided.module, divided.device), ConstantRandom(), torch.no_grad():
+    with preserve_state(divided.module, divided.device), ConstantRandom(), torch.no_grad():
         as_trained(divided.module)
         torch.manual_seed(seed)  # so that what stays random shows
         seen = divided.try_out(step.unscaled(), [rows])

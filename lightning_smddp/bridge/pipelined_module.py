@@ -93,7 +93,7 @@ class PipelinedModule:
         self.num_stages = groups.pipeline.size() * options.stages_per_rank
         self.rank_of_stage = options.schedule.rank_of_stage(self.num_stages, groups.pipeline.size())
         self.last_rank = self.rank_of_stage[-1]
-        replicas = groups.replicas if groups.grid.num_replicas > 1 else None
+        replicas = groups.data_parallel_group if groups.mesh.num_replicas > 1 else None
         self.host_values = HostValues()
         self.agreement = BatchAgreement(groups.pipeline, device, groups.host, self.host_values)
         self.cutter = BatchCutter(module, options, groups, device, self.num_stages, self.host_values)
@@ -406,7 +406,7 @@ class PipelinedModule:
         if (doubt := self.capture.left.find_out(self.num_stages - 1, *self.groups.host)) is not None:
             return doubt
         results: StepResults | str | None = None
-        if self.groups.place == self.last_rank:
+        if self.groups.pipeline_rank == self.last_rank:
             try:
                 self.capture.require_known_counts(step.key)
                 with self.context(step.hook):  # metrics that see the whole batch compute as they would in the step
@@ -496,7 +496,7 @@ class PipelinedModule:
     def _partition_optimizers(self, divided: PartitionedModule) -> None:
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._partitions = [
-            OptimizerPartition(optimizer, names, divided.division.ownership, self.groups.place)
+            OptimizerPartition(optimizer, names, divided.division.ownership, self.groups.pipeline_rank)
             for optimizer in self._optimizers
         ]
         if self._states is not None:
@@ -529,12 +529,12 @@ class PipelinedModule:
             return {}
         ownership = self.divided.division.ownership
         if not gather:
-            return partial_state_dict(self.module, ownership, self.groups.place)
+            return partial_state_dict(self.module, ownership, self.groups.pipeline_rank)
         return full_state_dict(self.module, ownership, self.groups.pipeline, False, self.device)
 
     def _speaks(self) -> bool:
         """Whether this rank alone gives a checkpoint what all ranks have."""
-        return self.replicated is None or (self.groups.replica == 0 and self.groups.place == 0)
+        return self.replicated is None or (self.groups.replica == 0 and self.groups.pipeline_rank == 0)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load a whole module's state."""

@@ -44,13 +44,13 @@ class ReplicatedModule:
         self.same = SameRanks(module, groups.pipeline, device)
         self.gradients: WholeGradients | None = None
         self._averages = False
-        self.replicas = groups.replicas if groups.grid.num_replicas > 1 else None
+        self.replicas = groups.data_parallel_group if groups.mesh.num_replicas > 1 else None
         self._shares_buffers = self.replicas is not None
         if device.type != "cpu":  # the order of additions differs from run to run: let all ranks have the same
             assert dist.group.WORLD is not None
             self.gradients = WholeGradients(module, dist.group.WORLD, device)
-        elif groups.grid.num_replicas > 1:
-            self.gradients = WholeGradients(module, groups.replicas, device)
+        elif groups.mesh.num_replicas > 1:
+            self.gradients = WholeGradients(module, groups.data_parallel_group, device)
 
     def train(self, step: Callable[[], Any], place: str, accumulates: bool = False) -> Any:
         """Run the training step called ``place`` once. Collective over the pipeline, and over the replicas."""

@@ -50,7 +50,7 @@ def _casting_once(
     courses: Sequence[TracedPath],
 ) -> AbstractContextManager[None]:
     """Mixed precision casts each weight once for all micro-batches, where that makes no difference."""
-    kinds = {staged.program.cast_type for staged, _ in courses}
+    kinds = {staged.graph.cast_type for staged, _ in courses}
     if not step.trains or options.activation_checkpointing or None in kinds:
         return nullcontext()
     with context("training_step"):

@@ -17,7 +17,7 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import Observed, StepResults
 from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
-from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, untouched
+from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves, tensors
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, combine
@@ -52,7 +52,7 @@ def rows_by_loss(
 
     def decide() -> bool:
         for trains in (False, True):  # some models do something else in evaluation mode
-            with untouched(module, device), kept_parameters(module), ConstantRandom(), torch.no_grad():
+            with preserve_state(module, device), kept_parameters(module), ConstantRandom(), torch.no_grad():
                 module.train(trains)
                 answer = _try_order(loss, batch, found)
             if answer is not None:
@@ -119,7 +119,7 @@ def rows_by_results(
     parts = batch.split(2)
     observed = [run(rows) for rows in (batch, batch.with_rows_in(order_of(batch.size)), *parts)]
     found = False
-    if groups.place == last_rank:
+    if groups.pipeline_rank == last_rank:
         whole, permuted, *halves = [some.results for some in observed if some is not None]
         outputs = _same_outputs(whole.output, [half.output for half in halves], [part.size for part in parts])
         found = outputs if outputs is not None else bool(whole.logs)

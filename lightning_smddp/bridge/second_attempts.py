@@ -99,8 +99,8 @@ def run_batch(
 @contextmanager
 def _undone_if_left(module: nn.Module, courses: Sequence[TracedPath], device: torch.device) -> Iterator[None]:
     """Where a course is left inside, put back torch's random numbers, and buffers that the step changes."""
-    programs = {id(staged): staged.program for staged, _ in courses}.values()
-    names = {name for program in programs for item in program.items for name in item.buffers}
+    graphs = {id(staged): staged.graph for staged, _ in courses}.values()
+    names = {name for graph in graphs for item in graph.nodes for name in item.buffers}
     buffers = [(b, b.detach().clone()) for name, b in module.named_buffers() if name in names] if names else []
     state = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -130,7 +130,7 @@ def require_whole_possible(
     obstacle = None
     if options.fallback == "error" or options.meta_init:
         obstacle = "meta_init=True" if options.meta_init else "fallback='error'"
-    if obstacle is None and groups.grid.num_replicas > 1:
+    if obstacle is None and groups.mesh.num_replicas > 1:
         obstacle = "there are several replicas, and others may go on as they are"
     if obstacle is None and device.type == "cuda":
         need = _COPIES * sum(p.numel() * p.dtype.itemsize for p in divided.module.parameters())

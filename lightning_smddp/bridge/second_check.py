@@ -19,7 +19,7 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
-from lightning_smddp.pipeline.capture.preserve_state import untouched
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.python_random import PythonRandom
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, gradient_norms, require_equal
@@ -89,7 +89,7 @@ class SecondCheck:
     def _plain(self, step: LightningStep, microbatch: MicroBatch, seed: int) -> _Run:
         """The step within the view. A rank on which it fails goes to its end, where it serves the others."""
         trial, run, sources = step.unscaled(), _Run(), PythonRandom(self.divided.module)
-        with untouched(self.divided.module, self.divided.device):
+        with preserve_state(self.divided.module, self.divided.device):
             torch.manual_seed(seed)
             try:
                 with self.inside_view(), ConstantRandom(), sources.put_back():
@@ -112,7 +112,7 @@ class SecondCheck:
 
     def _pipelined(self, step: LightningStep, microbatch: MicroBatch) -> _Run:
         divided, trial, run = self.divided, step.unscaled(), _Run()
-        with untouched(divided.module, divided.device):
+        with preserve_state(divided.module, divided.device):
             courses = divided.courses_of(trial, [microbatch])
             try:
                 with divided.runtime.engine.unrecorded(), ConstantRandom():
@@ -127,7 +127,7 @@ class SecondCheck:
         return run
 
     def _norms(self) -> dict[str, float]:
-        ownership, rank = self.divided.division.ownership, self.divided.groups.place
+        ownership, rank = self.divided.division.ownership, self.divided.groups.pipeline_rank
         norms = gradient_norms(self.divided.window.parameters.items())
         return {name: norm for name, norm in norms.items() if ownership.owner(name) == rank}
 
@@ -142,7 +142,7 @@ class SecondCheck:
         assert expected.loss is not None
         assert actual.loss is not None
         return compare(
-            division.program.items,
+            division.graph.nodes,
             division.stage_of_item,
             expected.loss,
             actual.loss,

@@ -17,7 +17,7 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import Observed
 from lightning_smddp.bridge.step_values import is_loss
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
-from lightning_smddp.pipeline.capture.preserve_state import untouched
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.gradient_trials import (
     Gradients,
     GradientTrial,
@@ -167,7 +167,7 @@ class Weighing:
         ]
 
     def _buffers_after(self, microbatches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        with untouched(self.module, self.device), ConstantRandom(), torch.no_grad():
+        with preserve_state(self.module, self.device), ConstantRandom(), torch.no_grad():
             for microbatch in microbatches:
                 self.step.observed([microbatch])
             named = dict(self.module.named_buffers())
@@ -201,7 +201,7 @@ class _Runs:
         """What Lightning would see."""
         weighing = self.weighing
         self.count += 1
-        with untouched(weighing.module, weighing.device), ConstantRandom(), torch.no_grad():
+        with preserve_state(weighing.module, weighing.device), ConstantRandom(), torch.no_grad():
             self.mode(weighing.module)
             if state is not None:
                 state.put(weighing.module)
@@ -234,7 +234,7 @@ class _Differentiated:
 
     def _run(self, mode: Callable[[nn.Module], None], precision: bool, rows: MicroBatch, seed: int) -> Gradients:
         weighing = self.weighing
-        with untouched(weighing.module, weighing.device), ConstantRandom():
+        with preserve_state(weighing.module, weighing.device), ConstantRandom():
             mode(weighing.module)
             with noted_gradients(dict(weighing.module.named_parameters())) as found:
                 weighing.step.differentiate(rows, seed, precision)

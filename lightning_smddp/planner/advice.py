@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lightning_smddp.planner.microbatches import auto_num_microbatches
-from lightning_smddp.planner.problem import Item
+from lightning_smddp.planner.problem import NodeCost
 from lightning_smddp.planner.schedules import bubble_bound
 
 WITH_FORMULA = ("gpipe", "simple", "1f1b", "interleaved_1f1b", "looped_bfs")
@@ -21,7 +21,7 @@ class Setting:
     """What advice is given on.
 
     Attributes:
-        items: the step; their times are for one micro-batch.
+        nodes: the step; their times are for one micro-batch.
         stage_seconds: of the partition in use, for one micro-batch.
         schedule: its name.
         num_microbatches, num_ranks, stages_per_rank: of one pipeline.
@@ -33,7 +33,7 @@ class Setting:
             schedules that it describes; for others there is no advice about micro-batches without it.
     """
 
-    items: Sequence[Item]
+    nodes: Sequence[NodeCost]
     stage_seconds: Sequence[float]
     schedule: str
     num_microbatches: int
@@ -67,8 +67,8 @@ def advice(setting: Setting) -> str | None:
 
 
 def _big_unit(setting: Setting) -> str | None:
-    total = sum(_seconds(item) for item in setting.items)
-    biggest = max(setting.items, key=_seconds, default=None)
+    total = sum(_seconds(node) for node in setting.nodes)
+    biggest = max(setting.nodes, key=_seconds, default=None)
     if biggest is None or not total or _seconds(biggest) / total < UNEVEN / setting.num_ranks:
         return None
     share = _seconds(biggest) / total
@@ -101,7 +101,7 @@ def _more_microbatches(setting: Setting) -> str | None:
 
 def _interleaved(setting: Setting) -> str | None:
     count, ranks = setting.num_microbatches, setting.num_ranks
-    units = sum(item.is_unit for item in setting.items)
+    units = sum(node.is_unit for node in setting.nodes)
     rounds = max(1, count // ranks)  # torch's interleaved schedules do their micro-batches in equal rounds
     if setting.stays_whole or setting.schedule not in ONE_STAGE_PER_RANK or units < 2 * ranks or count % rounds:
         return None
@@ -150,5 +150,5 @@ def _slowest(setting: Setting) -> str | None:
     return f"stage {stage} takes {slowest / mean:.1f} times the mean stage"
 
 
-def _seconds(item: Item) -> float:
-    return item.forward_s + item.backward_s
+def _seconds(node: NodeCost) -> float:
+    return node.forward_s + node.backward_s

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_smddp.planner.problem import PICOSECONDS, Item, PartitionError, PartitionProblem, StageCosts
+from lightning_smddp.planner.problem import PICOSECONDS, NodeCost, PartitionError, PartitionProblem, StageCosts
 from lightning_smddp.planner.stage_search import best_of, fastest_stage, least_memory, most_stages, windows
 from lightning_smddp.wording import counted
 
@@ -17,30 +17,30 @@ class Partition:
     """A step cut into stages, and what each stage and rank then costs.
 
     Attributes:
-        cuts: index of the first item of each stage but the first; increasing.
-        num_items: how many items the step has.
+        cuts: index of the first node of each stage but the first; increasing.
+        num_nodes: how many nodes the step has.
         stage_seconds: for a micro-batch, forward and backward and boundaries (see ``StageCosts``).
         stage_memory: bytes, a parameter counted once for each stage.
         rank_memory: bytes, a parameter counted once for each rank.
     """
 
     cuts: tuple[int, ...]
-    num_items: int
+    num_nodes: int
     stage_seconds: tuple[float, ...]
     stage_memory: tuple[int, ...]
     rank_memory: dict[int, int]
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """(first item, item after the last) of each stage."""
-        return _bounds(self.cuts, self.num_items)
+        """(first node, node after the last) of each stage."""
+        return _bounds(self.cuts, self.num_nodes)
 
 
 def best_partition(problem: PartitionProblem) -> Partition:
     """The partition whose slowest stage is fastest, and which keeps every rank under the memory limit.
 
     Of several with as fast a slowest stage it is the one that sends the fewest bytes, or where ranks hold several
-    stages, the one with the most even stages. For n items and S stages this is dynamic programming over (stage, end):
+    stages, the one with the most even stages. For n nodes and S stages this is dynamic programming over (stage, end):
     O(S n^2) at worst, O(n^2 log S) where stages are balanced.
 
     Where that is over the memory limit it is the best of those whose stages each keep to an equal share of their rank's
@@ -77,12 +77,12 @@ def partition_at(problem: PartitionProblem, cuts: Sequence[int]) -> Partition:
     if len(cuts) != costs.num_stages - 1:
         raise PartitionError(f"{costs.num_stages} stages need {costs.num_stages - 1} cuts, got {list(cuts)}")
     for cut in cuts:
-        if not 0 < cut < costs.num_items:
-            raise PartitionError(f"a cut must be from 1 to {costs.num_items - 1}, got {list(cuts)}")
+        if not 0 < cut < costs.num_nodes:
+            raise PartitionError(f"a cut must be from 1 to {costs.num_nodes - 1}, got {list(cuts)}")
         if not costs.is_allowed[cut]:
-            before, after = problem.items[cut - 1].name, problem.items[cut].name
+            before, after = problem.nodes[cut - 1].name, problem.nodes[cut].name
             raise PartitionError(f"the step cannot be cut between {before!r} and {after!r} (items {cut - 1} and {cut})")
-    for stage, (start, end) in enumerate(_bounds(cuts, costs.num_items)):
+    for stage, (start, end) in enumerate(_bounds(cuts, costs.num_nodes)):
         if start >= end or not costs.has_unit(start, end):
             raise PartitionError(
                 f"stage {stage} would have no unit: cuts={list(cuts)} must increase, with units between"
@@ -91,9 +91,9 @@ def partition_at(problem: PartitionProblem, cuts: Sequence[int]) -> Partition:
 
 
 def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partition:
-    """The partition whose stages, but the first, begin at the items that ``split`` names.
+    """The partition whose stages, but the first, begin at the nodes that ``split`` names.
 
-    A name stands for the first item of that name or, as a prefix ("blocks.2"), for the first item inside it.
+    A name stands for the first node of that name or, as a prefix ("blocks.2"), for the first node inside it.
 
     Raises:
         PartitionError: for unknown names (with close matches and all valid names), a wrong number of names, names
@@ -105,22 +105,22 @@ def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partitio
             "for: name the"
             f" first unit of each stage but the first"
         )
-    cuts = [_find(name, problem.items) for name in split]
+    cuts = [_find(name, problem.nodes) for name in split]
     if cuts and cuts[0] == 0:
         raise PartitionError(
             f"split={list(split)}: {split[0]!r} is where the first stage begins; name later units only"
         )
     if any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)):
-        order = sorted(dict.fromkeys(split), key=lambda name: _find(name, problem.items))
+        order = sorted(dict.fromkeys(split), key=lambda name: _find(name, problem.nodes))
         raise PartitionError(f"split={list(split)} must name different units in execution order, which is {order}")
     return partition_at(problem, cuts)
 
 
-def _find(name: str, items: Sequence[Item]) -> int:
-    for index, item in enumerate(items):
-        if item.name == name or item.name.startswith(f"{name}."):
+def _find(name: str, nodes: Sequence[NodeCost]) -> int:
+    for index, node in enumerate(nodes):
+        if node.name == name or node.name.startswith(f"{name}."):
             return index
-    names = list(dict.fromkeys(item.name for item in items))
+    names = list(dict.fromkeys(node.name for node in nodes))
     prefixes = {known.rsplit(".", depth)[0] for known in names for depth in range(1, known.count(".") + 1)}
     close = difflib.get_close_matches(name, [*names, *sorted(prefixes)])
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
@@ -129,18 +129,18 @@ def _find(name: str, items: Sequence[Item]) -> int:
     )
 
 
-def _bounds(cuts: Sequence[int], num_items: int) -> list[tuple[int, int]]:
-    return list(zip([0, *cuts], [*cuts, num_items], strict=True))
+def _bounds(cuts: Sequence[int], num_nodes: int) -> list[tuple[int, int]]:
+    return list(zip([0, *cuts], [*cuts, num_nodes], strict=True))
 
 
 def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
-    problem, bounds = costs.problem, _bounds(cuts, costs.num_items)
+    problem, bounds = costs.problem, _bounds(cuts, costs.num_nodes)
     seconds = [costs.seconds(stage, *bound) / PICOSECONDS for stage, bound in enumerate(bounds)]
     ranks = sorted(set(problem.rank_of_stage))
     stages_of = {rank: [k for k, owner in enumerate(problem.rank_of_stage) if owner == rank] for rank in ranks}
     return Partition(
         cuts=cuts,
-        num_items=costs.num_items,
+        num_nodes=costs.num_nodes,
         stage_seconds=tuple(seconds),
         stage_memory=tuple(costs.memory(stage, *bound) for stage, bound in enumerate(bounds)),
         rank_memory={rank: _rank_memory(costs, stages_of[rank], bounds) for rank in ranks},
@@ -157,7 +157,7 @@ def _rank_memory(costs: StageCosts, stages: Iterable[int], bounds: Sequence[tupl
 def _check_enough_units(costs: StageCosts) -> None:
     wanted, units = costs.num_stages, costs.units[-1]
     if wanted > units:
-        names = ", ".join(item.name for item in costs.problem.items if item.is_unit) or "none"
+        names = ", ".join(node.name for node in costs.problem.nodes if node.is_unit) or "none"
         raise PartitionError(
             f"{wanted} stages were asked for, but the step has only {counted(units, 'unit')} ({names}): lower"
             f" pipeline_parallel_size or stages_per_rank so that their product is at most {units}, or let bigger"
@@ -165,8 +165,8 @@ def _check_enough_units(costs: StageCosts) -> None:
         )
     possible, runs = most_stages(costs)
     if wanted > possible:
-        items = costs.problem.items
-        places = "; ".join(f"from {items[start].name!r} to {items[end - 1].name!r}" for start, end in runs)
+        nodes = costs.problem.nodes
+        places = "; ".join(f"from {nodes[start].name!r} to {nodes[end - 1].name!r}" for start, end in runs)
         raise PartitionError(
             f"{wanted} stages were asked for, but the step can be cut into at most {possible}: no cut is possible"
             f" {places}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most {possible}"
@@ -174,10 +174,10 @@ def _check_enough_units(costs: StageCosts) -> None:
 
 
 def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
-    limit, items = costs.problem.memory_limit, costs.problem.items
+    limit, nodes = costs.problem.memory_limit, costs.problem.nodes
     assert limit is not None
     fewest = min(costs.problem.in_flight)
-    biggest, name = max((costs.memory_of_item(i, fewest), item.name) for i, item in enumerate(items))
+    biggest, name = max((costs.memory_of_node(i, fewest), node.name) for i, node in enumerate(nodes))
     which = "the smallest limit that would do" if costs.is_one_stage_per_rank else "a limit that would do"
     alone = f"; unit {name!r} alone needs {_size(biggest)}" if biggest > limit else ""
     return PartitionError(

@@ -1,4 +1,4 @@
-"""What a partition is judged by: the items of a step, what they cost, and what each stage may hold."""
+"""What a partition is judged by: the nodes of a step, what they cost, and what each stage may hold."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class PartitionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Item:
+class NodeCost:
     """One call of the step, in execution order.
 
     Attributes:
-        name: the unit's name; a unit that is called twice makes two items of one name.
+        name: the unit's name; a unit that is called twice makes two nodes of one name.
         forward_s, backward_s: seconds for one micro-batch.
         activation_bytes: kept from its forward to its backward, for each micro-batch in flight.
-        parameters: names of the parameters it uses. A name in several items is a tied parameter.
+        parameters: names of the parameters it uses. A name in several nodes is a tied parameter.
         is_unit: False for what may run beside units but makes no stage by itself.
     """
 
@@ -63,17 +63,17 @@ class PartitionProblem:
     """Items to cut into stages, and what the stages have at their disposal.
 
     Attributes:
-        items: the step, in execution order.
+        nodes: the step, in execution order.
         parameter_bytes: name -> bytes of weights, gradient and optimizer state together.
-        cut_bytes: ``cut_bytes[i]`` cross from the items before i to item i and later, for one micro-batch; ``inf``
-            where the step cannot be cut. One value more than items; the first and the last are not used.
+        cut_bytes: ``cut_bytes[i]`` cross from the nodes before i to node i and later, for one micro-batch; ``inf``
+            where the step cannot be cut. One value more than nodes; the first and the last are not used.
         rank_of_stage: the rank that runs each stage, in stage order; its length is the number of stages.
         in_flight: micro-batches whose activations each stage keeps at once.
         memory_limit: bytes on each rank for parameters and activations; None for no limit.
         links: between each stage and the next; empty where messages cost nothing.
     """
 
-    items: Sequence[Item]
+    nodes: Sequence[NodeCost]
     parameter_bytes: Mapping[str, int]
     cut_bytes: Sequence[float]
     rank_of_stage: Sequence[int]
@@ -82,8 +82,8 @@ class PartitionProblem:
     links: Sequence[Link] = ()
 
     def __post_init__(self) -> None:
-        if len(self.cut_bytes) != len(self.items) + 1:
-            raise ValueError(f"{len(self.items)} items need {len(self.items) + 1} cut_bytes, got {len(self.cut_bytes)}")
+        if len(self.cut_bytes) != len(self.nodes) + 1:
+            raise ValueError(f"{len(self.nodes)} items need {len(self.nodes) + 1} cut_bytes, got {len(self.cut_bytes)}")
         if any(math.isnan(size) or size < 0 for size in self.cut_bytes):
             raise ValueError(f"cut_bytes must be >= 0 (inf: no cut there), got {list(self.cut_bytes)}")
         if not self.rank_of_stage or len(self.in_flight) != self.num_stages:
@@ -93,11 +93,11 @@ class PartitionProblem:
             )
         if self.links and len(self.links) != self.num_stages - 1:
             raise ValueError(f"{self.num_stages} stages need {self.num_stages - 1} links, got {len(self.links)}")
-        for item in self.items:
-            if not (0 <= item.forward_s < math.inf and 0 <= item.backward_s < math.inf):
-                raise ValueError(f"{item.name!r} takes forward_s={item.forward_s}, backward_s={item.backward_s}")
-            if unknown := [name for name in item.parameters if name not in self.parameter_bytes]:
-                raise ValueError(f"{item.name!r} uses parameters without parameter_bytes: {unknown}")
+        for node in self.nodes:
+            if not (0 <= node.forward_s < math.inf and 0 <= node.backward_s < math.inf):
+                raise ValueError(f"{node.name!r} takes forward_s={node.forward_s}, backward_s={node.backward_s}")
+            if unknown := [name for name in node.parameters if name not in self.parameter_bytes]:
+                raise ValueError(f"{node.name!r} uses parameters without parameter_bytes: {unknown}")
 
     @property
     def num_stages(self) -> int:
@@ -108,9 +108,9 @@ class PartitionProblem:
 class StageCosts:
     """Seconds and bytes of any stage of a problem, as whole numbers.
 
-    A stage k of the items i .. j-1 takes
+    A stage k of the nodes i .. j-1 takes
 
-        sum of forward_s + backward_s of its items + busy(i) + busy(j) + max(late(i), late(j))
+        sum of forward_s + backward_s of its nodes + busy(i) + busy(j) + max(late(i), late(j))
         busy(i) = unhidden * boundary(i)
         late(i) = max(0, (1 - unhidden) * boundary(i) - the mean stage's forward_s + backward_s)
         boundary(i) = 2 * (latency_s + cut_bytes[i] / bytes_per_s)
@@ -121,24 +121,24 @@ class StageCosts:
     stage's own time instead of the mean, slow links would make uneven stages as good as even ones.) A boundary between
     two stages of one rank costs nothing; nor does the start of the first stage or the end of the last.
 
-    It holds ``in_flight[k]`` times the activations of its items, and each parameter that they name once.
+    It holds ``in_flight[k]`` times the activations of its nodes, and each parameter that they name once.
     """
 
     def __init__(self, problem: PartitionProblem) -> None:
-        items = problem.items
+        nodes = problem.nodes
         self.problem = problem
-        self.num_items, self.num_stages = len(items), problem.num_stages
-        self.compute = _prefix(round((item.forward_s + item.backward_s) * PICOSECONDS) for item in items)
-        self.activations = _prefix(item.activation_bytes for item in items)
-        self.units = _prefix(item.is_unit for item in items)
-        uses = Counter(name for item in items for name in set(item.parameters))
-        self.tied = [frozenset(name for name in item.parameters if uses[name] > 1) for item in items]
+        self.num_nodes, self.num_stages = len(nodes), problem.num_stages
+        self.compute = _prefix(round((node.forward_s + node.backward_s) * PICOSECONDS) for node in nodes)
+        self.activations = _prefix(node.activation_bytes for node in nodes)
+        self.units = _prefix(node.is_unit for node in nodes)
+        uses = Counter(name for node in nodes for name in set(node.parameters))
+        self.tied = [frozenset(name for name in node.parameters if uses[name] > 1) for node in nodes]
         self.own = _prefix(
-            sum(problem.parameter_bytes[name] for name in set(item.parameters) if uses[name] == 1) for item in items
+            sum(problem.parameter_bytes[name] for name in set(node.parameters) if uses[name] == 1) for node in nodes
         )
         self._tied_bytes = self._tied_table() if any(self.tied) else None
         self.stages_beside = [problem.rank_of_stage.count(rank) for rank in problem.rank_of_stage]  # itself counted
-        self.is_allowed = [0 < i < len(items) and size < math.inf for i, size in enumerate(problem.cut_bytes)]
+        self.is_allowed = [0 < i < len(nodes) and size < math.inf for i, size in enumerate(problem.cut_bytes)]
         self.is_sent = [a != b for a, b in zip(problem.rank_of_stage, problem.rank_of_stage[1:], strict=False)]
         links = [link if sent else None for link, sent in zip(self._links(), self.is_sent, strict=True)]
         self.busy = [self._boundary(link, link.unhidden if link else 0.0) for link in (None, *links, None)]
@@ -160,9 +160,9 @@ class StageCosts:
         return [max(0, rest - mean) for rest in self._boundary(link, 1 - link.unhidden if link else 0.0)]
 
     def _tied_table(self) -> list[list[int]]:
-        """``table[j][i]``: bytes of the tied parameters that the items i .. j-1 name."""
+        """``table[j][i]``: bytes of the tied parameters that the nodes i .. j-1 name."""
         table = []
-        for end in range(self.num_items + 1):
+        for end in range(self.num_nodes + 1):
             seen: set[str] = set()
             row, total = [0] * (end + 1), 0
             for start in range(end - 1, -1, -1):
@@ -174,33 +174,33 @@ class StageCosts:
         return table
 
     def seconds(self, stage: int, start: int, end: int) -> int:
-        """Picoseconds of ``stage`` when it has the items ``start`` .. ``end - 1``."""
+        """Picoseconds of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
         busy = self.busy[stage][start] + self.busy[stage + 1][end]
         late = max(self.late[stage][start], self.late[stage + 1][end])
         return self.compute[end] - self.compute[start] + busy + late
 
     def untied_bytes(self, stage: int, start: int, end: int) -> int:
-        """Bytes that no other stage can hold as well: activations, and parameters used by one item only."""
+        """Bytes that no other stage can hold as well: activations, and parameters used by one node only."""
         kept = self.activations[end] - self.activations[start]
         return kept * self.problem.in_flight[stage] + self.own[end] - self.own[start]
 
     def memory(self, stage: int, start: int, end: int) -> int:
-        """Bytes of ``stage`` when it has the items ``start`` .. ``end - 1``."""
+        """Bytes of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
         shared = self._tied_bytes[end][start] if self._tied_bytes else 0
         return self.untied_bytes(stage, start, end) + shared
 
-    def memory_of_item(self, index: int, in_flight: int) -> int:
-        """Bytes of a stage with this item only."""
-        item = self.problem.items[index]
-        names = set(item.parameters)
-        return item.activation_bytes * in_flight + sum(self.problem.parameter_bytes[name] for name in names)
+    def memory_of_node(self, index: int, in_flight: int) -> int:
+        """Bytes of a stage with this node only."""
+        node = self.problem.nodes[index]
+        names = set(node.parameters)
+        return node.activation_bytes * in_flight + sum(self.problem.parameter_bytes[name] for name in names)
 
     def sent_bytes(self, stage: int, start: int) -> int:
-        """Bytes that ``stage`` receives from another rank when it starts at item ``start``."""
+        """Bytes that ``stage`` receives from another rank when it starts at node ``start``."""
         return round(self.problem.cut_bytes[start]) if stage > 0 and self.is_sent[stage - 1] else 0
 
     def has_unit(self, start: int, end: int) -> bool:
-        """Whether there is a unit among the items ``start`` .. ``end - 1``."""
+        """Whether there is a unit among the nodes ``start`` .. ``end - 1``."""
         return self.units[end] > self.units[start]
 
     @property

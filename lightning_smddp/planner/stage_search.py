@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lightning_smddp.planner.problem import StageCosts
 
-Windows = list[dict[int, list[int]]]  # for each stage: first item -> possible ends
+Windows = list[dict[int, list[int]]]  # for each stage: first node -> possible ends
 Cost = Callable[[int, int, int], int]  # of (stage, start, end)
 
 
 def most_stages(costs: StageCosts) -> tuple[int, list[tuple[int, int]]]:
-    """How many stages the allowed cuts can make, and the runs of items with several units and no cut inside."""
+    """How many stages the allowed cuts can make, and the runs of nodes with several units and no cut inside."""
     bounds, start = [], 0
-    for end in range(1, costs.num_items + 1):
-        rest_has_unit = end == costs.num_items or costs.has_unit(end, costs.num_items)
-        if (costs.is_allowed[end] or end == costs.num_items) and costs.has_unit(start, end) and rest_has_unit:
+    for end in range(1, costs.num_nodes + 1):
+        rest_has_unit = end == costs.num_nodes or costs.has_unit(end, costs.num_nodes)
+        if (costs.is_allowed[end] or end == costs.num_nodes) and costs.has_unit(start, end) and rest_has_unit:
             bounds.append((start, end))
             start = end
     return len(bounds), [(a, b) for a, b in bounds if costs.units[b] - costs.units[a] > 1]
@@ -53,7 +53,7 @@ def _smallest_worst(
 
     ``bound`` is at most ``cost`` and grows with the stage, so that a start can be given up early.
     """
-    n, last = costs.num_items, costs.num_stages - 1
+    n, last = costs.num_nodes, costs.num_stages - 1
     worst: list[dict[int, int]] = [{0: 0}]
     choice: list[dict[int, int]] = []
     for stage in range(costs.num_stages):
@@ -89,12 +89,12 @@ def windows(costs: StageCosts, slowest: int, limits: Sequence[float]) -> Windows
         ends = {start: list(_ends(costs, stage, start, slowest, limits[stage])) for start in sorted(starts)}
         found.append(ends)
         starts = {end for each in ends.values() for end in each}
-    return _still_whole(found, costs.num_items)
+    return _still_whole(found, costs.num_nodes)
 
 
-def _still_whole(stages: Windows, num_items: int) -> Windows:
-    """Those of the ``stages`` that can be followed by others up to the last item."""
-    alive = {num_items}
+def _still_whole(stages: Windows, num_nodes: int) -> Windows:
+    """Those of the ``stages`` that can be followed by others up to the last node."""
+    alive = {num_nodes}
     result: Windows = []
     for found in reversed(stages):
         kept = {start: [end for end in ends if end in alive] for start, ends in found.items()}
@@ -104,7 +104,7 @@ def _still_whole(stages: Windows, num_items: int) -> Windows:
 
 
 def _ends(costs: StageCosts, stage: int, start: int, slowest: int, limit: float) -> Iterator[int]:
-    n = costs.num_items
+    n = costs.num_nodes
     for end in [n] if stage == costs.num_stages - 1 else range(start + 1, n):
         if costs.compute[end] - costs.compute[start] > slowest:
             return
@@ -124,7 +124,7 @@ def best_of(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
     The earliest cuts among equals.
     """
     even = 0 if costs.is_one_stage_per_rank else 1
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {costs.num_items: (0, 0, ())}
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {costs.num_nodes: (0, 0, ())}
     for stage in reversed(range(costs.num_stages)):
         following, best = best, {}
         for start, ends in stages[stage].items():

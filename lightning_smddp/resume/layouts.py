@@ -32,7 +32,7 @@ class Place:
     @classmethod
     def of(cls, groups: Groups) -> Place:
         """That of a rank in pipelines."""
-        return cls(groups.replica, groups.place, groups.grid.num_replicas, groups.pipeline.size())
+        return cls(groups.replica, groups.pipeline_rank, groups.mesh.num_replicas, groups.pipeline.size())
 
     @property
     def layout(self) -> dict[str, int]:

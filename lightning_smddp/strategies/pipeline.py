@@ -199,14 +199,14 @@ class PipelineParallel(TrainerStrategy):
         assert self._groups is not None
         fits = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
-        one_replica = self._groups.grid.num_replicas == 1
+        one_replica = self._groups.mesh.num_replicas == 1
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
         require_whole(self.lightning_module)
         require_supported(self.lightning_module, callbacks_of(trainer), fits, self.options.fallback)
-        if fits and self._layer_sync and self._groups.grid.num_replicas > 1:
-            torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.replicas)
+        if fits and self._layer_sync and self._groups.mesh.num_replicas > 1:
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
         self._checks.require_same_model()
@@ -284,7 +284,7 @@ class PipelineParallel(TrainerStrategy):
     def _training_starts(self) -> None:
         """Look at the data's samplers."""
         assert self._groups is not None
-        require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.grid.num_replicas)
+        require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.mesh.num_replicas)
 
     # ---- steps ----
 
@@ -342,7 +342,7 @@ class PipelineParallel(TrainerStrategy):
         """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
         assert self._groups is not None
         precision = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
-        with set_within(self, "_in_step", True), precision, default_group(self._groups.replicas):
+        with set_within(self, "_in_step", True), precision, default_group(self._groups.data_parallel_group):
             yield
 
     @override
@@ -354,7 +354,7 @@ class PipelineParallel(TrainerStrategy):
             yield
             return
         assert self._groups is not None
-        with staged.replicated.averaging(self._accumulates), default_group(self._groups.replicas):
+        with staged.replicated.averaging(self._accumulates), default_group(self._groups.data_parallel_group):
             yield
 
     @override
@@ -387,7 +387,7 @@ class PipelineParallel(TrainerStrategy):
         assert self._groups is not None
         alone = self._reliability.on_nonfinite == "error" and self._supervision.supervisor is not None
         if alone and not self._checks.changes_gradients and not loss_watchers(self._trainer):
-            return self._groups.replicas
+            return self._groups.data_parallel_group
         return None
 
     # ---- ranks ----
@@ -397,7 +397,7 @@ class PipelineParallel(TrainerStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """A pipeline is one replica to the sampler."""
         assert self._groups is not None
-        return {"num_replicas": self._groups.grid.num_replicas, "rank": self._groups.replica}
+        return {"num_replicas": self._groups.mesh.num_replicas, "rank": self._groups.replica}
 
     @override
     def _require_outside_of_step(self) -> None:
@@ -414,7 +414,7 @@ class PipelineParallel(TrainerStrategy):
     def world_size(self) -> int:
         """Number of ranks; within a step that of replicas, as all ranks of a pipeline work on one batch."""
         if self._in_step and self._groups is not None:
-            return self._groups.grid.num_replicas
+            return self._groups.mesh.num_replicas
         return super().world_size
 
     @property
@@ -438,13 +438,13 @@ class PipelineParallel(TrainerStrategy):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
         if self.world_size == 1:  # as in one process
             return tensor
-        with default_group(self._groups.replicas):
-            return super().all_gather(tensor, group=self._groups.replicas, sync_grads=sync_grads)
+        with default_group(self._groups.data_parallel_group):
+            return super().all_gather(tensor, group=self._groups.data_parallel_group, sync_grads=sync_grads)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over replicas, as all ranks of a pipeline have the same values; over ``group`` if given."""
-        chosen = group if group is not None or self._groups is None else self._groups.replicas
+        chosen = group if group is not None or self._groups is None else self._groups.data_parallel_group
         return mean_by_sum(super().reduce, tensor, chosen, reduce_op)
 
     @override

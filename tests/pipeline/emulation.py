@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Modules, StepGraph, build_program
+from lightning_smddp.pipeline.capture.graph import Modules, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.runtime.replay import Replay, Shapes, StagePlan, patched_units
@@ -30,24 +30,24 @@ class Stage:
 
 
 def program_of(root: nn.Module, step: Step, is_small: Callable[[str], bool]) -> StepGraph:
-    """The program of ``step``; tracing leaves the buffers as they were."""
+    """The graph of ``step``; tracing leaves the buffers as they were."""
     buffers = _buffers(root)
     record = trace(step, root, CPU)
     _put_back(root, buffers)
-    return build_program(record, Modules(record, root), is_small)
+    return build_graph(record, Modules(record, root), is_small)
 
 
-def even_cuts(program: StepGraph, num_stages: int) -> list[int]:
+def even_cuts(graph: StepGraph, num_stages: int) -> list[int]:
     """Cuts in stages of about equally many units, where cuts are allowed."""
-    allowed = program.cuts()
-    units = [cut for cut in allowed if program.items[cut].module is not None]
+    allowed = graph.cuts()
+    units = [cut for cut in allowed if graph.nodes[cut].module is not None]
     places = units if len(units) >= num_stages - 1 else allowed
     return sorted({places[len(places) * stage // num_stages] for stage in range(1, num_stages)})
 
 
-def plans_of(program: StepGraph, cuts: Sequence[int]) -> list[StagePlan]:
-    live, again = live_sets(program, cuts)
-    bounds, received, sent = [0, *cuts, len(program.items)], [(), *live], [*live, ()]
+def plans_of(graph: StepGraph, cuts: Sequence[int]) -> list[StagePlan]:
+    live, again = live_sets(graph, cuts)
+    bounds, received, sent = [0, *cuts, len(graph.nodes)], [(), *live], [*live, ()]
     return [StagePlan(s, bounds[s], bounds[s + 1], again[s], received[s], sent[s]) for s in range(len(bounds) - 1)]
 
 
@@ -55,16 +55,16 @@ def split(
     root: nn.Module, step: Step, is_small: Callable[[str], bool], cuts: Sequence[int] | int
 ) -> tuple[StepGraph, list[Replay]]:
     """Trace ``step`` and cut it before the items ``cuts``, or in ``cuts`` stages of about equally many units."""
-    program = program_of(root, step, is_small)
-    cuts = even_cuts(program, cuts) if isinstance(cuts, int) else cuts
-    return program, [Replay(program, plan, root, CPU) for plan in plans_of(program, cuts)]
+    graph = program_of(root, step, is_small)
+    cuts = even_cuts(graph, cuts) if isinstance(cuts, int) else cuts
+    return graph, [Replay(graph, plan, root, CPU) for plan in plans_of(graph, cuts)]
 
 
 def run_stages(
-    program: StepGraph, stages: Sequence[Stage], shapes: Shapes | None = None, record: Shapes | None = None
+    graph: StepGraph, stages: Sequence[Stage], shapes: Shapes | None = None, record: Shapes | None = None
 ) -> Any:
     """Forward through all stages, and backward if the step returns something differentiable."""
-    shapes = Shapes.of(program) if shapes is None else shapes
+    shapes = Shapes.of(graph) if shapes is None else shapes
     boundaries: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     received: tuple[Tensor, ...] = ()
     result = None
@@ -75,7 +75,7 @@ def run_stages(
         )
         inputs += received[len(inputs) :]  # what Python read
         found = None if record is None else Shapes()
-        with patched_units(stage.root, program.units):
+        with patched_units(stage.root, graph.units):
             received, result = stage.replay.run(stage.step, inputs, shapes, record=found)
         if found is not None and record is not None:
             record.merge(Shapes.from_json(found.to_json()))
@@ -91,9 +91,9 @@ def run_stages(
     return result
 
 
-def run(root: nn.Module, program: StepGraph, replays: list[Replay], step: Step) -> Any:
+def run(root: nn.Module, graph: StepGraph, replays: list[Replay], step: Step) -> Any:
     """All stages on one module."""
-    return run_stages(program, [Stage(root, replay, step) for replay in replays])
+    return run_stages(graph, [Stage(root, replay, step) for replay in replays])
 
 
 def loss_of(result: Any) -> Any:
@@ -129,16 +129,16 @@ def assert_transparent(
     loss.backward()
     step = make_step(root)
     buffers = _buffers(root)
-    program, replays = split(root, step, is_small, cuts)
+    graph, replays = split(root, step, is_small, cuts)
     for _ in range(2):  # the second time as the first
         root.zero_grad()
         _put_back(root, buffers)
         torch.manual_seed(7)  # each number is drawn once, in the step's order
-        actual = loss_of(run(root, program, replays, step))
+        actual = loss_of(run(root, graph, replays, step))
         torch.testing.assert_close(actual, loss, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(gradients(root), gradients(reference), rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(dict(root.named_buffers()), dict(reference.named_buffers()))
-    return program, replays
+    return graph, replays
 
 
 def assert_every_cut(
@@ -153,36 +153,36 @@ def assert_every_cut(
     expected = loss_of(make_step(reference)())
     expected.backward()
     step, buffers = make_step(root), _buffers(root)
-    program = program_of(root, step, is_small)
-    assert program.cuts(), "nothing to cut"
-    for cut in program.cuts():
+    graph = program_of(root, step, is_small)
+    assert graph.cuts(), "nothing to cut"
+    for cut in graph.cuts():
         root.zero_grad()
         _put_back(root, buffers)
         torch.manual_seed(7)
-        replays = [Replay(program, plan, root, CPU) for plan in plans_of(program, [cut])]
+        replays = [Replay(graph, plan, root, CPU) for plan in plans_of(graph, [cut])]
         try:
-            actual = loss_of(run(root, program, replays, step))
+            actual = loss_of(run(root, graph, replays, step))
             torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
             torch.testing.assert_close(gradients(root), gradients(reference), rtol=tolerance, atol=tolerance)
             torch.testing.assert_close(dict(root.named_buffers()), dict(reference.named_buffers()))
         except BaseException as error:
-            error.add_note(f"cut before item {cut}: {program.items[cut].name}")
+            error.add_note(f"cut before item {cut}: {graph.nodes[cut].name}")
             raise
-    return program
+    return graph
 
 
 def apart(
-    root: nn.Module, make_step: Callable[[nn.Module], Step], program: StepGraph, cuts: Sequence[int]
+    root: nn.Module, make_step: Callable[[nn.Module], Step], graph: StepGraph, cuts: Sequence[int]
 ) -> list[Stage]:
     """Stages on copies of ``root`` of their own; parameters that a stage does not use are on the meta device."""
     stages = []
-    for plan in plans_of(program, cuts):
-        mine = {name for item in program.items[plan.begin : plan.end] for name in item.parameters}
+    for plan in plans_of(graph, cuts):
+        mine = {name for item in graph.nodes[plan.begin : plan.end] for name in item.parameters}
         part = copy.deepcopy(root)
         for name, parameter in list(part.named_parameters()):
             if name not in mine:
                 set_contents(parameter, torch.empty_like(parameter, device="meta"))
-        stages.append(Stage(part, Replay(program, plan, part, CPU), make_step(part)))
+        stages.append(Stage(part, Replay(graph, plan, part, CPU), make_step(part)))
     return stages
 
 
@@ -199,11 +199,11 @@ def assert_transparent_apart(
     expected = loss_of(make_step(reference)())
     expected.backward()
     traced = copy.deepcopy(root)
-    program = program_of(traced, make_step(traced), is_small)
-    stages = apart(root, make_step, program, even_cuts(program, num_stages))
+    graph = program_of(traced, make_step(traced), is_small)
+    stages = apart(root, make_step, graph, even_cuts(graph, num_stages))
     assert len(stages) == num_stages
     torch.manual_seed(7)
-    actual = loss_of(run_stages(program, stages))
+    actual = loss_of(run_stages(graph, stages))
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
     summed: dict[str, Tensor] = {}
     for stage in stages:

@@ -46,14 +46,14 @@ class Asked(TorchFunctionMode):
 def test_stages_ask_once() -> None:
     root = nn.Module()
     root.net = Reading()
-    program, replays = split(root, lambda: root.net(X, MASK), lambda name: name != "net", 2)
+    graph, replays = split(root, lambda: root.net(X, MASK), lambda name: name != "net", 2)
     answers, asked = Answers(), Asked()
     for mask in (MASK, MASK):  # a second pass, as a rehearsal is one
         received: Any = ()
         for replay in replays:
-            with asked, patched_units(root, program.units), torch.no_grad():
+            with asked, patched_units(root, graph.units), torch.no_grad():
                 received, result = replay.run(
-                    lambda mask=mask: root.net(X, mask), received, Shapes.of(program), answers=answers
+                    lambda mask=mask: root.net(X, mask), received, Shapes.of(graph), answers=answers
                 )
     assert (asked.calls["tolist"], asked.calls["item"]) == (1, 2)
     torch.testing.assert_close(result, root.net(X, MASK))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Item, StepGraph
+from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.runtime.replay import RemoteTensor, Replay, ReplayError, Shapes, StageDone, patched_units
 from tests.pipeline.emulation import CPU, Stage, gradients, plans_of, program_of, run_stages
 from tests.pipeline.zoo import Cube, D, Layer, Net
@@ -33,19 +33,19 @@ class Case:
         self.net = Net(body, **more)
         self.root = nn.ModuleDict({"net": self.net})
         self.x = batch()
-        self.program: StepGraph = program_of(self.root, self.step, lambda name: name != "net")
-        cut = next(item.index for item in self.program.items if item.name.startswith(begin))
-        self.replays = [Replay(self.program, p, self.root, CPU, checkpointing) for p in plans_of(self.program, [cut])]
+        self.graph: StepGraph = program_of(self.root, self.step, lambda name: name != "net")
+        cut = next(item.index for item in self.graph.nodes if item.name.startswith(begin))
+        self.replays = [Replay(self.graph, p, self.root, CPU, checkpointing) for p in plans_of(self.graph, [cut])]
 
     def step(self) -> Any:
         return self.net(self.x)
 
     def run(self, shapes: Shapes | None = None) -> Any:
-        return run_stages(self.program, [Stage(self.root, replay, self.step) for replay in self.replays], shapes)
+        return run_stages(self.graph, [Stage(self.root, replay, self.step) for replay in self.replays], shapes)
 
     def first(self, shapes: Shapes | None = None) -> tuple[Tensor, ...]:
-        with patched_units(self.root, self.program.units):
-            return self.replays[0].run(self.step, (), shapes or Shapes.of(self.program))[0]
+        with patched_units(self.root, self.graph.units):
+            return self.replays[0].run(self.step, (), shapes or Shapes.of(self.graph))[0]
 
 
 def chain(s: Net, x: Tensor) -> Tensor:
@@ -164,14 +164,14 @@ def test_what_is_kept_from_another_step() -> None:
 
     case = Case(body)
     received = case.first()
-    with patched_units(case.root, case.program.units):
-        case.replays[1].run(case.step, received, Shapes.of(case.program))
+    with patched_units(case.root, case.graph.units):
+        case.replays[1].run(case.step, received, Shapes.of(case.graph))
         with pytest.raises(ReplayError, match=r"test_courses.py:\d+ a tensor of another stage.*earlier step"):
-            case.replays[1].run(case.step, received, Shapes.of(case.program))
+            case.replays[1].run(case.step, received, Shapes.of(case.graph))
 
 
 def test_a_ghost_where_it_cannot_be_followed() -> None:
-    ghost = Shapes.of(Case(chain).program).ghost(0)
+    ghost = Shapes.of(Case(chain).graph).ghost(0)
     assert isinstance(ghost, RemoteTensor)
     with pytest.raises(ReplayError, match=r"sin at .*test_courses.py:\d+ uses a tensor of another stage"):
         ghost.sin()
@@ -190,7 +190,7 @@ def test_constants_of_another_signature() -> None:
         case.run()
     found = Shapes()
     stages = [Stage(case.root, replay, case.step) for replay in case.replays]
-    run_stages(case.program, stages, Shapes(), record=found)
+    run_stages(case.graph, stages, Shapes(), record=found)
     case.root.zero_grad()
     again = Shapes.from_json(found.to_json())
     assert again.values == found.values
@@ -226,12 +226,12 @@ def test_observers_see_what_is_done_here() -> None:
     case = Case(chain)
     seen: list[tuple[str, bool]] = []
 
-    def observe(item: Item, ends: bool, result: Any) -> None:
+    def observe(item: Node, ends: bool, result: Any) -> None:
         seen.append((item.name.partition(" at")[0], ends))
         assert isinstance(result, Tensor) == ends
 
-    with patched_units(case.root, case.program.units):
-        case.replays[0].run(case.step, (), Shapes.of(case.program), observe)
+    with patched_units(case.root, case.graph.units):
+        case.replays[0].run(case.step, (), Shapes.of(case.graph), observe)
     assert seen == [(name, ends) for name in ("net.a", "net.b", "relu") for ends in (False, True)]
 
 
@@ -269,11 +269,11 @@ def test_nothing_is_kept() -> None:
 
     case = Case(body)
     made.clear()
-    shapes = Shapes.of(case.program)
+    shapes = Shapes.of(case.graph)
     gc.collect()
     gc.disable()
     try:
-        with patched_units(case.root, case.program.units):
+        with patched_units(case.root, case.graph.units):
             sent, _ = case.replays[0].run(case.step, (), shapes)
             sent[0].mean().backward()
             del sent
@@ -285,7 +285,7 @@ def test_nothing_is_kept() -> None:
 @pytest.mark.slow
 def test_memory_does_not_grow() -> None:
     case = Case(chain)
-    shapes = Shapes.of(case.program)
+    shapes = Shapes.of(case.graph)
 
     def objects() -> int:
         gc.collect()

@@ -10,7 +10,7 @@ from lightning_smddp.pipeline.partition import links
 from lightning_smddp.pipeline.partition.links import LOOPBACK, find_links
 from lightning_smddp.pipeline.partition.mesh import Groups, PipelineMesh
 from lightning_smddp.planner.partition import best_partition
-from lightning_smddp.planner.problem import Item, Link, PartitionProblem
+from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -42,6 +42,6 @@ def test_one_host_without_devices_is_known() -> None:
 @pytest.mark.parametrize(("link", "cut"), [(LOOPBACK, 4), (Link(1.5e-5, 1.5e11, unhidden=0.0), 3)])
 def test_cuts_avoid_wide_places_where_that_pays(link: Link, cut: int) -> None:
     """6 layers of 3 ms: 40 MB take 20 ms on the cores of a CPU machine, and nothing that is seen on a device."""
-    items = [Item(f"net.{index}", 1e-3, 2e-3, 0) for index in range(6)]
+    items = [NodeCost(f"net.{index}", 1e-3, 2e-3, 0) for index in range(6)]
     crossing = [0, 4e7, 4e7, 4e7, 1e5, 4e7, 0]
     assert best_partition(PartitionProblem(items, {}, crossing, [0, 1], [2, 1], links=[link])).cuts == (cut,)

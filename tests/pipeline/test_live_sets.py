@@ -20,12 +20,12 @@ def built(body: object, **modules: nn.Module) -> StepGraph:
     return program_of(root, step_of(root), children)
 
 
-def item(program: StepGraph, name: str) -> int:
-    return next(i.index for i in program.items if i.name.startswith(name))
+def item(graph: StepGraph, name: str) -> int:
+    return next(i.index for i in graph.nodes if i.name.startswith(name))
 
 
-def bytes_of(program: StepGraph, values: tuple[int, ...]) -> int:
-    return sum(program.values[v].nbytes for v in values)
+def bytes_of(graph: StepGraph, values: tuple[int, ...]) -> int:
+    return sum(graph.values[v].nbytes for v in values)
 
 
 def test_a_residual_sum_crosses_as_one_tensor() -> None:
@@ -34,10 +34,10 @@ def test_a_residual_sum_crosses_as_one_tensor() -> None:
             x = x + layer(x)
         return x.mean()
 
-    program = built(body)
+    graph = built(body)
     for name in ("net.b", "net.c", "net.d"):
-        ((live,), _) = live_sets(program, [item(program, name)])
-        assert [program.values[v].shape for v in live] == [(4, D)]
+        ((live,), _) = live_sets(graph, [item(graph, name)])
+        assert [graph.values[v].shape for v in live] == [(4, D)]
 
 
 def test_a_mask_crosses_before_it_is_expanded() -> None:
@@ -47,19 +47,19 @@ def test_a_mask_crosses_before_it_is_expanded() -> None:
         h = s.b(x) * wide
         return s.c(h * wide.sum(0)).mean()
 
-    program = built(body)
-    cut = item(program, "net.b")
-    ((live,), (_, again)) = live_sets(program, [cut])
-    assert [program.values[v].shape for v in live] == [(4, 1)]
-    assert {program.items[i].name.partition(" at")[0] for i in again} == {"expand", "exp", "mul"}
-    assert bytes_of(program, live) < natural_bytes(program, cut)
+    graph = built(body)
+    cut = item(graph, "net.b")
+    ((live,), (_, again)) = live_sets(graph, [cut])
+    assert [graph.values[v].shape for v in live] == [(4, 1)]
+    assert {graph.nodes[i].name.partition(" at")[0] for i in again} == {"expand", "exp", "mul"}
+    assert bytes_of(graph, live) < natural_bytes(graph, cut)
 
 
 def test_a_skip_passes_through_the_stages_between() -> None:
-    program = built(lambda s, x: (s.d(s.c(s.b(h := s.a(x)).relu()).relu()) + h).mean())
-    cuts = [item(program, name) for name in ("net.b", "net.c", "net.d")]
-    live, again = live_sets(program, cuts)
-    (h,) = program.items[0].outputs
+    graph = built(lambda s, x: (s.d(s.c(s.b(h := s.a(x)).relu()).relu()) + h).mean())
+    cuts = [item(graph, name) for name in ("net.b", "net.c", "net.d")]
+    live, again = live_sets(graph, cuts)
+    (h,) = graph.nodes[0].outputs
     assert [h in values for values in live] == [True, True, True]
     assert [len(values) for values in live] == [1, 2, 2]
     assert not again[1]
@@ -73,12 +73,12 @@ def test_an_overwritten_value_is_not_sent() -> None:
             h.mul_(3)
         return s.c(s.b(wide)).mean() + h.mean()
 
-    program = built(body)
-    before, behind = item(program, "mul_"), item(program, "net.b")
-    ((live,), _) = live_sets(program, [before])
-    assert [program.values[v].shape for v in live] == [(4, 1)]
-    ((live,), _) = live_sets(program, [behind])
-    assert sorted(program.values[v].shape for v in live) == [(4, 1), (4, D)]
+    graph = built(body)
+    before, behind = item(graph, "mul_"), item(graph, "net.b")
+    ((live,), _) = live_sets(graph, [before])
+    assert [graph.values[v].shape for v in live] == [(4, 1)]
+    ((live,), _) = live_sets(graph, [behind])
+    assert sorted(graph.values[v].shape for v in live) == [(4, 1), (4, D)]
 
 
 def test_random_values_and_watched_ones_are_sent() -> None:
@@ -89,39 +89,39 @@ def test_random_values_and_watched_ones_are_sent() -> None:
         watched.register_hook(lambda g: g * 2)
         return (s.b(x) * noisy * watched).mean()
 
-    program = built(body)
-    ((live,), (_, again)) = live_sets(program, [item(program, "net.b")])
+    graph = built(body)
+    ((live,), (_, again)) = live_sets(graph, [item(graph, "net.b")])
     assert len(live) == 2
     assert not again
 
 
-def smallest(program: StepGraph, cut: int) -> int:
+def smallest(graph: StepGraph, cut: int) -> int:
     """By trying: the fewest bytes of values made before ``cut`` that everything later can be computed from."""
-    candidates = [v for i in program.items[:cut] for v in i.outputs]
+    candidates = [v for i in graph.nodes[:cut] for v in i.outputs]
 
     def suffices(chosen: frozenset[int]) -> bool:
-        pending = program.needed_after(cut)
+        pending = graph.needed_after(cut)
         while pending:
             value = pending.pop()
             if value not in chosen:
-                producer = program.items[program.producers[value]]
+                producer = graph.nodes[graph.producers[value]]
                 if not producer.recomputable:
                     return False
                 pending += producer.inputs
         return True
 
     choices = itertools.chain.from_iterable(itertools.combinations(candidates, n) for n in range(4))
-    return min(bytes_of(program, choice) for choice in choices if suffices(frozenset(choice)))
+    return min(bytes_of(graph, choice) for choice in choices if suffices(frozenset(choice)))
 
 
 @pytest.mark.parametrize("name", ["residual", "u_net", "shared_units", "shapes_and_places", "diffusion"])
 def test_no_set_is_smaller(name: str) -> None:
     root = root_of(name)
-    program = program_of(root, step_of(root), children)
-    for cut in program.cuts():
-        ((live,), _) = live_sets(program, [cut])
+    graph = program_of(root, step_of(root), children)
+    for cut in graph.cuts():
+        ((live,), _) = live_sets(graph, [cut])
         if len(live) <= 3 and cut < 22:
-            assert bytes_of(program, live) == smallest(program, cut)
+            assert bytes_of(graph, live) == smallest(graph, cut)
 
 
 @pytest.mark.parametrize("name", ["resnet", "structures", "integers_and_masks_cross", "in_place_on_views"])
@@ -136,13 +136,13 @@ def test_all_pairs_of_cuts_are_exact(name: str) -> None:
 def test_what_is_sent_was_received_or_made() -> None:
     for name in ZOO:
         root = root_of(name)
-        program = program_of(root, step_of(root), nothing)
-        cuts = program.cuts()
+        graph = program_of(root, step_of(root), nothing)
+        cuts = graph.cuts()
         cuts = cuts[:: max(1, len(cuts) // 4)]
-        live, again = live_sets(program, cuts)
-        bounds = [0, *cuts, len(program.items)]
+        live, again = live_sets(graph, cuts)
+        bounds = [0, *cuts, len(graph.nodes)]
         for stage, sent in enumerate(live):
             has = set(live[stage - 1]) if stage else set()
             done = {*again[stage], *range(bounds[stage], bounds[stage + 1])}
-            has |= {v for i in done for v in program.items[i].outputs}
+            has |= {v for i in done for v in graph.nodes[i].outputs}
             assert set(sent) <= has

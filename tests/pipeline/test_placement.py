@@ -9,12 +9,12 @@ from tests.ranks import run_ranks
 
 def test_cluster_puts_a_pipeline_on_neighbouring_ranks() -> None:
     assert PipelineMesh.of(8, 4, "cluster").pipelines == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert PipelineMesh.of(8, 4, "cluster").places == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert PipelineMesh.of(8, 4, "cluster").data_parallel_ranks == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
 def test_spread_puts_the_replicas_of_a_stage_on_neighbouring_ranks() -> None:
     assert PipelineMesh.of(8, 4, "spread").pipelines == ((0, 2, 4, 6), (1, 3, 5, 7))
-    assert PipelineMesh.of(8, 4, "spread").places == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert PipelineMesh.of(8, 4, "spread").data_parallel_ranks == ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_sizes_have_to_fit() -> None:
 
 def report_groups(placement: str) -> tuple[list[int], list[int]]:
     groups = Groups.create(PipelineMesh.of(4, 2, placement))
-    return dist.get_process_group_ranks(groups.pipeline), dist.get_process_group_ranks(groups.replicas)
+    return dist.get_process_group_ranks(groups.pipeline), dist.get_process_group_ranks(groups.data_parallel_group)
 
 
 def test_groups_follow_the_grid() -> None:

@@ -9,31 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_program
+from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.live_sets import live_sets
 from tests.pipeline.emulation import CPU
 from tests.pipeline.zoo import D, Layer, Net
 
 
-def program(body: Callable[..., Tensor], is_small: Callable[[str], bool] | None = None, **modules: object) -> StepGraph:
+def graph(body: Callable[..., Tensor], is_small: Callable[[str], bool] | None = None, **modules: object) -> StepGraph:
     net = Net(body, **modules)  # type: ignore[arg-type]
     root = nn.ModuleDict({"net": net})
     x = torch.linspace(-2, 2, 4 * D).reshape(4, D).sin()
     record = trace(lambda: net(x.clone()), root, CPU)
-    return build_program(record, Modules(record, root), is_small or (lambda name: name != "net"))
+    return build_graph(record, Modules(record, root), is_small or (lambda name: name != "net"))
 
 
 def names(found: StepGraph) -> list[str]:
-    return [item.name.partition(" at")[0] for item in found.items]
+    return [item.name.partition(" at")[0] for item in found.nodes]
 
 
 def test_units_are_the_outermost_small_modules() -> None:
     sequential = nn.Sequential(nn.Linear(D, D), nn.ReLU())
-    found = program(lambda s, x: (s.sequential(x) + s.a(x)).mean(), sequential=sequential)
+    found = graph(lambda s, x: (s.sequential(x) + s.a(x)).mean(), sequential=sequential)
     assert names(found) == ["net.sequential", "net.a", "add", "mean"]
     assert found.units == ("net.sequential", "net.a")
-    opened = program(
+    opened = graph(
         lambda s, x: (s.sequential(x) + s.a(x)).mean(), lambda name: name.count(".") > 1, sequential=sequential
     )
     assert names(opened) == ["net.sequential.0", "net.sequential.1", "linear", "add", "mean"]
@@ -41,15 +41,15 @@ def test_units_are_the_outermost_small_modules() -> None:
 
 def test_items_say_which_parameters_they_need() -> None:
     table = nn.Embedding(5, D)
-    found = program(lambda s, x: F.linear(s.table((x > 0).long()[:, 0]), s.table.weight).mean(), table=table)
-    assert [item.parameters for item in found.items] == [("net.table.weight",)] * 2 + [()]
-    assert [item.recomputable for item in found.items] == [False, False, True]
+    found = graph(lambda s, x: F.linear(s.table((x > 0).long()[:, 0]), s.table.weight).mean(), table=table)
+    assert [item.parameters for item in found.nodes] == [("net.table.weight",)] * 2 + [()]
+    assert [item.recomputable for item in found.nodes] == [False, False, True]
 
 
 def test_a_unit_holds_parameters_that_it_did_not_use() -> None:
     layer = Layer(lambda s, x: x * 2)
-    found = program(lambda s, x: s.inner(s.a(x)).mean(), inner=layer)
-    assert found.items[1].parameters == ("net.inner.linear.weight", "net.inner.linear.bias")
+    found = graph(lambda s, x: s.inner(s.a(x)).mean(), inner=layer)
+    assert found.nodes[1].parameters == ("net.inner.linear.weight", "net.inner.linear.bias")
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_a_unit_holds_parameters_that_it_did_not_use() -> None:
     ],
 )
 def test_python_may_read_the_batch(body: Callable[..., Tensor]) -> None:
-    found = program(body)
-    assert found.last_cut() == (len(found.items), None)
+    found = graph(body)
+    assert found.last_cut() == (len(found.nodes), None)
     assert all(place.partition(":")[0].endswith("test_program.py") for place in found.reads_of_batch)
     assert found.reads_of_batch
 
@@ -81,7 +81,7 @@ def test_nothing_is_cut_off_behind_what_python_reads(read: Callable[[Tensor], fl
     net = Net(lambda s, x: s.c(s.b(h := s.a(x)) * read(h)).mean())
     x = torch.linspace(-2, 2, 4 * D).reshape(4, D).sin()
     record = trace(lambda: net(x.clone()), net, CPU)
-    found = build_program(record, Modules(record, net), lambda name: True)
+    found = build_graph(record, Modules(record, net), lambda name: True)
     last, reader = found.last_cut()
     assert reader is not None
     assert "test_program.py:" in reader.name
@@ -92,17 +92,17 @@ def test_nothing_is_cut_off_behind_what_python_reads(read: Callable[[Tensor], fl
 
 
 def test_a_module_that_reads_between_its_modules_stays_whole() -> None:
-    found = program(lambda s, x: s.b(s.a(x)).mean() if s.a(x).sum() > 0 else s.b(x).mean())
+    found = graph(lambda s, x: s.b(s.a(x)).mean() if s.a(x).sum() > 0 else s.b(x).mean())
     assert found.units == ("net",)
-    behind = program(lambda s, x: s.b(h := s.a(x)).mean() * h.mean().item())  # read late, but made early
+    behind = graph(lambda s, x: s.b(h := s.a(x)).mean() * h.mean().item())  # read late, but made early
     assert "net" not in behind.units
 
 
 def test_what_python_reads_within_a_unit_is_its_own_affair() -> None:
-    found = program(
+    found = graph(
         lambda s, x: s.b(s.inner(x)).mean(), inner=Layer(lambda s, x: s.linear(x) * s.linear(x).mean().item())
     )
-    assert found.last_cut() == (len(found.items), None)
+    assert found.last_cut() == (len(found.nodes), None)
 
 
 def test_escapes_open_a_module() -> None:
@@ -112,7 +112,7 @@ def test_escapes_open_a_module() -> None:
         found["h"] = s.linear(x).relu()
         return found["h"] * 2
 
-    made = program(lambda s, x: (s.inner(x) + found.pop("h")).mean(), inner=Layer(write))
+    made = graph(lambda s, x: (s.inner(x) + found.pop("h")).mean(), inner=Layer(write))
     assert names(made) == ["net.inner.linear", "relu", "mul", "add", "mean"]
 
 
@@ -127,7 +127,7 @@ def test_neither_placed_nor_opened() -> None:
     with pytest.raises(
         SplitError, match=r"'net.inner' cannot be placed.*test_program.py.*cannot be opened.*return all"
     ):
-        program(lambda s, x: (s.inner(s.a(x)) + kept.pop()).mean(), inner=Layer(write))
+        graph(lambda s, x: (s.inner(s.a(x)) + kept.pop()).mean(), inner=Layer(write))
 
 
 def test_parameters_changed_in_the_step() -> None:
@@ -148,7 +148,7 @@ def test_parameters_changed_in_the_step() -> None:
     x = torch.ones(4, D)
     record = trace(lambda: average(outer.net, x), outer, CPU)
     with pytest.raises(SplitError, match=r"test_program.py:\d+ .* changes parameter 'net.b.weight' in place.*on_train"):
-        build_program(record, Modules(record, outer), lambda name: True)
+        build_graph(record, Modules(record, outer), lambda name: True)
 
 
 @pytest.mark.parametrize("setter", ["requires_grad_", "requires_grad", "grad"])
@@ -161,7 +161,7 @@ def test_flags_of_parameters_may_be_set(setter: str) -> None:
                 setattr(parameter, setter, None if setter == "grad" else False)
         return s.b(s.a(x)).mean()
 
-    assert names(program(body)) == ["net.a", "net.b", "mean"]
+    assert names(graph(body)) == ["net.a", "net.b", "mean"]
 
 
 def test_views_stay_with_what_changes_them() -> None:
@@ -171,7 +171,7 @@ def test_views_stay_with_what_changes_them() -> None:
         h.add_(1)
         return s.c(s.b(row) + s.d(h)).mean()
 
-    found = program(body)
+    found = graph(body)
     cut = names(found).index("add_")
     assert cut not in found.cuts()
     assert cut + 1 in found.cuts()
@@ -183,10 +183,10 @@ def test_a_buffer_stays_with_what_changes_it() -> None:
     def body(s: Net, x: Tensor) -> Tensor:
         return s.bn(s.c(s.bn(s.a(x)))).mean()
 
-    found = program(body, bn=nn.BatchNorm1d(D))
+    found = graph(body, bn=nn.BatchNorm1d(D))
     first, second = (i for i, name in enumerate(names(found)) if name == "net.bn")
     assert set(found.cuts()) == {1, second + 1}
-    assert set(found.items[first].buffers) == {
+    assert set(found.nodes[first].buffers) == {
         f"net.bn.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")
     }
     assert found.obstacle_to(second) is not None
@@ -202,8 +202,8 @@ def test_what_the_step_returns_is_needed_to_the_end() -> None:
         return {"h": h, "loss": net.c(net.b(h)).mean()}
 
     record = trace(step, root, CPU)
-    found = build_program(record, Modules(record, root), lambda name: True)
-    (h,) = found.items[0].outputs
+    found = build_graph(record, Modules(record, root), lambda name: True)
+    (h,) = found.nodes[0].outputs
     assert all(h in found.needed_after(cut) for cut in found.cuts())
 
 
@@ -211,24 +211,24 @@ def test_digest_is_the_same_for_the_same_step() -> None:
     def body(s: Net, x: Tensor) -> Tensor:
         return s.c(s.b(s.a(x)).relu()).mean()
 
-    assert program(body).digest() == program(body).digest()
-    assert program(body).digest() != program(lambda s, x: s.b(s.a(x)).mean()).digest()
+    assert graph(body).digest() == graph(body).digest()
+    assert graph(body).digest() != graph(lambda s, x: s.b(s.a(x)).mean()).digest()
 
 
 def test_times_are_those_of_the_module_not_of_the_trace() -> None:
-    found = program(lambda s, x: s.seq(x).mean(), seq=nn.Sequential(*(nn.Linear(D, D) for _ in range(30))))
+    found = graph(lambda s, x: s.seq(x).mean(), seq=nn.Sequential(*(nn.Linear(D, D) for _ in range(30))))
     operations = 30 * 20e-6
-    assert 0 < found.items[0].seconds < 50 * operations
-    assert found.items[0].activation_bytes == 30 * 4 * D * 4
-    assert found.forward_seconds >= found.items[0].seconds
+    assert 0 < found.nodes[0].seconds < 50 * operations
+    assert found.nodes[0].activation_bytes == 30 * 4 * D * 4
+    assert found.forward_seconds >= found.nodes[0].seconds
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_scripted_parameters_stay_where_they_are() -> None:
     with pytest.raises(SplitError, match=r"'net.inner' is scripted .* script it afterwards"):
-        program(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=torch.jit.script(nn.Linear(D, D)))
+        graph(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=torch.jit.script(nn.Linear(D, D)))
     relu = torch.jit.script(nn.ReLU())
-    assert "net.relu" in names(program(lambda s, x: s.b(s.relu(s.a(x))).mean(), relu=relu))
+    assert "net.relu" in names(graph(lambda s, x: s.b(s.relu(s.a(x))).mean(), relu=relu))
 
 
 def test_sizes_that_depend_on_values_stay_inside() -> None:
@@ -239,7 +239,7 @@ def test_sizes_that_depend_on_values_stay_inside() -> None:
 
     experts = Layer(routed)
     experts.relu = nn.ReLU()
-    found = program(lambda s, x: s.b(s.experts(s.a(x))).mean(), lambda name: name.count(".") > 1, experts=experts)
+    found = graph(lambda s, x: s.b(s.experts(s.a(x))).mean(), lambda name: name.count(".") > 1, experts=experts)
     assert "net.experts" in found.units
 
 
@@ -249,11 +249,11 @@ class Positive(nn.Module):
 
 
 def test_sizes_that_depend_on_values_and_leave_a_module() -> None:
-    behind = program(lambda s, x: s.positive(s.b(s.a(x))).mean(), positive=Positive())
-    assert [item.name for item in behind.items if item.varies] == ["net.positive"]
+    behind = graph(lambda s, x: s.positive(s.b(s.a(x))).mean(), positive=Positive())
+    assert [item.name for item in behind.nodes if item.varies] == ["net.positive"]
     assert behind.last_cut()[0] == 2
     assert "a tensor whose size depends on values" in str(behind.obstacle_to(3))
-    between = program(lambda s, x: s.b(s.positive(s.a(x))).mean(), positive=Positive())
+    between = graph(lambda s, x: s.b(s.positive(s.a(x))).mean(), positive=Positive())
     assert between.units == ("net",)
 
 
@@ -261,7 +261,7 @@ def test_sizes_that_depend_on_the_batch_are_made_where_all_stages_see_it() -> No
     def selecting(s: Layer, x: Tensor, chosen: Tensor) -> Tensor:
         return s.linear(x)[chosen]
 
-    found = program(lambda s, x: s.b(s.selecting(s.a(x), x[:, 0] > 0)).mean(), selecting=Layer(selecting))
+    found = graph(lambda s, x: s.b(s.selecting(s.a(x), x[:, 0] > 0)).mean(), selecting=Layer(selecting))
     assert names(found) == ["net.a", "net.selecting.linear", "__getitem__", "net.b", "mean"]
     assert found.reads_of_batch
-    assert not any(item.varies for item in found.items)
+    assert not any(item.varies for item in found.nodes)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError
-from lightning_smddp.pipeline.capture.preserve_state import untouched
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.plan import build_on_all
 from lightning_smddp.pipeline.runtime.remote import Shape, Shapes
@@ -76,7 +76,7 @@ def test_what_ends_one_ends_all(attempt: Callable[..., Any], message: str) -> No
 def build(group: dist.ProcessGroup) -> str:
     """On one rank alone the record has a collective of the user's."""
     root = nn.Sequential(nn.Linear(2, 2))
-    found = Trace(collective_places=["module.py:7"] if group.rank() == 1 else [])
+    found = Trace(collective_locations=["module.py:7"] if group.rank() == 1 else [])
     try:
         build_on_all(found, Modules(found, root), lambda name: True, group, CPU)
     except SplitError as error:
@@ -95,7 +95,7 @@ def test_what_cannot_be_put_back_is_left() -> None:
     root = nn.ModuleDict({"norm": torch.jit.script(nn.BatchNorm1d(2)), "kept": nn.Identity()})
     ghost = Shapes({0: Shape((2,), (1,), torch.float32, True)}).ghost(0)
     root["kept"].shown = ghost
-    with untouched(root, CPU):
+    with preserve_state(root, CPU):
         root["norm"](torch.randn(4, 2))
         root["kept"].shown = None
     assert root["kept"].shown is ghost

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_program
+from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_graph
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, from_json, same_states, to_json
-from lightning_smddp.pipeline.capture.tracer import Trace, trace
+from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.capture.tracer import trace
 from tests.pipeline.emulation import CPU
 from tests.pipeline.zoo import Cube, D, Layer, Net
 
@@ -55,7 +56,7 @@ def test_operations_on_the_batch_alone_are_not_recorded() -> None:
     assert found.events[1].inputs == found.events[0].returned.values
     assert found.events[0].call is not None
     assert found.calls[found.events[0].call].module == "net.a"
-    assert found.events[1].place.endswith(
+    assert found.events[1].location.endswith(
         f"test_tracing.py:{test_operations_on_the_batch_alone_are_not_recorded.__code__.co_firstlineno + 1}"
     )
 
@@ -68,7 +69,7 @@ def test_operators_and_functions_of_ones_own_are_seen(operation: Callable[[Tenso
     with torch.set_grad_enabled(grad):
         found, modules = record(Net(lambda s, x: s.b(operation(s.a(x))).mean()))
     assert len(found.events) == 4
-    assert not modules.seals
+    assert not modules.must_be_whole
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -77,9 +78,9 @@ def test_unseen_operations_seal_their_module(grad: bool) -> None:
         found, modules = record(
             Net(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=Layer(lambda s, x: unseen(s.linear(x))))
         )
-    assert set(modules.seals) == {"net.inner"}
-    program = build_program(found, modules, lambda name: False)
-    assert [item.module for item in program.items if item.module] == ["net.inner"]
+    assert set(modules.must_be_whole) == {"net.inner"}
+    graph = build_graph(found, modules, lambda name: False)
+    assert [item.module for item in graph.nodes if item.module] == ["net.inner"]
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -93,12 +94,12 @@ def test_unseen_operations_outside_of_modules_are_refused(operation: Callable[[T
     with torch.set_grad_enabled(grad):
         found = trace(step, root, CPU)
         with pytest.raises(SplitError, match=r"test_tracing.py:\d+.*function modes do not see.*module of its own"):
-            build_program(found, Modules(found, root), lambda name: True)
+            build_graph(found, Modules(found, root), lambda name: True)
 
 
 def test_unseen_operations_on_the_batch_do_no_harm() -> None:
     found, modules = record(Net(lambda s, x: (s.a(unseen(x)) * torch.vmap(torch.sin)(x)).mean()))
-    assert not modules.seals
+    assert not modules.must_be_whole
     assert len(found.events) == 3
 
 
@@ -114,7 +115,7 @@ def test_what_python_made_of_a_value_is_no_constant() -> None:
 def test_a_way_through_numpy_seals() -> None:
     layer = Layer(lambda s, x: torch.from_dlpack(x.detach()) + torch.from_numpy(x.detach().numpy().copy()))
     _, modules = record(Net(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=layer))
-    assert "Python code read" in modules.seals["net.inner"]
+    assert "Python code read" in modules.must_be_whole["net.inner"]
     assert "net.inner" not in modules.obstacles
 
 
@@ -146,19 +147,19 @@ def test_views_changed_through_the_whole_cannot_be_followed() -> None:
         return s.b(whole).mean()
 
     _, modules = record(Net(body))
-    assert "another view" in modules.seals["net"]
+    assert "another view" in modules.must_be_whole["net"]
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
 def test_python_random_numbers(draw: Callable[[], float]) -> None:
     layer = Layer(lambda s, x: s.linear(x) * draw())
     found, modules = record(Net(lambda s, x: s.inner(s.a(x)).mean(), inner=layer))
-    assert build_program(found, modules, lambda name: True).draws
+    assert build_graph(found, modules, lambda name: True).draws
     root = nn.Linear(D, D)
     found = trace(lambda: root(batch()).mean() * draw(), root, CPU)
-    assert build_program(found, Modules(found, root), lambda name: True).draws
+    assert build_graph(found, Modules(found, root), lambda name: True).draws
     found = trace(lambda: root(batch()).mean(), root, CPU)
-    assert not build_program(found, Modules(found, root), lambda name: True).draws
+    assert not build_graph(found, Modules(found, root), lambda name: True).draws
 
 
 def test_what_a_module_drew_is_no_constant() -> None:
@@ -216,7 +217,7 @@ def test_backward_in_the_step() -> None:
 
     found = trace(step, root, CPU)
     with pytest.raises(SplitError, match=r"test_tracing.py:\d+.*autograd.grad"):
-        build_program(found, Modules(found, root), lambda name: True)
+        build_graph(found, Modules(found, root), lambda name: True)
 
 
 def test_gradients_of_the_batch_alone_are_no_hidden_operations() -> None:
@@ -241,8 +242,8 @@ def test_an_exception_that_the_step_catches() -> None:
         return s.b(h).mean()
 
     found, modules = record(Net(body, inner=Layer(fail)))
-    program = build_program(found, modules, lambda name: name != "net")
-    assert [item.module for item in program.items[1:3]] == ["net.a", "net.b"]
+    graph = build_graph(found, modules, lambda name: name != "net")
+    assert [item.module for item in graph.nodes[1:3]] == ["net.a", "net.b"]
 
 
 def is_patched(module: nn.Module) -> bool:

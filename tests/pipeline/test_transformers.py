@@ -148,24 +148,24 @@ def test_shapes_of_a_new_signature(name: str, depth: int) -> None:
     """Stage after stage finds out what values of other rows and lengths look like."""
     root = root_of(name)
     batch = text()
-    program = program_of(root, lambda: root.model(**batch).loss, deeper_than(depth))
-    cuts = even_cuts(program, 3)
-    replays = [Replay(program, plan, root, CPU) for plan in plans_of(program, cuts)]
+    graph = program_of(root, lambda: root.model(**batch).loss, deeper_than(depth))
+    cuts = even_cuts(graph, 3)
+    replays = [Replay(graph, plan, root, CPU) for plan in plans_of(graph, cuts)]
     for rows, length in ((2, 16), (4, 9), (3, 20)):
         batch.update(text(rows, length))
         stages = [Stage(root, replay, lambda: root.model(**batch).loss) for replay in replays]
         found = Shapes()
         with torch.random.fork_rng():
-            run_stages(program, stages, Shapes(), record=found)
+            run_stages(graph, stages, Shapes(), record=found)
         root.zero_grad()
         torch.manual_seed(1)
         root.model(**batch).loss.backward()
         expected = gradients(root)
         root.zero_grad()
         torch.manual_seed(1)
-        run_stages(program, stages, Shapes.from_json(found.to_json()))
+        run_stages(graph, stages, Shapes.from_json(found.to_json()))
         torch.testing.assert_close(gradients(root), expected, rtol=2e-6, atol=2e-6)
-        assert all(found.values[v].shape[0] == rows for plan in plans_of(program, cuts) for v in plan.sends[:1])
+        assert all(found.values[v].shape[0] == rows for plan in plans_of(graph, cuts) for v in plan.sends[:1])
         root.zero_grad()
 
 
@@ -188,8 +188,8 @@ def test_evaluation_without_gradients() -> None:
             return {"loss": out.loss, "best": out.logits.argmax(-1)}
 
     expected = step()
-    program = program_of(root, step, deeper_than(3))
-    for cuts in ([c] for c in program.cuts()):
-        stages = [Stage(root, Replay(program, plan, root, CPU), step) for plan in plans_of(program, cuts)]
-        torch.testing.assert_close(run_stages(program, stages), expected)
+    graph = program_of(root, step, deeper_than(3))
+    for cuts in ([c] for c in graph.cuts()):
+        stages = [Stage(root, Replay(graph, plan, root, CPU), step) for plan in plans_of(graph, cuts)]
+        torch.testing.assert_close(run_stages(graph, stages), expected)
     assert loss_of(expected) > 0

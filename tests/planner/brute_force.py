@@ -13,11 +13,11 @@ Score = tuple[float, float, float]  # slowest stage, how uneven where ranks hold
 
 
 def possible_cuts(problem: PartitionProblem) -> Iterator[tuple[int, ...]]:
-    n = len(problem.items)
+    n = len(problem.nodes)
     for cuts in combinations(range(1, n), problem.num_stages - 1):
         bounds = list(zip((0, *cuts), (*cuts, n), strict=True))
         if all(problem.cut_bytes[cut] < math.inf for cut in cuts) and all(
-            any(item.is_unit for item in problem.items[a:b]) for a, b in bounds
+            any(node.is_unit for node in problem.nodes[a:b]) for a, b in bounds
         ):
             yield cuts
 
@@ -32,8 +32,8 @@ def boundary_s(problem: PartitionProblem, stage: int, cut: int) -> tuple[float, 
 
 
 def stage_seconds(problem: PartitionProblem, cuts: tuple[int, ...]) -> list[float]:
-    bounds = zip((0, *cuts), (*cuts, len(problem.items)), strict=True)
-    busy = [float(sum(item.forward_s + item.backward_s for item in problem.items[a:b])) for a, b in bounds]
+    bounds = zip((0, *cuts), (*cuts, len(problem.nodes)), strict=True)
+    busy = [float(sum(node.forward_s + node.backward_s for node in problem.nodes[a:b])) for a, b in bounds]
     mean = sum(busy) / len(busy)
     late = [0.0] * len(busy)
     for stage, cut in enumerate(cuts, start=1):
@@ -45,14 +45,14 @@ def stage_seconds(problem: PartitionProblem, cuts: tuple[int, ...]) -> list[floa
 
 
 def rank_memory(problem: PartitionProblem, cuts: tuple[int, ...]) -> dict[int, int]:
-    bounds = list(zip((0, *cuts), (*cuts, len(problem.items)), strict=True))
+    bounds = list(zip((0, *cuts), (*cuts, len(problem.nodes)), strict=True))
     memory = {}
     for rank in set(problem.rank_of_stage):
         names, total = set(), 0
         for stage, (a, b) in enumerate(bounds):
             if problem.rank_of_stage[stage] == rank:
-                total += problem.in_flight[stage] * sum(item.activation_bytes for item in problem.items[a:b])
-                names |= {name for item in problem.items[a:b] for name in item.parameters}
+                total += problem.in_flight[stage] * sum(node.activation_bytes for node in problem.nodes[a:b])
+                names |= {name for node in problem.nodes[a:b] for name in node.parameters}
         memory[rank] = total + sum(problem.parameter_bytes[name] for name in names)
     return memory
 

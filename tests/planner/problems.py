@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from lightning_smddp.planner.problem import Item, Link, PartitionProblem
+from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
 
 PLACEMENTS = {
     "one": lambda ranks: list(range(ranks)),
@@ -20,7 +20,7 @@ PLACEMENTS = {
 
 def random_problem(
     seed: int,
-    num_items: int,
+    num_nodes: int,
     rank_of_stage: list[int],
     *,
     tied: float = 0.0,
@@ -32,13 +32,15 @@ def random_problem(
     draw = random.Random(seed)
     shared = ["embedding", "table"]
     items = []
-    for index in range(num_items):
+    for index in range(num_nodes):
         own = [f"item{index}.w"] if draw.random() < 0.8 else []
         own += [name for name in shared if draw.random() < tied]
         seconds = draw.randint(0, largest), draw.randint(0, largest)
-        items.append(Item(f"item{index}", *seconds, draw.randint(0, 9), tuple(own), is_unit=draw.random() >= non_units))
+        items.append(
+            NodeCost(f"item{index}", *seconds, draw.randint(0, 9), tuple(own), is_unit=draw.random() >= non_units)
+        )
     sizes = {name: draw.randint(1, 20) for item in items for name in item.parameters}
-    cuts = [math.inf if draw.random() < forbidden else draw.randint(0, 9) for _ in range(num_items + 1)]
+    cuts = [math.inf if draw.random() < forbidden else draw.randint(0, 9) for _ in range(num_nodes + 1)]
     return PartitionProblem(
         items,
         sizes,
@@ -53,7 +55,7 @@ def random_problem(
 
 
 def chain(
-    num_items: int,
+    num_nodes: int,
     rank_of_stage: list[int],
     *,
     tied: dict[int, str] | None = None,
@@ -64,11 +66,11 @@ def chain(
 ) -> PartitionProblem:
     """Equal units net.0, net.1, ... of 1 + 2 seconds."""
     names = tied or {}
-    items = [Item(f"net.{index}", 1, 2, 0, (names[index],) if index in names else ()) for index in range(num_items)]
+    items = [NodeCost(f"net.{index}", 1, 2, 0, (names[index],) if index in names else ()) for index in range(num_nodes)]
     return PartitionProblem(
         items,
         sizes or {},
-        cut_bytes or [0] * (num_items + 1),
+        cut_bytes or [0] * (num_nodes + 1),
         rank_of_stage,
         [1] * len(rank_of_stage),
         links=links if link is None else [link] * (len(rank_of_stage) - 1),
@@ -83,9 +85,9 @@ def llama_7b(num_ranks: int, tokens: int = 2048, teraflops: float = 300.0) -> Pa
     names = [f"layers.{layer}.{name}" for layer in range(32) for name in weights]
     sizes = [width * weights[name.rpartition(".")[2]] for name in names]
     wide = [inputs[name.rpartition(".")[2]] for name in names]
-    items = [Item("embed", 1e-5, 1e-5, 0)]
+    items = [NodeCost("embed", 1e-5, 1e-5, 0)]
     for name, size in [*zip(names, sizes, strict=True), ("head", width * words)]:
         forward = 2 * size * tokens / (teraflops * 1e12)
-        items.append(Item(name, forward, 2 * forward, 2 * tokens * width))
+        items.append(NodeCost(name, forward, 2 * forward, 2 * tokens * width))
     cut_bytes = [0.0, *(2 * tokens * width * each for each in wide), 2.0 * tokens * width, 0.0]
     return PartitionProblem(items, {}, cut_bytes, list(range(num_ranks)), list(range(num_ranks, 0, -1)))

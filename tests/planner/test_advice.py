@@ -8,15 +8,15 @@ import pytest
 
 from lightning_smddp.planner.advice import Setting, advice
 from lightning_smddp.planner.microbatches import auto_num_microbatches
-from lightning_smddp.planner.problem import Item
+from lightning_smddp.planner.problem import NodeCost
 
 
-def units(*seconds: float) -> list[Item]:
-    return [Item(f"net.{index}", value / 3, 2 * value / 3, 0) for index, value in enumerate(seconds)]
+def units(*seconds: float) -> list[NodeCost]:
+    return [NodeCost(f"net.{index}", value / 3, 2 * value / 3, 0) for index, value in enumerate(seconds)]
 
 
 EVEN = Setting(
-    items=units(1, 1, 1, 1),
+    nodes=units(1, 1, 1, 1),
     stage_seconds=[1, 1, 1, 1],
     schedule="1f1b",
     num_microbatches=16,
@@ -37,8 +37,8 @@ def test_nothing_to_say() -> None:
         (units(1, 9, 1, 1), "smaller modules"),
     ],
 )
-def test_a_unit_that_no_cut_can_balance(items: list[Item], cure: str) -> None:
-    line = advice(replace(EVEN, items=items, num_microbatches=2))
+def test_a_unit_that_no_cut_can_balance(items: list[NodeCost], cure: str) -> None:
+    line = advice(replace(EVEN, nodes=items, num_microbatches=2))
     assert line is not None
     share = max(item.forward_s + item.backward_s for item in items) / sum(i.forward_s + i.backward_s for i in items)
     assert f"takes {share:.0%} of the step alone, where an even share of 4 ranks is 25%: no cut can balance it" in line
@@ -46,7 +46,7 @@ def test_a_unit_that_no_cut_can_balance(items: list[Item], cure: str) -> None:
 
 
 def test_an_uneven_split_of_the_users_own() -> None:
-    setting = replace(EVEN, items=units(*[1] * 8), stage_seconds=[4, 2, 1, 1], is_split_given=True, num_microbatches=2)
+    setting = replace(EVEN, nodes=units(*[1] * 8), stage_seconds=[4, 2, 1, 1], is_split_given=True, num_microbatches=2)
     assert (
         advice(setting)
         == "stage 0 takes 2.0 times the mean stage with the given split: leave out split to have the cuts chosen"
@@ -75,10 +75,10 @@ def test_more_micro_batches_of_schedules_without_a_formula() -> None:
 
 
 def test_interleaved_stages() -> None:
-    setting = replace(EVEN, items=units(*[1] * 8), batch_rows=8, num_microbatches=8)
+    setting = replace(EVEN, nodes=units(*[1] * 8), batch_rows=8, num_microbatches=8)
     expected = "schedule='interleaved_1f1b' with stages_per_rank=2 raises the bound from 73% to 84%"
     assert expected in (advice(setting) or "")
-    assert "interleaved" not in (advice(replace(setting, items=units(*[1] * 7))) or "")  # too few units
+    assert "interleaved" not in (advice(replace(setting, nodes=units(*[1] * 7))) or "")  # too few units
     assert "interleaved" not in (advice(replace(setting, batch_rows=9, num_microbatches=9)) or "")  # 9 in 2 rounds
     assert "interleaved" not in (advice(replace(setting, schedule="interleaved_1f1b", stages_per_rank=2)) or "")
 
@@ -92,7 +92,7 @@ def test_a_bigger_batch() -> None:
 
 
 def test_units_too_coarse_for_the_stages() -> None:
-    line = advice(replace(EVEN, items=units(*[1] * 6), stage_seconds=[2, 2, 1, 1]))
+    line = advice(replace(EVEN, nodes=units(*[1] * 6), stage_seconds=[2, 2, 1, 1]))
     assert line is not None
     assert line.startswith("stage 0 takes 1.3 times the mean stage, as the units are too coarse for 4 stages")
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lightning_smddp.planner.partition import given_partition
-from lightning_smddp.planner.problem import Item, PartitionError, PartitionProblem
+from lightning_smddp.planner.problem import NodeCost, PartitionError, PartitionProblem
 
 NAMES = [
     "embed",
@@ -23,7 +23,7 @@ NAMES = [
 
 
 def problem(num_stages: int, cut_bytes: list[float] | None = None) -> PartitionProblem:
-    items = [Item(name, 1, 2, 0) for name in NAMES]
+    items = [NodeCost(name, 1, 2, 0) for name in NAMES]
     stages = list(range(num_stages))
     return PartitionProblem(items, {}, cut_bytes or [1] * (len(NAMES) + 1), stages, [1] * num_stages)
 

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from lightning_smddp.planner.partition import best_partition, partition_at
-from lightning_smddp.planner.problem import Item, Link, PartitionError, PartitionProblem
+from lightning_smddp.planner.problem import Link, NodeCost, PartitionError, PartitionProblem
 from tests.planner.brute_force import best_score, possible_cuts, rank_memory, score, stage_seconds
 from tests.planner.problems import PLACEMENTS, chain, llama_7b, random_problem
 
@@ -86,7 +86,11 @@ def test_parameters_that_stages_of_a_rank_share_count_once() -> None:
 
 
 def test_ranks_with_several_stages_get_even_ones_where_one_stage_is_slow_anyway() -> None:
-    items = [Item("embed", 1, 2, 0), *(Item(f"net.{i}", 1, 2, 0) for i in range(7)), Item("head", 10, 20, 0)]
+    items = [
+        NodeCost("embed", 1, 2, 0),
+        *(NodeCost(f"net.{i}", 1, 2, 0) for i in range(7)),
+        NodeCost("head", 10, 20, 0),
+    ]
     cut_bytes = [0, *range(8, 0, -1), 0]  # the fewest bytes are sent by late cuts
     found = best_partition(PartitionProblem(items, {}, cut_bytes, [0, 1, 0, 1], [1] * 4))
     assert found.stage_seconds == (9, 9, 6, 30) or found.stage_seconds == (6, 9, 9, 30)
@@ -175,7 +179,7 @@ def test_a_limit_that_is_named_for_shared_ranks_does() -> None:
 
 
 def test_more_stages_than_units() -> None:
-    items = [Item("net.0", 1, 2, 0), Item("code", 1, 2, 0, is_unit=False), Item("net.1", 1, 2, 0)]
+    items = [NodeCost("net.0", 1, 2, 0), NodeCost("code", 1, 2, 0, is_unit=False), NodeCost("net.1", 1, 2, 0)]
     problem = PartitionProblem(items, {}, [0] * 4, [0, 1, 2], [1] * 3)
     with pytest.raises(PartitionError, match=r"3 stages .* only 2 units \(net\.0, net\.1\): lower .* at most 2"):
         best_partition(problem)
@@ -212,8 +216,8 @@ def test_cuts_that_make_no_partition(cuts: tuple[int, ...], message: str) -> Non
         ({"in_flight": [1]}, "one value for each stage"),
         ({"rank_of_stage": [], "in_flight": []}, "at least one"),
         ({"links": [Link(0.0, 1.0)] * 2}, "2 stages need 1 links, got 2"),
-        ({"items": [Item("a", math.nan, 1, 0)] * 3}, "'a' takes forward_s=nan"),
-        ({"items": [Item("a", 1, 1, 0, ("w",))] * 3}, r"without parameter_bytes: \['w'\]"),
+        ({"nodes": [NodeCost("a", math.nan, 1, 0)] * 3}, "'a' takes forward_s=nan"),
+        ({"nodes": [NodeCost("a", 1, 1, 0, ("w",))] * 3}, r"without parameter_bytes: \['w'\]"),
     ],
 )
 def test_problems_that_make_no_sense(change: dict[str, object], message: str) -> None:
@@ -227,7 +231,7 @@ def test_many_items_are_cut_quickly(ranks: list[int]) -> None:
     items = []
     for index in range(400):
         seconds = draw.lognormvariate(0, 0.7) * 1e-3
-        items.append(Item(f"net.{index}", seconds, 2 * seconds, int(seconds * 1e9), (f"net.{index}.w", "tied")))
+        items.append(NodeCost(f"net.{index}", seconds, 2 * seconds, int(seconds * 1e9), (f"net.{index}.w", "tied")))
     sizes = {item.parameters[0]: draw.randint(10**6, 10**7) for item in items} | {"tied": 10**7}
     crossing = [draw.choice([1e5, 2e5, 4e6]) for _ in range(401)]
     problem = PartitionProblem(items, sizes, crossing, ranks, [8] * 16, links=[Link(1e-5, 1e10)] * 15)

@@ -185,11 +185,11 @@ def test_what_was_there_is_put_back() -> None:
     foreign.note(made)
     made.zero_()
     del made
-    (place,) = foreign.places()
+    (place,) = foreign.locations()
     assert "test_foreign_writes.py" in place
     foreign.put_back()
     assert kept.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert foreign.places() == []
+    assert foreign.locations() == []
 
 
 def test_new_lines_are_known_if_nothing_that_they_write_is_kept() -> None:

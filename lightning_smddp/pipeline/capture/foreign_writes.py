@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_smddp._compat.torch import storage_key
 from lightning_smddp._compat.torch_steps import storage_again
 from lightning_smddp.pipeline.capture.ops import is_inplace, sets_flag
-from lightning_smddp.pipeline.capture.patches import Lines, user_lines, user_place
+from lightning_smddp.pipeline.capture.patches import Lines, user_lines, user_location
 from lightning_smddp.pipeline.capture.pytree import leaves
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
@@ -35,7 +35,7 @@ class _Before:
     """What was in a storage, and where in the user's code it was written then."""
 
     contents: torch.UntypedStorage
-    place: str
+    location: str
 
 
 class ForeignWrites:
@@ -49,11 +49,11 @@ class ForeignWrites:
         key = storage_key(tensor)
         if key is None or key in self._before or tensor.is_meta or isinstance(tensor, (RemoteTensor, GlobalTensor)):
             return
-        self._before[key] = _Before(tensor.untyped_storage().clone(), user_place())
+        self._before[key] = _Before(tensor.untyped_storage().clone(), user_location())
 
-    def places(self) -> list[str]:
+    def locations(self) -> list[str]:
         """Where memory was written first (``file:line``) that is still in use: asked when the step is over."""
-        return [before.place for key, before in self._before.items() if storage_again(key) is not None]
+        return [before.location for key, before in self._before.items() if storage_again(key) is not None]
 
     def put_back(self) -> None:
         """What was noted is as it was before. Nothing is noted any more."""
@@ -101,9 +101,9 @@ class NewWrites:
         """By micro-batch, what has been written and is still in use; if there is nothing, the new lines are known."""
         if not self._lines:
             return {}
-        places = self._foreign.places()
-        if places:
-            return {min(self._lines.values()): f"{NEW_WRITE} at {places[0]} that was kept, for the first time."}
+        locations = self._foreign.locations()
+        if locations:
+            return {min(self._lines.values()): f"{NEW_WRITE} at {locations[0]} that was kept, for the first time."}
         self.known |= self._lines.keys()
         self._lines, self._foreign = {}, ForeignWrites()
         return {}

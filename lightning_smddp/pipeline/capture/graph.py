@@ -1,8 +1,8 @@
-"""A traced step as a list of items: calls of units, and the operations between them.
+"""A traced step as a list of nodes: calls of units, and the operations between them.
 
 A *unit* is a module whose calls are placed whole: the outermost modules that are small enough and that can be replaced
-by what they return. Everything a unit does is one item, every bound operation outside of units is another. A stage is a
-contiguous range of items.
+by what they return. Everything a unit does is one node, every bound operation outside of units is another. A stage is a
+contiguous range of nodes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SplitError(ValueError):
 
 
 @dataclass
-class Item:
+class Node:
     """A call of a unit (``module`` is its name) or an operation between units (``module`` is None).
 
     Attributes:
@@ -61,7 +61,7 @@ class Item:
     free: bool
     checkpointed: bool
     name: str
-    place: str
+    location: str
     seconds: float
     activation_bytes: int
     tells: bool = False
@@ -84,13 +84,13 @@ class Colocation(NamedTuple):
 
 @dataclass
 class StepGraph:
-    """The items of a step in order, and the values between them.
+    """The nodes of a step in order, and the values between them.
 
     Attributes:
-        producers: value -> the item that makes it.
-        last_use: value -> the last item that uses it.
-        overwritten: value -> the first item that changes its memory. From there on it is gone.
-        ties: which items must stay together.
+        producers: value -> the node that makes it.
+        last_use: value -> the last node that uses it.
+        overwritten: value -> the first node that changes its memory. From there on it is gone.
+        colocations: which nodes must stay together.
         reads_of_batch: where Python code reads values of the batch (``file:line``): shapes may depend on them.
         returned: the values that the step returns.
         left: the values that it leaves in attributes: the stage that makes one keeps it until the step is over.
@@ -102,7 +102,7 @@ class StepGraph:
         buffers_used: see :class:`Trace`.
     """
 
-    items: list[Item]
+    nodes: list[Node]
     values: list[Value]
     units: tuple[str, ...]
     random_functions: frozenset[Any]
@@ -110,7 +110,7 @@ class StepGraph:
     producers: dict[int, int] = field(default_factory=dict)
     last_use: dict[int, int] = field(default_factory=dict)
     overwritten: dict[int, int] = field(default_factory=dict)
-    ties: list[Colocation] = field(default_factory=list)
+    colocations: list[Colocation] = field(default_factory=list)
     reads_of_batch: tuple[str, ...] = ()
     returned: tuple[int, ...] = ()
     left: frozenset[int] = frozenset()
@@ -125,100 +125,100 @@ class StepGraph:
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
         memories: dict[int, list[int]] = defaultdict(list)
-        for item in self.items:
-            for value in item.inputs:
-                self.last_use[value] = item.index
-            for memory in {self.values[rebind.new].memory for rebind in item.rebinds}:
+        for node in self.nodes:
+            for value in node.inputs:
+                self.last_use[value] = node.index
+            for memory in {self.values[rebind.new].memory for rebind in node.rebinds}:
                 for value in memories.pop(memory, ()):
-                    self.overwritten[value] = item.index
-            for value in item.outputs:
-                self.producers.setdefault(value, item.index)
+                    self.overwritten[value] = node.index
+            for value in node.outputs:
+                self.producers.setdefault(value, node.index)
                 memories[self.values[value].memory].append(value)
-        self.last_use.update((value, len(self.items)) for value in self.returned if value in self.producers)
-        self._tie_views()
-        self._tie_buffers()
+        self.last_use.update((value, len(self.nodes)) for value in self.returned if value in self.producers)
+        self._colocate_views()
+        self._colocate_buffers()
         for value, last in self.last_use.items():
             if not self.values[value].sendable:
                 first = self.producers[value]
-                self.ties.append(
-                    Colocation(first, last, f"the sparse or nested result of {self.items[first].name} cannot be sent")
+                self.colocations.append(
+                    Colocation(first, last, f"the sparse or nested result of {self.nodes[first].name} cannot be sent")
                 )
 
-    def _tie_views(self) -> None:
+    def _colocate_views(self) -> None:
         """A change in place reaches all views of the memory only where they still are views of each other."""
-        for item in self.items:
+        for node in self.nodes:
             by_memory: dict[int, list[int]] = defaultdict(list)
-            for old, new, position in item.rebinds:
+            for old, new, position in node.rebinds:
                 if old in self.producers and (position is not None or new in self.last_use):
                     by_memory[self.values[new].memory].append(self.producers[old])
             for producers in by_memory.values():
-                if len(producers) > 1 and min(producers) < item.index:
-                    self.ties.append(
+                if len(producers) > 1 and min(producers) < node.index:
+                    self.colocations.append(
                         Colocation(
                             min(producers),
-                            item.index,
-                            f"{item.name} changes a tensor in place of which views are used later",
+                            node.index,
+                            f"{node.name} changes a tensor in place of which views are used later",
                         )
                     )
 
-    def _tie_buffers(self) -> None:
+    def _colocate_buffers(self) -> None:
         """A buffer lives on the stage that changes it."""
         users: dict[str, list[int]] = defaultdict(list)
-        for item in self.items:
-            for name in {*item.buffers, *item.buffers_read}:
-                users[name].append(item.index)
+        for node in self.nodes:
+            for name in {*node.buffers, *node.buffers_read}:
+                users[name].append(node.index)
         for name, indices in users.items():
             if len(indices) > 1:
-                names = f"{self.items[indices[0]].name} and {self.items[indices[-1]].name}"
-                self.ties.append(
+                names = f"{self.nodes[indices[0]].name} and {self.nodes[indices[-1]].name}"
+                self.colocations.append(
                     Colocation(indices[0], indices[-1], f"{names} use buffer {name!r}, which the step changes")
                 )
 
     def obstacle_to(self, cut: int) -> str | None:
-        """Why no stage may begin with item ``cut``; None if one may."""
+        """Why no stage may begin with node ``cut``; None if one may."""
         last, reader = self.last_cut()
         if cut > last and reader is not None:
             does = "makes a tensor whose size depends on values" if reader.varies else "reads a value into Python"
             return f"{reader.name} {does}, which only the stage that has it can follow"
-        return next((tie.reason for tie in self.ties if tie.first < cut <= tie.last), None)
+        return next((found.reason for found in self.colocations if found.first < cut <= found.last), None)
 
     def cuts(self) -> list[int]:
-        """The items that a stage may begin with."""
+        """The nodes that a stage may begin with."""
         allowed = [True] * (self.last_cut()[0] + 1)
-        for tie in self.ties:
-            for cut in range(tie.first + 1, min(tie.last + 1, len(allowed))):
+        for found in self.colocations:
+            for cut in range(found.first + 1, min(found.last + 1, len(allowed))):
                 allowed[cut] = False
-        return [cut for cut in range(1, min(len(allowed), len(self.items))) if allowed[cut]]
+        return [cut for cut in range(1, min(len(allowed), len(self.nodes))) if allowed[cut]]
 
     def needed_after(self, cut: int) -> list[int]:
-        """Values made before item ``cut`` and used by it or later ones."""
+        """Values made before node ``cut`` and used by it or later ones."""
         return [v for v, last in self.last_use.items() if last >= cut and self.producers[v] < cut]
 
-    def last_cut(self) -> tuple[int, Item | None]:
-        """The last item that a stage may begin with, and the item that forbids later ones.
+    def last_cut(self) -> tuple[int, Node | None]:
+        """The last node that a stage may begin with, and the node that forbids later ones.
 
-        Where Python decides by what it reads after an item, or sizes depend on it, only that item's stage can follow:
+        Where Python decides by what it reads after a node, or sizes depend on it, only that node's stage can follow:
         nothing may be cut off behind it.
         """
-        reader = next((item for item in self.items if item.blinds), None)
-        return (len(self.items), None) if reader is None else (reader.index, reader)
+        reader = next((node for node in self.nodes if node.blinds), None)
+        return (len(self.nodes), None) if reader is None else (reader.index, reader)
 
-    def told(self, cut: int) -> list[Item]:
+    def told(self, cut: int) -> list[Node]:
         """Items before ``cut`` of which Python reads numbers."""
-        return [item for item in self.items[:cut] if item.tells]
+        return [node for node in self.nodes[:cut] if node.tells]
 
     def difference_from(self, other: StepGraph) -> str:
-        """The first item that is another one in ``other``, as a sentence."""
-        mine, theirs = [item.name for item in self.items], [item.name for item in other.items]
+        """The first node that is another one in ``other``, as a sentence."""
+        mine, theirs = [node.name for node in self.nodes], [node.name for node in other.nodes]
         same = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
         position = min(len(mine), len(theirs)) if same is None else same
         here, there = (names[position] if position < len(names) else "the end" for names in (mine, theirs))
         return f"It comes to {here} where {there} is expected."
 
     def digest(self) -> list[str]:
-        """A line for each item, the same on every rank that traced the same step."""
+        """A line for each node, the same on every rank that traced the same step."""
         return [
-            f"{item.name}({','.join(map(str, item.inputs))})->{','.join(map(str, item.outputs))}" for item in self.items
+            f"{node.name}({','.join(map(str, node.inputs))})->{','.join(map(str, node.outputs))}" for node in self.nodes
         ]
 
 
@@ -229,8 +229,8 @@ def tells(event: Event) -> bool:
     return event.reads and not event.decides and numbers
 
 
-def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> StepGraph:
-    """Choose the units (outermost modules that may be one and are small) and list the items.
+def build_graph(trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> StepGraph:
+    """Choose the units (outermost modules that may be one and are small) and list the nodes.
 
     Raises:
         SplitError: a module can neither be a unit nor be opened, or the step does what no split can follow.
@@ -239,14 +239,14 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
     _refuse_scripted(modules)
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
-    units = tuple(dict.fromkeys(item.module for item in builder.items if item.module is not None))
+    units = tuple(dict.fromkeys(node.module for node in builder.nodes if node.module is not None))
     return StepGraph(
-        builder.items,
+        builder.nodes,
         trace.values,
         units,
         trace.random_functions,
         trace.seconds,
-        ties=builder.backward_hooks(),
+        colocations=builder.backward_hooks(),
         returned=trace.returned,
         left=trace.left,
         reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
@@ -261,17 +261,17 @@ def build_program(trace: Trace, modules: Modules, is_small: Callable[[str], bool
 
 
 def _refuse(trace: Trace) -> None:
-    if trace.backward_places:
-        refuse_backward(trace.backward_places[0])
-    if trace.collective_places:
+    if trace.backward_locations:
+        refuse_backward(trace.backward_locations[0])
+    if trace.collective_locations:
         raise SplitError(
-            f"The step calls a collective of its own at {trace.collective_places[0]} (`self.all_gather`, "
+            f"The step calls a collective of its own at {trace.collective_locations[0]} (`self.all_gather`, "
             "`torch.distributed`). The ranks of a pipeline are at different places of the step, and would not meet "
             "there."
         )
-    if trace.hooked_places:
+    if trace.hooked_locations:
         raise SplitError(
-            f"The step registers a hook on a parameter at {trace.hooked_places[0]}: in a pipeline this would happen "
+            f"The step registers a hook on a parameter at {trace.hooked_locations[0]}: in a pipeline this would happen "
             "for each micro-batch, on some stages alone. Register it in `__init__` or in `on_fit_start`."
         )
     if trace.rebound_buffers:
@@ -302,18 +302,18 @@ def _refuse_scripted(modules: Modules) -> None:
 class _Builder:
     def __init__(self, trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> None:
         self.trace, self.modules, self.is_small = trace, modules, is_small
-        self.items: list[Item] = []
+        self.nodes: list[Node] = []
         self.children: dict[int | None, list[Call]] = defaultdict(list)
         for call in trace.calls:
             self.children[call.parent].append(call)
-        self.item_of: dict[int, int] = {}  # event -> item
+        self.node_of: dict[int, int] = {}  # event -> node
         self.made: dict[int, list[int]] = defaultdict(list)
         for value in trace.values:
             self.made[value.event].append(value.index)
         self.canonical = {id(p): name for name, p in modules.root.named_parameters()}
 
     def visit(self, call: Call | None) -> None:
-        """Emit the items of one call (None: the whole step) in order."""
+        """Emit the nodes of one call (None: the whole step) in order."""
         first, last = (call.first, call.last) if call else (0, len(self.trace.events))
         position = first
         for child in self.children[call.index if call else None]:
@@ -326,27 +326,27 @@ class _Builder:
         self._operations(position, last)
 
     def _is_unit(self, name: str) -> bool:
-        obstacle, seal = self.modules.obstacles.get(name), self.modules.seals.get(name)
-        if seal and obstacle:
+        obstacle, whole = self.modules.obstacles.get(name), self.modules.must_be_whole.get(name)
+        if whole and obstacle:
             raise SplitError(
-                f"Module {name!r} cannot be placed on one stage, as {obstacle}, and cannot be opened, as {seal}. "
+                f"Module {name!r} cannot be placed on one stage, as {obstacle}, and cannot be opened, as {whole}. "
                 "Let the module return all tensors that are used outside of it."
             )
-        return obstacle is None and (seal is not None or self.is_small(name))
+        return obstacle is None and (whole is not None or self.is_small(name))
 
     def backward_hooks(self) -> list[Colocation]:
         """The hooks at a module's inputs and outputs belong together."""
-        events, ties = self.trace.events, []
+        events, colocations = self.trace.events, []
         for call in self.trace.calls:
-            if not call.has_backward_hooks or call.first not in self.item_of:
+            if not call.has_backward_hooks or call.first not in self.node_of:
                 continue
             before = [e.index for e in events[max(call.first - 1, 0) : call.first] if e.name == BACKWARD_HOOK]
             behind = (e.index for e in events[call.last :] if e.name == BACKWARD_HOOK and e.call == call.parent)
             bounds = [*before, next(behind, call.last - 1)]
             reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
-            if all(index in self.item_of for index in bounds):
-                ties.append(Colocation(self.item_of[bounds[0]], self.item_of[bounds[-1]], reason))
-        return ties
+            if all(index in self.node_of for index in bounds):
+                colocations.append(Colocation(self.node_of[bounds[0]], self.node_of[bounds[-1]], reason))
+        return colocations
 
     def _operations(self, first: int, last: int) -> None:
         for event in self.trace.events[first:last]:
@@ -380,16 +380,16 @@ class _Builder:
         seconds: float,
     ) -> None:
         first = events[0]
-        self.item_of.update((event.index, len(self.items)) for event in events)
+        self.node_of.update((event.index, len(self.nodes)) for event in events)
         own = {value for event in events for value in self.made[event.index]}
         buffers = tuple(dict.fromkeys(name for event in events for name in event.buffers))
         buffers_read = tuple(dict.fromkeys(name for event in events for name in event.buffers_read))
         draws = any(event.random for event in events)
         bound_only = not (draws or first.free or first.reads or parameters or rebinds or buffers or buffers_read)
         watched = any(self.trace.values[v].watched for v in outputs)
-        self.items.append(
-            Item(
-                index=len(self.items),
+        self.nodes.append(
+            Node(
+                index=len(self.nodes),
                 module=call.module if call else None,
                 function=None if call else first.function,
                 inputs=tuple(dict.fromkeys(v for event in events for v in event.inputs if v not in own)),
@@ -407,8 +407,8 @@ class _Builder:
                 draws_in_python=call is not None and self._draws_in_python(call),
                 free=call is None and first.free,
                 checkpointed=call.checkpointed if call else first.checkpointed,
-                name=call.module if call else f"{first.name} at {_short(first.place)}",
-                place=first.place,
+                name=call.module if call else f"{first.name} at {_short(first.location)}",
+                location=first.location,
                 seconds=seconds,
                 activation_bytes=sum(self.trace.values[v].nbytes for v in own),
             )
@@ -418,12 +418,12 @@ class _Builder:
 def _refuse_event(event: Event) -> None:
     if event.function is HIDDEN:
         raise SplitError(
-            f"At {event.place}, outside of any module that could be placed whole, the step cannot be followed: "
+            f"At {event.location}, outside of any module that could be placed whole, the step cannot be followed: "
             f"{event.reason}. Put the code around it into a module of its own."
         )
     if event.parameters_changed:
         raise SplitError(
-            f"At {event.place} the step changes parameter {event.parameters_changed[0]!r} in place, outside of any "
+            f"At {event.location} the step changes parameter {event.parameters_changed[0]!r} in place, outside of any "
             "module that could be placed whole. Each stage has parameters of its own only. Do it in a hook outside of "
             "the step (`on_train_batch_end`), or in a module that holds the parameters."
         )

@@ -22,7 +22,7 @@ def changes_of_state(trace: Trace, modules: Modules) -> tuple[str, ...]:
         if any(isinstance(modules.by_name[trace.calls[call].module], _BATCH_NORMS) for call in calls):
             continue
         for kind, names in (("parameter", event.parameters_changed), ("buffer", event.buffers)):
-            found.update({f"{kind} {name!r} at {event.place}": None for name in names})
+            found.update({f"{kind} {name!r} at {event.location}": None for name in names})
     return tuple(found)
 
 
@@ -38,7 +38,7 @@ class Modules:
             self.calls[call.module].append(call)
             self.chains[call.index] = (*self.chains[call.parent], call.index)
         self.obstacles: dict[str, str] = {}  # module -> why it cannot be a unit
-        self.seals: dict[str, str] = {}  # module -> why it cannot be opened
+        self.must_be_whole: dict[str, str] = {}  # module -> why it cannot be opened
         self.varying = varying(trace, root, Deciding.MODULE)
         self._find_escapes()
         self._judge_calls()
@@ -67,9 +67,9 @@ class Modules:
                 continue
             name = self.trace.calls[event.call].module
             if event.function is HIDDEN:
-                self.seals[name] = event.reason
+                self.must_be_whole[name] = event.reason
             elif event.parameters_changed:
-                self.seals[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
+                self.must_be_whole[name] = f"it changes parameter {event.parameters_changed[0]!r} in place"
             elif event.index >= last_begin:
                 continue  # what comes behind the last module is the last stage's alone
             elif event.decides:
@@ -92,7 +92,7 @@ class Modules:
         fit = [name for name in inner_first if name and name not in self.obstacles and name not in unfit]
         name = fit[0] if fit else None
         if name is not None:
-            self.seals.setdefault(name, f"it {does} in {event.place}, and {why}")
+            self.must_be_whole.setdefault(name, f"it {does} in {event.location}, and {why}")
 
     def _find_escapes(self) -> None:
         """Values used outside of the call that made them, without being returned by it."""
@@ -106,7 +106,7 @@ class Modules:
                 for call_index in self.chains[self.trace.events[self.trace.values[value].event].call]:
                     if call_index not in outside and value not in handed_over[call_index]:
                         name = self.trace.calls[call_index].module
-                        where = f"{event.place} without being returned"
+                        where = f"{event.location} without being returned"
                         self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
 
     def changes(self, call: Call) -> tuple[Rebind, ...]:

@@ -110,14 +110,14 @@ def sets_flag(function: Any) -> bool:
     return name_of(function) == "requires_grad_"
 
 
-def asks_for_place(name: str) -> bool:
+def asks_for_device(name: str) -> bool:
     """Whether a metadata function asks where a tensor is."""
     return name in ("device", "get_device", "type") or (
         name.startswith("is_") and name[3:] in ("cpu", "cuda", "meta", "mps", "xpu")
     )
 
 
-def place(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+def device_answer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     """What such a function answers for a tensor on ``device``."""
     if name == "device":
         return device

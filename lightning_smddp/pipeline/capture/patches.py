@@ -79,7 +79,7 @@ def set_within(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def user_place() -> str:
+def user_location() -> str:
     """``file:line`` of the innermost code that is neither torch's nor ours."""
     frame = sys._getframe(1)
     while frame is not None:

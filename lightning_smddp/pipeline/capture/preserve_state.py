@@ -24,7 +24,7 @@ _STRUCTURE = {"_parameters", "_buffers", "_modules"}
 
 
 @contextmanager
-def untouched(root: nn.Module, device: torch.device) -> Iterator[None]:
+def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
     """Put back random numbers, parameters, buffers, gradients, and the attributes of all modules.
 
     Parameters that are written in place are put back inside of :func:`kept_parameters` alone.

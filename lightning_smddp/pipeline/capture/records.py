@@ -83,7 +83,7 @@ class Event:
     inputs: tuple[int, ...]
     parameters: tuple[str, ...]
     call: int | None
-    place: str
+    location: str
     returned: Template
     mutated: tuple[Rebind, ...] = ()
     buffers: tuple[str, ...] = ()  # that it changed
@@ -138,9 +138,9 @@ class Trace:
         left: the values that it left in attributes, see :func:`~lightning_smddp.pipeline.capture.tracer.note_left`.
         reads_draws: where Python code read what torch drew (``file:line``).
         draws_in_python: Python's or numpy's random numbers, in the step's own code, outside of any module.
-        backward_places: where the step starts a backward pass of its own.
-        collective_places: where it calls a collective of its own.
-        hooked_places: where it registers hooks on parameters.
+        backward_locations: where the step starts a backward pass of its own.
+        collective_locations: where it calls a collective of its own.
+        hooked_locations: where it registers hooks on parameters.
         rebound_buffers: first names of buffers that were replaced by other tensors (`self.buffer = ...`).
         reads_of_batch: where Python code read a value of the batch: sizes or the course may depend on it.
         foreign_writes: where it writes tensors in place that were there before it, see ``foreign_writes.py``.
@@ -158,9 +158,9 @@ class Trace:
     left: frozenset[int] = frozenset()
     reads_draws: tuple[str, ...] = ()
     draws_in_python: bool = False
-    backward_places: list[str] = field(default_factory=list)
-    collective_places: list[str] = field(default_factory=list)
-    hooked_places: list[str] = field(default_factory=list)
+    backward_locations: list[str] = field(default_factory=list)
+    collective_locations: list[str] = field(default_factory=list)
+    hooked_locations: list[str] = field(default_factory=list)
     rebound_buffers: tuple[str, ...] = ()
     reads_of_batch: list[str] = field(default_factory=list)
     foreign_writes: tuple[str, ...] = ()

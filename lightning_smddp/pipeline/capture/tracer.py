@@ -29,16 +29,22 @@ from lightning_smddp._compat.torch import (
 from lightning_smddp.pipeline.capture.decisions import decides
 from lightning_smddp.pipeline.capture.foreign_writes import written_by
 from lightning_smddp.pipeline.capture.graph import refuse_backward
-from lightning_smddp.pipeline.capture.ops import Kind, asks_for_place, is_inplace, kind_of, name_of, place, sets_flag
-from lightning_smddp.pipeline.capture.patches import patched_forwards, user_lines, user_place
+from lightning_smddp.pipeline.capture.ops import (
+    Kind,
+    asks_for_device,
+    device_answer,
+    is_inplace,
+    kind_of,
+    name_of,
+    sets_flag,
+)
+from lightning_smddp.pipeline.capture.patches import patched_forwards, user_lines, user_location
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, same_states
 from lightning_smddp.pipeline.capture.pytree import items, leaves, map_leaves
-from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Deciding, Event, Rebind, Template, Trace, Value
+from lightning_smddp.pipeline.capture.records import Call, Deciding, Event, Template, Trace
 from lightning_smddp.pipeline.capture.tracking import EXTENSION, Tracking, is_plain
 from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors, sizes_that_vary
 from lightning_smddp.pipeline.runtime.eager import Eager
-
-__all__ = ["HIDDEN", "Call", "Event", "Rebind", "Template", "Trace", "Value", "patched_forwards", "trace", "user_place"]
 
 _NOTHING = torch.empty(0)
 _BY_PYTHON = "it makes tensors of values that Python code read"
@@ -191,16 +197,16 @@ class _Tracer(TorchFunctionMode, Tracking):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(function, args)
-        if kind is Kind.METADATA and args and self._is_elsewhere(args[0]) and asks_for_place(name_of(function)):
-            return place(name_of(function), args[0].dtype, self.device)
+        if kind is Kind.METADATA and args and self._is_elsewhere(args[0]) and asks_for_device(name_of(function)):
+            return device_answer(name_of(function), args[0].dtype, self.device)
         if self.inside:
             return function(*args, **kwargs)
         if kind is Kind.METADATA or kind is Kind.WATCHER or _sets_parameter(function, args):
             return self._look(function, args, kwargs)
         if kind is Kind.BACKWARD:
             if self.fetch is not None:
-                refuse_backward(user_place())  # nothing is kept for it
-            self.trace.backward_places.append(user_place())
+                refuse_backward(user_location())  # nothing is kept for it
+            self.trace.backward_locations.append(user_location())
         begin, self.busy = self._now(), True
         if written_by(function, args, kwargs):
             self.trace.writing_lines.add(user_lines())
@@ -294,7 +300,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         if event.free and not event.buffers and (self.known.reads_draws or not is_drawn):
             self._note_free(event, made, mutated, {size for tensor in given for size in tensor.shape})
             return
-        event.place, event.checkpointed = user_place(), in_checkpoint()
+        event.location, event.checkpointed = user_location(), in_checkpoint()
         self.trace.events.append(event)
         event.mutated = tuple(self.rebind(mutated, arguments, event.index))
         for leaf in made:
@@ -309,7 +315,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             return
         self.drawn.update(event.returned.values, (rebind.new for rebind in event.mutated))
         if event.reads or (event.inputs and event.decided_by is not None):
-            self.trace.reads_draws = (*self.trace.reads_draws, event.place)
+            self.trace.reads_draws = (*self.trace.reads_draws, event.location)
 
     def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
         memories = [self.memory_of(t) for t in mutated]
@@ -331,7 +337,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             bound = any(self.memory_of(tensor).bound for tensor in deciding)
             event.decided_by = Deciding.MODULE if bound else Deciding.BATCH
             if not bound:
-                self.trace.reads_of_batch.append(user_place())
+                self.trace.reads_of_batch.append(user_location())
                 for call in self.stack:
                     call.sizes_by_batch = True
 
@@ -349,12 +355,12 @@ class _Tracer(TorchFunctionMode, Tracking):
             memory.known, memory.bound = True, memory.parameter is not None
             memory.batch_sizes |= sizes_that_vary(tensor.shape, event.batch_sizes, fixed | {1}, makes)
         if event.reads:
-            self.trace.reads_of_batch.append(user_place())
+            self.trace.reads_of_batch.append(user_location())
         for tensor in mutated:
             born = self.memory_of(tensor).call
             for call in self.stack:
                 if not self._within(born, call.index) and not self._owns(call, tensor):
-                    call.obstacle = f"it changes a tensor in place, at {user_place()}, that was made outside of it"
+                    call.obstacle = f"it changes a tensor in place, at {user_location()}, that was made outside of it"
 
     def _within(self, call: int | None, outer: int) -> bool:
         while call is not None and call != outer:
@@ -368,7 +374,7 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _watch(self, tensor: Any) -> None:
         if id(tensor) in self.parameters:
-            self.trace.hooked_places.append(user_place())
+            self.trace.hooked_locations.append(user_location())
         value = self.find(tensor) if isinstance(tensor, Tensor) else None
         if value is not None:
             self.trace.values[value].watched = True
@@ -401,7 +407,7 @@ class _Tracer(TorchFunctionMode, Tracking):
     def saw_collective(self) -> None:
         """A collective of the user's own."""
         if not any(isinstance(self.modules[call.module], nn.SyncBatchNorm) for call in self.stack):
-            self.trace.collective_places.append(user_place())
+            self.trace.collective_locations.append(user_location())
 
     def _version(self, tensor: Tensor) -> int | Tensor:
         """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""

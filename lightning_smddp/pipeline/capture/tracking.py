@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.patches import user_location
 from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves
 from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
 from lightning_smddp.pipeline.capture.storages import Memories, Memory
@@ -33,7 +33,7 @@ class Tracking:
 
     def hide(self, call: int | None, reason: str) -> Event:
         """Record an operation in ``call`` that was not seen."""
-        event = Event(len(self.trace.events), HIDDEN, (), (), call, user_place(), Template(None, ()), reason=reason)
+        event = Event(len(self.trace.events), HIDDEN, (), (), call, user_location(), Template(None, ()), reason=reason)
         self.trace.events.append(event)
         return event
 

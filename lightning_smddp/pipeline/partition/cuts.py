@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from lightning_smddp.pipeline.capture.graph import Item, Modules, SplitError, StepGraph, build_program
-from lightning_smddp.pipeline.capture.tracer import Trace
+from lightning_smddp.pipeline.capture.graph import Modules, Node, SplitError, StepGraph, build_graph
+from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.live_sets import live_sets, natural_bytes
 from lightning_smddp.pipeline.partition.reference import Reference
 from lightning_smddp.pipeline.runtime.replay import StagePlan
 from lightning_smddp.planner.partition import Partition, best_partition, given_partition
-from lightning_smddp.planner.problem import Item as Cost
-from lightning_smddp.planner.problem import Link, PartitionError, PartitionProblem
+from lightning_smddp.planner.problem import Link, NodeCost, PartitionError, PartitionProblem
 
 _BACKWARD_OF_FORWARD = 2.0  # time of a backward where only the forward was measured
 _BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,
@@ -32,9 +31,9 @@ class StageCuts:
 
     Attributes:
         units: modules that are placed whole.
-        cuts: first items of all stages but the first.
+        cuts: first nodes of all stages but the first.
         live: the values that cross each cut.
-        again: for each stage the earlier items that it repeats.
+        again: for each stage the earlier nodes that it repeats.
     """
 
     units: tuple[str, ...]
@@ -43,14 +42,14 @@ class StageCuts:
     again: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def at(cls, program: StepGraph, cuts: Sequence[int]) -> StageCuts:
-        """Cut ``program`` before the items ``cuts``."""
-        live, again = live_sets(program, cuts)
-        return cls(program.units, tuple(cuts), tuple(live), tuple(tuple(sorted(items)) for items in again))
+    def at(cls, graph: StepGraph, cuts: Sequence[int]) -> StageCuts:
+        """Cut ``graph`` before the nodes ``cuts``."""
+        live, again = live_sets(graph, cuts)
+        return cls(graph.units, tuple(cuts), tuple(live), tuple(tuple(sorted(nodes)) for nodes in again))
 
-    def plans(self, num_items: int) -> list[StagePlan]:
+    def plans(self, num_nodes: int) -> list[StagePlan]:
         """What each stage does."""
-        bounds = [0, *self.cuts, num_items]
+        bounds = [0, *self.cuts, num_nodes]
         received, sent = [(), *self.live], [*self.live, ()]
         return [
             StagePlan(
@@ -70,7 +69,7 @@ class StageCuts:
             tuple(data["units"]),
             tuple(data["cuts"]),
             tuple(tuple(values) for values in data["live"]),
-            tuple(tuple(items) for items in data["again"]),
+            tuple(tuple(nodes) for nodes in data["again"]),
         )
 
 
@@ -99,14 +98,14 @@ class Resources:
 
 
 def problem_of(
-    program: StepGraph, resources: Resources, reference: Reference | None, checkpointing: bool
+    graph: StepGraph, resources: Resources, reference: Reference | None, checkpointing: bool
 ) -> PartitionProblem:
     """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
-    allowed = set(program.cuts())
-    costs = _evened([_cost(item, reference, checkpointing) for item in program.items], program, resources)
-    cuts = [natural_bytes(program, cut) if cut in allowed else float("inf") for cut in range(len(costs) + 1)]
+    allowed = set(graph.cuts())
+    costs = _evened([_cost(node, reference, checkpointing) for node in graph.nodes], graph, resources)
+    cuts = [natural_bytes(graph, cut) if cut in allowed else float("inf") for cut in range(len(costs) + 1)]
     return PartitionProblem(
-        items=costs,
+        nodes=costs,
         parameter_bytes=resources.parameter_bytes,
         cut_bytes=cuts,
         rank_of_stage=resources.rank_of_stage,
@@ -116,28 +115,28 @@ def problem_of(
     )
 
 
-def _cost(item: Item, reference: Reference | None, checkpointing: bool) -> Cost:
-    forward, backward = item.seconds, item.seconds * _BACKWARD_OF_FORWARD
+def _cost(node: Node, reference: Reference | None, checkpointing: bool) -> NodeCost:
+    forward, backward = node.seconds, node.seconds * _BACKWARD_OF_FORWARD
     if reference is not None and reference.forward_seconds:
-        forward, backward = reference.forward_seconds[item.index], reference.backward_seconds[item.index]
-    if checkpointing and item.module is not None:
+        forward, backward = reference.forward_seconds[node.index], reference.backward_seconds[node.index]
+    if checkpointing and node.module is not None:
         backward += forward
-    kept = 0 if checkpointing and item.module is not None else item.activation_bytes
-    return Cost(item.name, forward, backward, kept, item.parameters, item.module is not None)
+    kept = 0 if checkpointing and node.module is not None else node.activation_bytes
+    return NodeCost(node.name, forward, backward, kept, node.parameters, node.module is not None)
 
 
-def _evened(costs: list[Cost], program: StepGraph, resources: Resources) -> list[Cost]:
+def _evened(costs: list[NodeCost], graph: StepGraph, resources: Resources) -> list[NodeCost]:
     """The same times for layers of one kind: one measurement of each may be cold, or disturbed.
 
     Layers are of one kind if their names differ in numbers only, and parameters, activations and outputs are as large.
     """
-    kinds: dict[Hashable, list[Cost]] = defaultdict(list)
+    kinds: dict[Hashable, list[NodeCost]] = defaultdict(list)
     keys = []
-    for item, cost in zip(program.items, costs, strict=True):
-        sizes = tuple(resources.parameter_bytes.get(name, 0) for name in item.parameters)
-        shapes = tuple(tuple(program.values[value].shape) for value in item.outputs)
+    for node, cost in zip(graph.nodes, costs, strict=True):
+        sizes = tuple(resources.parameter_bytes.get(name, 0) for name in node.parameters)
+        shapes = tuple(tuple(graph.values[value].shape) for value in node.outputs)
         keys.append(
-            (re.sub(r"\d+", "#", item.name) if item.module else item.index, sizes, shapes, cost.activation_bytes)
+            (re.sub(r"\d+", "#", node.name) if node.module else node.index, sizes, shapes, cost.activation_bytes)
         )
         kinds[keys[-1]].append(cost)
     forward = {key: median(cost.forward_s for cost in alike) for key, alike in kinds.items()}
@@ -150,7 +149,7 @@ def _evened(costs: list[Cost], program: StepGraph, resources: Resources) -> list
 def choose_units(
     trace: Trace, modules: Modules, resources: Resources, split: Sequence[str] | None, checkpointing: bool
 ) -> StepGraph:
-    """Open modules, outermost first, until the stages balance; returns the program with the units that remain.
+    """Open modules, outermost first, until the stages balance; returns the graph with the units that remain.
 
     Raises:
         SplitError: there is no way to make so many stages; the message says why.
@@ -161,24 +160,24 @@ def choose_units(
     negligible = _NEGLIGIBLE * max([link.latency_s for link in resources.links], default=0.0)
     best, best_seconds, failures, error = None, float("inf"), 0, None
     for _ in range(_ROUNDS):
-        program = build_program(trace, modules, _is_closed(opened))
-        _refuse_readers(program)
+        graph = build_graph(trace, modules, _is_closed(opened))
+        _refuse_readers(graph)
         try:
-            partition = best_partition(problem_of(program, resources, None, checkpointing))
+            partition = best_partition(problem_of(graph, resources, None, checkpointing))
             slowest, mean = max(partition.stage_seconds), sum(partition.stage_seconds) / resources.num_stages
         except PartitionError as failure:
             error, partition, slowest, mean = failure, None, float("inf"), 0.0
         failures = 0 if slowest < 0.98 * best_seconds else failures + 1
         if partition is not None and slowest < 0.98 * best_seconds:
-            best, best_seconds = program, slowest
+            best, best_seconds = graph, slowest
         if (best is not None and failures > _PATIENCE) or slowest <= max(_BALANCED * mean, mean + negligible):
             break
-        candidate = _to_open(program, partition, modules)
+        candidate = _to_open(graph, partition, modules)
         if candidate is None:
             break
         opened = opened | {candidate}
     if best is None:
-        raise _explained(error, modules, program)
+        raise _explained(error, modules, graph)
     return best
 
 
@@ -195,19 +194,19 @@ def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
 
 def _can_open(name: str, modules: Modules) -> bool:
     inner = any(other.startswith(f"{name}.") for other in modules.calls)
-    return inner and name not in modules.seals
+    return inner and name not in modules.must_be_whole
 
 
-def _to_open(program: StepGraph, partition: Partition | None, modules: Modules) -> str | None:
+def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules) -> str | None:
     """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
-    candidates = program.items
+    candidates = graph.nodes
     if partition is not None:
         begin, end = partition.bounds[partition.stage_seconds.index(max(partition.stage_seconds))]
-        candidates = program.items[begin:end]
-    for chosen in (candidates, program.items):
-        units = [item for item in chosen if item.module is not None and _can_open(item.module, modules)]
+        candidates = graph.nodes[begin:end]
+    for chosen in (candidates, graph.nodes):
+        units = [node for node in chosen if node.module is not None and _can_open(node.module, modules)]
         if units:
-            return max(units, key=lambda item: item.seconds).module
+            return max(units, key=lambda node: node.seconds).module
     return None
 
 
@@ -217,34 +216,34 @@ def _units_for(trace: Trace, modules: Modules, split: Sequence[str]) -> StepGrap
     def is_small(name: str) -> bool:
         return not any(wanted.startswith(f"{name}.") for wanted in split)
 
-    program = build_program(trace, modules, is_small)
-    _refuse_readers(program)
-    return program
+    graph = build_graph(trace, modules, is_small)
+    _refuse_readers(graph)
+    return graph
 
 
 def partition(
-    program: StepGraph,
+    graph: StepGraph,
     resources: Resources,
     reference: Reference | None,
     split: Sequence[str] | None,
     checkpointing: bool,
 ) -> Partition:
-    """Cut ``program`` into stages, at the named units or where it is best.
+    """Cut ``graph`` into stages, at the named units or where it is best.
 
     Raises:
         SplitError: no partition is possible; the message says why.
     """
-    problem = problem_of(program, resources, reference, checkpointing)
+    problem = problem_of(graph, resources, reference, checkpointing)
     try:
         return best_partition(problem) if split is None else given_partition(problem, split)
     except PartitionError as error:
-        raise SplitError(f"{error}.{_what_forbids(program)}") from error
+        raise SplitError(f"{error}.{_what_forbids(graph)}") from error
 
 
-def _refuse_readers(program: StepGraph) -> None:
+def _refuse_readers(graph: StepGraph) -> None:
     """What comes behind such a place may be another course on each batch, and only one stage would know it."""
-    _, reader = program.last_cut()
-    if reader is None or reader.index >= _last_unit(program):
+    _, reader = graph.last_cut()
+    if reader is None or reader.index >= _last_unit(graph):
         return
     if reader.varies:
         raise SplitError(
@@ -253,39 +252,39 @@ def _refuse_readers(program: StepGraph) -> None:
             "what follows into one module."
         )
     raise SplitError(
-        f"The step reads the value of a tensor that a module made, at {reader.place} ({reader.name}), and calls "
+        f"The step reads the value of a tensor that a module made, at {reader.location} ({reader.name}), and calls "
         "modules behind it: what they do may depend on it, and only one stage knows it. Move this code behind the "
         "last module, or into a module, or use strategy='smddp'."
     )
 
 
-def _last_unit(program: StepGraph) -> int:
-    return max((item.index for item in program.items if item.module is not None), default=-1)
+def _last_unit(graph: StepGraph) -> int:
+    return max((node.index for node in graph.nodes if node.module is not None), default=-1)
 
 
-def _what_forbids(program: StepGraph) -> str:
+def _what_forbids(graph: StepGraph) -> str:
     """Where the step cannot be cut, and why: the first such place."""
-    last_unit = _last_unit(program)
-    allowed = set(program.cuts())
+    last_unit = _last_unit(graph)
+    allowed = set(graph.cuts())
     forbidden = next((cut for cut in range(1, last_unit + 1) if cut not in allowed), None)
     if forbidden is None:
         return ""
-    return f" No stage may begin with {program.items[forbidden].name}: {program.obstacle_to(forbidden)}."
+    return f" No stage may begin with {graph.nodes[forbidden].name}: {graph.obstacle_to(forbidden)}."
 
 
-def _explained(error: PartitionError | None, modules: Modules, program: StepGraph) -> SplitError:
+def _explained(error: PartitionError | None, modules: Modules, graph: StepGraph) -> SplitError:
     reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items()]
-    reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.seals.items()]
+    reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
     hint = f" Of the modules, {'; '.join(reasons[:5])}." if reasons else ""
-    return SplitError(f"{error}.{_what_forbids(program)}{hint}")
+    return SplitError(f"{error}.{_what_forbids(graph)}{hint}")
 
 
-def homes_of(program: StepGraph, splitting: StageCuts, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """For each parameter the stages that use it; those that no item uses go to that of a twin, or of neighbours."""
+def homes_of(graph: StepGraph, stage_cuts: StageCuts, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """For each parameter the stages that use it; those that no node uses go to that of a twin, or of neighbours."""
     homes: dict[str, set[int]] = {}
-    for plan in splitting.plans(len(program.items)):
-        for item in program.items[plan.begin : plan.end]:
-            for name in item.parameters:
+    for plan in stage_cuts.plans(len(graph.nodes)):
+        for node in graph.nodes[plan.begin : plan.end]:
+            for name in node.parameters:
                 homes.setdefault(name, set()).add(plan.stage)
     placed = {name: tuple(sorted(stages)) for name, stages in homes.items()}
     for name in all_parameters:
@@ -325,52 +324,52 @@ def neighbour_stage(name: str, homes: Mapping[str, Collection[int]]) -> int:
     return 0
 
 
-def follow(program: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: int) -> StageCuts:
+def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: int) -> StageCuts:
     """Cut another step (validation, say) so that each stage uses its own parameters only.
 
     Raises:
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
-    _refuse_readers(program)
+    _refuse_readers(graph)
     stage, stages = 0, []
-    for item in program.items:
+    for node in graph.nodes:
         allowed = set(range(num_stages))
-        for name in item.parameters:
+        for name in node.parameters:
             allowed &= set(homes[name])
-        if item.parameters:
+        if node.parameters:
             later = [s for s in sorted(allowed) if s >= stage]
             if not later:
                 raise SplitError(
-                    f"{item.name} is used behind units of stage {stage}, but its parameters are on stage "
+                    f"{node.name} is used behind units of stage {stage}, but its parameters are on stage "
                     f"{', '.join(map(str, sorted(allowed))) or 'different ones'}: this step uses the modules in "
                     "another order than the one that the model was split by. Use the same order in all steps, or "
                     "strategy='smddp'."
                 )
             stage = later[0]
         stages.append(stage)
-    return StageCuts.at(program, _cheapest_cuts(program, stages, num_stages))
+    return StageCuts.at(graph, _cheapest_cuts(graph, stages, num_stages))
 
 
-def _cheapest_cuts(program: StepGraph, stages: Sequence[int], num_stages: int) -> list[int]:
-    """First items of the stages 1..: between the last item that must be earlier and the first that must not."""
+def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> list[int]:
+    """First nodes of the stages 1..: between the last node that must be earlier and the first that must not."""
     cuts: list[int] = []
-    bound = [item.index for item in program.items if item.parameters]
+    bound = [node.index for node in graph.nodes if node.parameters]
     if not bound:
         return [0] * (num_stages - 1)  # a step that uses no parameter is the last stage's alone
     for stage in range(1, num_stages):
         low = max([index + 1 for index in bound if stages[index] < stage], default=1)
         high = min([index for index in bound if stages[index] >= stage], default=len(stages) - 1)
-        allowed = [cut for cut in program.cuts() if max([low, *cuts]) <= cut <= max(high, low)]
+        allowed = [cut for cut in graph.cuts() if max([low, *cuts]) <= cut <= max(high, low)]
         if not allowed:
             raise SplitError(
-                f"This step cannot be cut where stage {stage} begins, between {program.items[low - 1].name} and "
-                f"{program.items[min(high, len(stages) - 1)].name}.{_what_forbids(program)}"
+                f"This step cannot be cut where stage {stage} begins, between {graph.nodes[low - 1].name} and "
+                f"{graph.nodes[min(high, len(stages) - 1)].name}.{_what_forbids(graph)}"
             )
-        cuts.append(min(allowed, key=lambda cut: natural_bytes(program, cut)))
+        cuts.append(min(allowed, key=lambda cut: natural_bytes(graph, cut)))
     return cuts
 
 
 def is_within(units: Collection[str]) -> Callable[[str], bool]:
-    """The predicate for :func:`build_program` that makes just ``units`` units."""
+    """The predicate for :func:`build_graph` that makes just ``units`` units."""
     names = frozenset(units)
     return names.__contains__

@@ -14,84 +14,84 @@ import networkx as nx  # type: ignore[import-untyped]
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 
 
-def natural_bytes(program: StepGraph, cut: int) -> int:
-    """Bytes of the values made before item ``cut`` and used after: an upper bound of the live set's."""
-    return sum(program.values[v].nbytes for v in program.needed_after(cut))
+def natural_bytes(graph: StepGraph, cut: int) -> int:
+    """Bytes of the values made before node ``cut`` and used after: an upper bound of the live set's."""
+    return sum(graph.values[v].nbytes for v in graph.needed_after(cut))
 
 
-def live_sets(program: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ...]], list[frozenset[int]]]:
-    """For each cut the values that cross it, and for each stage the earlier items that it does again.
+def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ...]], list[frozenset[int]]]:
+    """For each cut the values that cross it, and for each stage the earlier nodes that it does again.
 
     A stage can send on only what it has: what it received, what it made, and what it computed again from these.
 
     Args:
-        program: the step.
-        cuts: first items of all stages but the first, ascending.
+        graph: the step.
+        cuts: first nodes of all stages but the first, ascending.
 
     Returns:
-        ``live[i]`` crosses ``cuts[i]``; ``again[s]`` are the items before stage s that it repeats (none for the first).
+        ``live[i]`` crosses ``cuts[i]``; ``again[s]`` are the nodes before stage s that it repeats (none for the first).
 
     Raises:
         SplitError: a cut is where none may be (:meth:`StepGraph.cuts`).
     """
     for cut in cuts:
-        if obstacle := program.obstacle_to(cut):
-            raise SplitError(f"No stage may begin with {program.items[cut].name}: {obstacle}.")
+        if obstacle := graph.obstacle_to(cut):
+            raise SplitError(f"No stage may begin with {graph.nodes[cut].name}: {obstacle}.")
     live: list[tuple[int, ...]] = []
     again: list[frozenset[int]] = [frozenset()]
     received: tuple[int, ...] = ()
     for cut in cuts:
-        received = _minimum(program, cut, received)
+        received = _minimum(graph, cut, received)
         live.append(received)
-        again.append(_repeated(program, cut, received))
+        again.append(_repeated(graph, cut, received))
     # what a stage only passes on needs no repetition, but what it sends may
     for stage, sent in enumerate(live[1:], start=1):
-        wanted = [v for v in sent if program.producers[v] < cuts[stage - 1] and v not in live[stage - 1]]
-        again[stage] |= _closure(program, wanted, set(live[stage - 1]), cuts[stage - 1])
+        wanted = [v for v in sent if graph.producers[v] < cuts[stage - 1] and v not in live[stage - 1]]
+        again[stage] |= _closure(graph, wanted, set(live[stage - 1]), cuts[stage - 1])
     return live, again
 
 
-def _minimum(program: StepGraph, cut: int, received: tuple[int, ...]) -> tuple[int, ...]:
-    needed = program.needed_after(cut)
-    graph = nx.DiGraph()
-    graph.add_nodes_from(("source", "sink"))
+def _minimum(graph: StepGraph, cut: int, received: tuple[int, ...]) -> tuple[int, ...]:
+    needed = graph.needed_after(cut)
+    flow = nx.DiGraph()
+    flow.add_nodes_from(("source", "sink"))
     for value in needed:
-        graph.add_edge((value, "out"), "sink")  # no capacity: unlimited
+        flow.add_edge((value, "out"), "sink")  # no capacity: unlimited
     pending, seen = list(needed), set(needed)
     while pending:
         value = pending.pop()
-        if program.overwritten.get(value, cut) >= cut:
+        if graph.overwritten.get(value, cut) >= cut:
             # equal bytes: rather the later value, which spares the next stage the work
-            weight = program.values[value].nbytes * len(program.values) + len(program.values) - value
-            graph.add_edge((value, "in"), (value, "out"), capacity=weight)
+            weight = graph.values[value].nbytes * len(graph.values) + len(graph.values) - value
+            flow.add_edge((value, "in"), (value, "out"), capacity=weight)
         else:
-            graph.add_edge((value, "in"), (value, "out"))  # its memory holds another value by now
-        item = program.items[program.producers[value]]
-        if value in received or not item.recomputable:
-            graph.add_edge("source", (value, "in"))
+            flow.add_edge((value, "in"), (value, "out"))  # its memory holds another value by now
+        node = graph.nodes[graph.producers[value]]
+        if value in received or not node.recomputable:
+            flow.add_edge("source", (value, "in"))
             continue
-        for used in item.inputs:
-            graph.add_edge((used, "out"), (value, "in"))
+        for used in node.inputs:
+            flow.add_edge((used, "out"), (value, "in"))
             if used not in seen:
                 seen.add(used)
                 pending.append(used)
     if not needed:
         return ()
-    _, (_, right) = nx.minimum_cut(graph, "source", "sink")
+    _, (_, right) = nx.minimum_cut(flow, "source", "sink")
     return tuple(sorted(v for v in seen if (v, "out") in right and (v, "in") not in right))
 
 
-def _repeated(program: StepGraph, cut: int, received: tuple[int, ...]) -> frozenset[int]:
-    return _closure(program, program.needed_after(cut), set(received), cut)
+def _repeated(graph: StepGraph, cut: int, received: tuple[int, ...]) -> frozenset[int]:
+    return _closure(graph, graph.needed_after(cut), set(received), cut)
 
 
-def _closure(program: StepGraph, wanted: Sequence[int], given: set[int], cut: int) -> frozenset[int]:
-    """Items before ``cut`` that compute ``wanted`` from ``given``."""
+def _closure(graph: StepGraph, wanted: Sequence[int], given: set[int], cut: int) -> frozenset[int]:
+    """Nodes before ``cut`` that compute ``wanted`` from ``given``."""
     pending, repeated = [v for v in wanted if v not in given], set()
     while pending:
-        item = program.items[program.producers[pending.pop()]]
-        if item.index not in repeated and item.index < cut:
-            assert item.recomputable, f"{item.name} cannot be repeated"
-            repeated.add(item.index)
-            pending += [v for v in item.inputs if v not in given]
+        node = graph.nodes[graph.producers[pending.pop()]]
+        if node.index not in repeated and node.index < cut:
+            assert node.recomputable, f"{node.name} cannot be repeated"
+            repeated.add(node.index)
+            pending += [v for v in node.inputs if v not in given]
     return frozenset(repeated)

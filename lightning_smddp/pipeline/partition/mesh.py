@@ -20,7 +20,7 @@ _NAMES = {"cluster": "DP", "spread": "PD"}
 
 @dataclass(frozen=True)
 class PipelineMesh:
-    """All ranks of the job by replica and place.
+    """All ranks of the job by replica and by rank in their pipeline.
 
     Attributes:
         pipelines: for each replica its ranks, in the order of their first stages.
@@ -67,12 +67,12 @@ class PipelineMesh:
         return len(self.pipelines)
 
     @property
-    def places(self) -> tuple[tuple[int, ...], ...]:
-        """For each place in the pipeline the ranks that have it, by replica."""
+    def data_parallel_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank in the pipeline those of the job that have it, by replica."""
         return tuple(zip(*self.pipelines, strict=True))
 
     def find(self, rank: int) -> tuple[int, int]:
-        """Replica and place of a rank."""
+        """Replica of a rank of the job, and its rank in that pipeline."""
         return next((r, row.index(rank)) for r, row in enumerate(self.pipelines) if rank in row)
 
 
@@ -85,34 +85,34 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place in the grid, and its process groups.
+    """This rank's position in the mesh, and its process groups.
 
     Attributes:
-        grid: all ranks.
+        mesh: all ranks of the job.
         replica: number of this rank's pipeline.
-        place: this rank's in it.
+        pipeline_rank: this rank's number in it.
         pipeline: the ranks of the pipeline.
         neighbours: the same ranks, for messages between stages: on devices, where each pair has a communicator, so
             that a send does not wait behind a receive from another rank.
-        replicas: the ranks with this place in all pipelines.
+        data_parallel_group: the ranks with this pipeline rank in all pipelines: they hold the same stages.
         host: the ranks of the pipeline, for what one host has to know of another: nobody waits for a device there.
     """
 
-    grid: PipelineMesh
+    mesh: PipelineMesh
     replica: int
-    place: int
+    pipeline_rank: int
     pipeline: dist.ProcessGroup
     neighbours: dist.ProcessGroup
-    replicas: dist.ProcessGroup
+    data_parallel_group: dist.ProcessGroup
     host: Channel
 
     @classmethod
-    def create(cls, grid: PipelineMesh, timeout: timedelta | None = None, device: torch.device = _CPU) -> Groups:
-        """Create the groups of this rank's pipeline and place. Collective over all ranks."""
+    def create(cls, mesh: PipelineMesh, timeout: timedelta | None = None, device: torch.device = _CPU) -> Groups:
+        """Create the groups of this rank's pipeline and of its replicas. Collective over all ranks."""
         assert dist.group.WORLD is not None
-        replica, place = grid.find(dist.get_rank())
+        replica, pipeline_rank = mesh.find(dist.get_rank())
         name, limit = new_name(dist.group.WORLD, device), timeout or _DEFAULT_TIMEOUT
-        mine, equals = list(grid.pipelines[replica]), list(grid.places[place])
+        mine, equals = list(mesh.pipelines[replica]), list(mesh.data_parallel_ranks[pipeline_rank])
         # every rank in this order, so that nobody waits for one that waits for another
         pipeline = create_group(mine, f"{name}-pipeline-{replica}", limit, device)
         neighbours, host = pipeline, Channel(pipeline, device)
@@ -121,5 +121,5 @@ class Groups:
         if is_nccl(pipeline) and dist.is_gloo_available():
             patience = backend_timeout(limit, of_nccl=True)  # who waits for a device here says nothing of who is late
             host = Channel(new_group_among(mine, f"{name}-host-{replica}", patience, backend="gloo"), _CPU)
-        replicas = create_group(equals, f"{name}-replicas-{place}", limit, device)
-        return cls(grid, replica, place, pipeline, neighbours, replicas, host)
+        data_parallel_group = create_group(equals, f"{name}-replicas-{pipeline_rank}", limit, device)
+        return cls(mesh, replica, pipeline_rank, pipeline, neighbours, data_parallel_group, host)

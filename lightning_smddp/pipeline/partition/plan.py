@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.messages import broadcast_json, gather_json
-from lightning_smddp.pipeline.capture.graph import Item, Modules, SplitError, StepGraph, build_program
-from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, untouched
-from lightning_smddp.pipeline.capture.tracer import Trace, trace
+from lightning_smddp.pipeline.capture.graph import Modules, Node, SplitError, StepGraph, build_graph
+from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
+from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.cuts import (
     Resources,
     StageCuts,
@@ -48,7 +49,7 @@ class PartitionPlan:
     """How a model was divided.
 
     Attributes:
-        program, splitting: the step that it was divided by.
+        graph, stage_cuts: the step that it was divided by.
         ownership: which pipeline ranks hold which parameters.
         homes: for each parameter the stages that use it.
         reference: the first rank's run of the whole step, or None if that was not possible.
@@ -56,8 +57,8 @@ class PartitionPlan:
         decision: what the first rank decided, by times that it measured, in JSON.
     """
 
-    program: StepGraph
-    splitting: StageCuts
+    graph: StepGraph
+    stage_cuts: StageCuts
     ownership: Ownership
     homes: Mapping[str, tuple[int, ...]]
     reference: Reference | None
@@ -67,9 +68,9 @@ class PartitionPlan:
 
     @property
     def stage_of_item(self) -> list[int]:
-        """The stage of each item of the program."""
-        plans = self.splitting.plans(len(self.program.items))
-        return [next(p.stage for p in plans if p.begin <= item.index < p.end) for item in self.program.items]
+        """The stage of each node of the graph."""
+        plans = self.stage_cuts.plans(len(self.graph.nodes))
+        return [next(p.stage for p in plans if p.begin <= node.index < p.end) for node in self.graph.nodes]
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ def record(
         return fetch(name)
 
     def attempt() -> Trace:
-        with explained_shortage(fetch is None), untouched(root, device), kept_parameters(root) as foreign:
+        with explained_shortage(fetch is None), preserve_state(root, device), kept_parameters(root) as foreign:
             traced = trace(step, root, device, None if fetch is None else fetch_together)
-            traced.foreign_writes = tuple(foreign.places())
+            traced.foreign_writes = tuple(foreign.locations())
             return traced
 
     return together.run(attempt)
@@ -112,8 +113,8 @@ def record(
 def build_on_all(
     traced: Trace, modules: Modules, is_small: Callable[[str], bool], group: dist.ProcessGroup, device: torch.device
 ) -> StepGraph:
-    """:func:`build_program` on every rank. Collective: an error on one rank is raised on all."""
-    return Together(group, device).run(lambda: build_program(traced, modules, is_small))
+    """:func:`build_graph` on every rank. Collective: an error on one rank is raised on all."""
+    return Together(group, device).run(lambda: build_graph(traced, modules, is_small))
 
 
 def divide(
@@ -138,37 +139,37 @@ def divide(
     """
     traced = record(trial.traced, root, device, group, fetch)
     modules = Modules(traced, root)
-    program = _known_program(known if split is None else None, traced, modules, root, group, device)
-    if program is None or known is None or len(known["stage_seconds"]) != resources.num_stages:
+    graph = _known_program(known if split is None else None, traced, modules, root, group, device)
+    if graph is None or known is None or len(known["stage_seconds"]) != resources.num_stages:
         units = first_decides(
             lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device
         )
-        program, known = build_on_all(traced, modules, is_within(units), group, device), None
-    require_same(program, group, device)
+        graph, known = build_on_all(traced, modules, is_within(units), group, device), None
+    require_same(graph, group, device)
 
     def decide() -> dict[str, Any]:
         with explained_shortage(is_whole=True), without_own_dropout(root, device):
-            reference = _refer(program, trial, root, device) if with_reference else None
+            reference = _refer(graph, trial, root, device) if with_reference else None
         measured = None if reference is None else asdict(reference)
         if known is not None:
             return {**known, "reference": measured}
-        found = partition(program, resources, reference, split, checkpointing)
+        found = partition(graph, resources, reference, split, checkpointing)
         return {
-            "splitting": StageCuts.at(program, found.cuts).to_json(),
+            "splitting": StageCuts.at(graph, found.cuts).to_json(),
             "reference": measured,
             "stage_seconds": found.stage_seconds,
             "stage_memory": found.stage_memory,
-            "digest": _digest(program.digest()),
+            "digest": _digest(graph.digest()),
         }
 
     decided = first_decides(decide, group, device)
-    splitting = StageCuts.from_json(decided["splitting"])
+    stage_cuts = StageCuts.from_json(decided["splitting"])
     reference = None if decided["reference"] is None else Reference(**decided["reference"])
-    homes = homes_of(program, splitting, [name for name, _ in root.named_parameters()])
+    homes = homes_of(graph, stage_cuts, [name for name, _ in root.named_parameters()])
     return PartitionPlan(
-        program,
-        splitting,
-        ownership_of(program, splitting, homes, resources, [name for name, _ in root.named_buffers()]),
+        graph,
+        stage_cuts,
+        ownership_of(graph, stage_cuts, homes, resources, [name for name, _ in root.named_buffers()]),
         homes,
         reference,
         tuple(decided["stage_seconds"]),
@@ -177,13 +178,13 @@ def divide(
     )
 
 
-def _refer(program: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
+def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
     """The whole step on one micro-batch, a few times: the fastest run; and once as it is, without replay."""
-    kept = kept_parameters if program.once_a_batch else nullcontext
+    kept = kept_parameters if graph.once_a_batch else nullcontext
 
     def refer(step: Callable[[], Any], own_numbers: bool) -> Reference:
-        with untouched(root, device), kept(root):
-            return run_reference(program, step, trial.loss_of, root, device, CHECK_SEED, own_numbers)
+        with preserve_state(root, device), kept(root):
+            return run_reference(graph, step, trial.loss_of, root, device, CHECK_SEED, own_numbers)
 
     step, of_trace = trial.referred, False
     try:
@@ -194,7 +195,7 @@ def _refer(program: StepGraph, trial: Trial, root: nn.Module, device: torch.devi
     try:
         again = refer(step, False)
     except ReplayError:
-        if not program.shares_draws:
+        if not graph.shares_draws:
             raise
         again = None  # with other random numbers it takes another course: a plain run shows nothing
     runs += [runs[0] if again is None else again]
@@ -203,7 +204,7 @@ def _refer(program: StepGraph, trial: Trial, root: nn.Module, device: torch.devi
     if again is None:
         reference.plain_loss, reference.plain_norms = reference.again_loss, reference.again_norms
         return reference
-    with untouched(root, device), kept(root):
+    with preserve_state(root, device), kept(root):
         plain = run_plain(step, trial.loss_of, root, device, CHECK_SEED)
     reference.plain_loss, reference.plain_norms = plain
     return reference
@@ -218,20 +219,20 @@ def _known_program(
     device: torch.device,
 ) -> StepGraph | None:
     """:func:`_program_of` if it is one on all ranks, which go the same way from there. Collective."""
-    program = None if known is None else _program_of(known, traced, modules, root)
-    return program if all(gather_json(program is not None, group, device)) else None
+    graph = None if known is None else _program_of(known, traced, modules, root)
+    return graph if all(gather_json(graph is not None, group, device)) else None
 
 
 def _program_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> StepGraph | None:
-    """The step's program with the units of an earlier decision, if it is the one that was decided on."""
+    """The step's graph with the units of an earlier decision, if it is the one that was decided on."""
     units = known["splitting"]["units"]
     if not set(units) <= {name for name, _ in root.named_modules()}:
         return None
     try:
-        program = build_program(traced, modules, is_within(units))
+        graph = build_graph(traced, modules, is_within(units))
     except SplitError:
         return None
-    return program if _digest(program.digest()) == known["digest"] else None
+    return graph if _digest(graph.digest()) == known["digest"] else None
 
 
 def _digest(lines: Sequence[str]) -> str:
@@ -239,29 +240,29 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 def ownership_of(
-    program: StepGraph,
-    splitting: StageCuts,
+    graph: StepGraph,
+    stage_cuts: StageCuts,
     homes: Mapping[str, Sequence[int]],
     resources: Resources,
     all_buffers: Sequence[str] = (),
 ) -> Ownership:
     """Ranks instead of stages.
 
-    A buffer that the step changes belongs to the rank of the item that does. Others may be changed by a later step (a
+    A buffer that the step changes belongs to the rank of the node that does. Others may be changed by a later step (a
     BatchNorm that is unfrozen): they belong to where they are read, else to where parameters near them are.
     """
     ranks = resources.rank_of_stage
     buffers: dict[str, int] = {}
-    for plan in splitting.plans(len(program.items)):
-        for item in program.items[plan.begin : plan.end]:
-            for name in item.buffers:
+    for plan in stage_cuts.plans(len(graph.nodes)):
+        for node in graph.nodes[plan.begin : plan.end]:
+            for name in node.buffers:
                 other = buffers.setdefault(name, ranks[plan.stage])
                 if other != ranks[plan.stage]:
                     raise SplitError(
                         f"Buffer {name!r} is changed on ranks {other} and {ranks[plan.stage]} of the pipeline: the "
                         "module that changes it is called in several stages. Cut elsewhere by `split=`."
                     )
-    units = {item.module: stage for item, stage in _placed_items(program, splitting) if item.module is not None}
+    units = {node.module: stage for node, stage in _placed_nodes(graph, stage_cuts) if node.module is not None}
     for name in all_buffers:
         inside = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
         stage = inside[0] if inside else neighbour_stage(name, homes)
@@ -270,22 +271,22 @@ def ownership_of(
     return Ownership(parameters, buffers, max(ranks) + 1)
 
 
-def _placed_items(program: StepGraph, splitting: StageCuts) -> Iterator[tuple[Item, int]]:
-    for plan in splitting.plans(len(program.items)):
-        for item in program.items[plan.begin : plan.end]:
-            yield item, plan.stage
+def _placed_nodes(graph: StepGraph, stage_cuts: StageCuts) -> Iterator[tuple[Node, int]]:
+    for plan in stage_cuts.plans(len(graph.nodes)):
+        for node in graph.nodes[plan.begin : plan.end]:
+            yield node, plan.stage
 
 
-def require_same(program: StepGraph, group: dist.ProcessGroup, device: torch.device) -> None:
+def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise ``SplitError`` on every rank if the step took another course on one of them. Collective.
 
     The same where it writes foreign tensors on one. From then on all ranks agree on whether it draws random numbers
     in Python.
     """
-    lines = program.digest()
-    found = gather_json([_digest(lines), program.draws, program.foreign_writes], group, device)
+    lines = graph.digest()
+    found = gather_json([_digest(lines), graph.draws, graph.foreign_writes], group, device)
     digests = [digest for digest, _, _ in found]
-    program.draws = any(draws for _, draws, _ in found)
+    graph.draws = any(draws for _, draws, _ in found)
     refuse_foreign_writes([place for _, _, places in found for place in places])
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:

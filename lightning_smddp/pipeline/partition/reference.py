@@ -1,4 +1,4 @@
-"""The whole step on one rank: what the pipeline has to agree with, and what each item costs."""
+"""The whole step on one rank: what the pipeline has to agree with, and what each node costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Item, StepGraph
+from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.pytree import tensors
 from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay, Shapes, StagePlan, patched_units
@@ -18,7 +18,7 @@ from lightning_smddp.pipeline.runtime.replay import Observer, Replay, Shapes, St
 
 @dataclass
 class Reference:
-    """One micro-batch's loss, the norm of each parameter's gradient, and seconds of each item.
+    """One micro-batch's loss, the norm of each parameter's gradient, and seconds of each node.
 
     ``plain_loss`` and ``plain_norms`` are those of the step as the user wrote it, not replayed; ``again_loss`` and
     ``again_norms`` of a replay with the same random numbers.
@@ -37,7 +37,7 @@ class Reference:
 
 
 def run_reference(
-    program: StepGraph,
+    graph: StepGraph,
     step: Callable[[], Any],
     loss_of: Callable[[Any], Tensor | None],
     root: nn.Module,
@@ -47,20 +47,20 @@ def run_reference(
 ) -> Reference:
     """Run the step, units patched, in one stage: forward, and backward if it has a loss. Gradients are not kept.
 
-    Each item starts from its own random numbers, as in :func:`seeding`, so that other ranks can draw the same; without
-    ``own_numbers`` it goes on with those that the items before it have left, as in :func:`run_plain`.
+    Each node starts from its own random numbers, as in :func:`seeding`, so that other ranks can draw the same; without
+    ``own_numbers`` it goes on with those that the nodes before it have left, as in :func:`run_plain`.
     """
-    live, again = live_sets(program, [])
-    replay = Replay(program, StagePlan(0, 0, len(program.items), again[0], (), ()), root, device)
+    live, again = live_sets(graph, [])
+    replay = Replay(graph, StagePlan(0, 0, len(graph.nodes), again[0], (), ()), root, device)
     if not own_numbers:
         replay.python_random = None  # what units draw in Python, too
-    clock = _Clock(len(program.items), device, seeding(seed) if own_numbers else None)
+    clock = _Clock(len(graph.nodes), device, seeding(seed) if own_numbers else None)
     assert not live
     torch.manual_seed(seed)
 
     def replayed() -> Any:
-        with patched_units(root, program.units):
-            return replay.run(step, (), Shapes.of(program), clock.observe)[1]
+        with patched_units(root, graph.units):
+            return replay.run(step, (), Shapes.of(graph), clock.observe)[1]
 
     loss, norms = _backward(replayed, loss_of, root, clock)
     return Reference(loss, norms, forward_seconds=clock.forward, backward_seconds=clock.backward)
@@ -93,7 +93,7 @@ def _backward(
 
 
 def fastest(references: Sequence[Reference]) -> Reference:
-    """The first reference, with the shortest time of each item: one run alone may be cold, or disturbed.
+    """The first reference, with the shortest time of each node: one run alone may be cold, or disturbed.
 
     Of the second, which drew its random numbers as a plain step does, loss and norms are kept too.
     """
@@ -111,12 +111,12 @@ def fastest(references: Sequence[Reference]) -> Reference:
     )
 
 
-def seeding(seed: int) -> Callable[[Item, bool, Any], None]:
-    """Observer that gives each item random numbers of its own, whatever ran before it."""
+def seeding(seed: int) -> Callable[[Node, bool, Any], None]:
+    """Observer that gives each node random numbers of its own, whatever ran before it."""
 
-    def observe(item: Item, ends: bool, result: Any) -> None:
+    def observe(node: Node, ends: bool, result: Any) -> None:
         if not ends:
-            torch.manual_seed(seed + item.index)
+            torch.manual_seed(seed + node.index)
 
     return observe
 
@@ -137,24 +137,24 @@ def _note_norm(name: str, norms: dict[str, float]) -> Callable[[Tensor], None]:
 
 
 class _Clock:
-    """Times of items, forward and backward."""
+    """Times of nodes, forward and backward."""
 
     def __init__(self, count: int, device: torch.device, seed: Observer | None) -> None:
         self.device, self.seed = device, seed
         self.forward, self.backward = [0.0] * count, [0.0] * count
         self.started = 0.0
-        self.running: tuple[float, int] | None = None  # backward: since when, which item
+        self.running: tuple[float, int] | None = None  # backward: since when, which node
 
-    def observe(self, item: Item, ends: bool, result: Any) -> None:
+    def observe(self, node: Node, ends: bool, result: Any) -> None:
         if not ends:
             if self.seed is not None:
-                self.seed(item, ends, result)
+                self.seed(node, ends, result)
             self.started = self._now()
             return
-        self.forward[item.index] += self._now() - self.started
+        self.forward[node.index] += self._now() - self.started
         for tensor in tensors(result):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _, index=item.index: self._backward_enters(index))
+                tensor.register_hook(lambda _, index=node.index: self._backward_enters(index))
 
     def backward_begins(self) -> None:
         self.running = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_smddp.pipeline.capture.graph import Item
+from lightning_smddp.pipeline.capture.graph import Node
 
 EXACT, MIXED = 1e-3, 3e-2  # relative differences that rounding explains, in fp32 and with 16-bit types
 # Of the whole gradient's norm: a smaller gradient of a unit is compared as if it were that large. A bias before a
@@ -55,7 +55,7 @@ def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, float]
 
 
 def compare(
-    items: Sequence[Item],
+    nodes: Sequence[Node],
     stage_of_item: Sequence[int],
     expected_loss: float,
     actual_loss: float,
@@ -66,16 +66,16 @@ def compare(
     total = math.sqrt(sum(norm**2 for norm in expected.values() if math.isfinite(norm)))
     findings = [Finding("loss", None, expected_loss, actual_loss, abs(expected_loss))]
     seen: set[str] = set()
-    for item in items:
-        names = [name for name in item.parameters if name not in seen]
+    for node in nodes:
+        names = [name for name in node.parameters if name not in seen]
         seen.update(names)
-        parts = [names] if item.module is not None else [[name] for name in names]
+        parts = [names] if node.module is not None else [[name] for name in names]
         for part in parts:
             if any(name in expected or name in actual for name in part):
                 findings.append(
                     Finding(
-                        item.module if item.module is not None else part[0],
-                        stage_of_item[item.index],
+                        node.module if node.module is not None else part[0],
+                        stage_of_item[node.index],
                         _norm(part, expected),
                         _norm(part, actual),
                         total,

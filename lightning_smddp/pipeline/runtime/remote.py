@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_smddp.communication.trees import dtype_of, name_of_dtype
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.ops import name_of
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.patches import user_location
 
 OTHER_COURSE = (
     "When it was traced it took another course. What the step does before its last module may not depend on "
@@ -26,7 +26,7 @@ class ReplayError(RuntimeError):
 class RemoteTensor(Tensor):
     """A value of another stage: it has a shape and a type, but no numbers. ``pattern`` is a plain tensor on meta.
 
-    ``value`` is its number in the program: what a step leaves in attributes is found by it.
+    ``value`` is its number in the graph: what a step leaves in attributes is found by it.
     """
 
     value: int
@@ -35,7 +35,7 @@ class RemoteTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ReplayError(
-            f"{name_of(func)} at {user_place()} uses a tensor of another stage where it cannot be followed. "
+            f"{name_of(func)} at {user_location()} uses a tensor of another stage where it cannot be followed. "
             "Put this code, and what made the tensor, into one module."
         )
 
@@ -96,9 +96,9 @@ class Shapes:
     ghosts: dict[int, RemoteTensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: StepGraph) -> Shapes:
+    def of(cls, graph: StepGraph) -> Shapes:
         """As in the trace."""
-        return cls({v.index: Shape(v.shape, v.stride, v.dtype, v.requires_grad) for v in program.values})
+        return cls({v.index: Shape(v.shape, v.stride, v.dtype, v.requires_grad) for v in graph.values})
 
     def merge(self, other: Shapes) -> None:
         """Take over what ``other`` knows."""

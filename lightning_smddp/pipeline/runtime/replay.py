@@ -68,7 +68,7 @@ class Replay:
     """Runs a step for one stage, again and again.
 
     Args:
-        program: the step.
+        graph: the step.
         plan: the stage.
         root: the module that the step belongs to.
         device: where its tensors are.
@@ -76,26 +76,26 @@ class Replay:
     """
 
     def __init__(
-        self, program: StepGraph, plan: StagePlan, root: nn.Module, device: torch.device, checkpointing: bool = False
+        self, graph: StepGraph, plan: StagePlan, root: nn.Module, device: torch.device, checkpointing: bool = False
     ) -> None:
-        self.program, self.plan, self.root, self.device = program, plan, root, device
+        self.graph, self.plan, self.root, self.device = graph, plan, root, device
         self.checkpointing = checkpointing
-        self.told = program.told(plan.begin)
-        self.tells = [] if plan.end == len(program.items) else program.told(plan.end)
+        self.told = graph.told(plan.begin)
+        self.tells = [] if plan.end == len(graph.nodes) else graph.told(plan.end)
         self.python_random: PythonRandom | None = None
-        if program.draws:
-            self.python_random = PythonRandom(root, device if program.shares_draws else None)
-        buffers = {name for item in program.items for name in item.buffers}
+        if graph.draws:
+            self.python_random = PythonRandom(root, device if graph.shares_draws else None)
+        buffers = {name for item in graph.nodes for name in item.buffers}
         self.sources = {id(p) for p in root.parameters()} | {id(b) for n, b in root.named_buffers() if n in buffers}
-        self.is_last, self.is_rehearsal = plan.end == len(program.items), plan.stage < 0
-        self.last_unit = max((item.index for item in program.items if item.module is not None), default=-1)
+        self.is_last, self.is_rehearsal = plan.end == len(graph.nodes), plan.stage < 0
+        self.last_unit = max((item.index for item in graph.nodes if item.module is not None), default=-1)
         self.mine = frozenset(range(plan.begin, plan.end)) | plan.again
-        rebinds = [rebind for item in program.items for rebind in item.rebinds]
-        own = [rebind for item in program.items[plan.begin : plan.end] for rebind in item.rebinds]
-        self.changed_memories = {program.values[rebind.new].memory for rebind in own}
+        rebinds = [rebind for item in graph.nodes for rebind in item.rebinds]
+        own = [rebind for item in graph.nodes[plan.begin : plan.end] for rebind in item.rebinds]
+        self.changed_memories = {graph.values[rebind.new].memory for rebind in own}
         self.changing = {rebind.old for rebind in rebinds if rebind.old is not None}
-        self.changing_memories = {program.values[rebind.new].memory for rebind in rebinds}
-        self.keeps = frozenset(plan.sends) | {rebind.new for rebind in rebinds} | program.left
+        self.changing_memories = {graph.values[rebind.new].memory for rebind in rebinds}
+        self.keeps = frozenset(plan.sends) | {rebind.new for rebind in rebinds} | graph.left
 
     def run(
         self,
@@ -157,23 +157,23 @@ class Replay:
 
     def _prepare(self, value: int, tensor: Tensor) -> Tensor:
         """Received tensors are contiguous leaves: give them the strides of old, and a copy if they are changed here."""
-        known = self.program.values[value]
+        known = self.graph.values[value]
         shape = Shape(tuple(tensor.shape), known.stride, tensor.dtype, tensor.requires_grad)
         if known.shape == shape.shape and not shape.is_contiguous() and shape.is_dense():
             return torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=tensor.device).copy_(tensor)
         return tensor.clone() if known.memory in self.changed_memories else tensor
 
     def _check_end(self, run: Run) -> None:
-        missing = self.program.items[run.cursor : self.plan.end]
+        missing = self.graph.nodes[run.cursor : self.plan.end]
         if run.done:
             return  # the user's code caught StageDone
         if self.is_last and all(item.module is None for item in missing):
             return
-        rest = self.program.items[run.cursor :]
+        rest = self.graph.nodes[run.cursor :]
         if all(item.module is None for item in rest) and all(value in run.environment for value in self.plan.sends):
             return  # what follows is what logging does with a value, which only the last stage comes to
         if not self.is_last and not missing:
-            expected = f"{self.program.items[self.plan.end].name}, the next stage's first item"
+            expected = f"{self.graph.nodes[self.plan.end].name}, the next stage's first item"
         else:
             expected = missing[0].name
         raise ReplayError(f"The step returned before it came to {expected}. {OTHER_COURSE}")
@@ -184,7 +184,7 @@ class Replay:
             if torch.is_grad_enabled() and known.requires_grad != tensor.requires_grad:
                 verb = "requires" if tensor.requires_grad else "needs no"
                 raise ReplayError(
-                    f"What {self.program.items[self.program.producers[value]].name} made {verb} a gradient; when the "
+                    f"What {self.graph.nodes[self.graph.producers[value]].name} made {verb} a gradient; when the "
                     "step was traced it was the other way round. Parameters were frozen or unfrozen since."
                 )
 

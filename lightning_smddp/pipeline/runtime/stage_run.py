@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat.torch import idle_node, in_checkpoint
 from lightning_smddp.pipeline.capture.foreign_writes import written_by
-from lightning_smddp.pipeline.capture.graph import Item
-from lightning_smddp.pipeline.capture.ops import Kind, asks_for_place, kind_of, name_of, place, sets_flag
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.graph import Node
+from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, device_answer, kind_of, name_of, sets_flag
+from lightning_smddp.pipeline.capture.patches import user_location
 from lightning_smddp.pipeline.capture.python_random import digest
 from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves, rebuild
 from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors
@@ -30,7 +30,7 @@ from lightning_smddp.wording import counted
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.runtime.replay import Replay
 
-Observer: TypeAlias = Callable[[Item, bool, Any], None]  # (item, whether it ends, its result)
+Observer: TypeAlias = Callable[[Node, bool, Any], None]  # (item, whether it ends, its result)
 """(item, whether it ends, its result then): called around each item that is done for real."""
 
 WriteWatch: TypeAlias = Callable[[list[Any]], None]
@@ -59,15 +59,15 @@ class Run(TorchFunctionMode):
         writes: WriteWatch | None = None,
     ) -> None:
         super().__init__()
-        self.answers, self.asked = None if replay.program.shares_draws else answers, 0  # draws are other ones each time
+        self.answers, self.asked = None if replay.graph.shares_draws else answers, 0  # draws are other ones each time
         self.told = {} if told is None else told
-        self.replay, self.plan, self.items = replay, replay.plan, replay.program.items
+        self.replay, self.plan, self.nodes = replay, replay.plan, replay.graph.nodes
         self.environment, self.shapes, self.observe, self.record = given, shapes, observe, record
         self.reads, self.writes = reads, writes
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
         self.cursor, self.inside, self.diverged, self.done = 0, False, False, False
-        self.random, self.shares_draws = replay.python_random, replay.program.shares_draws
+        self.random, self.shares_draws = replay.python_random, replay.graph.shares_draws
         self.tail: Tail | None = None  # where somebody wants to know of it
         self.seed: int | None = None  # what items draw follows from the state at the first one, alike on all stages
 
@@ -85,9 +85,9 @@ class Run(TorchFunctionMode):
         finally:
             if self.random is not None and item.draws_in_python:
                 assert self.seed is not None
-                self.random.seed(self.seed + 1 + len(self.items) + item.index)  # all stages go on from there, alike
+                self.random.seed(self.seed + 1 + len(self.nodes) + item.index)  # all stages go on from there, alike
 
-    def _own_unit(self, item: Item, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _own_unit(self, item: Node, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of ``item``: computed where it is this stage's, else a stand-in of its shape."""
         if item.index not in self.replay.mine:
             return self._stand_in(item, args, kwargs)
@@ -107,10 +107,12 @@ class Run(TorchFunctionMode):
         args, kwargs = self.present(args, kwargs)
         held = [*self.replay.root.get_submodule(name).parameters(), *leaves((args, kwargs))]
         if any(type(leaf) is RemoteTensor or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in held):
-            raise ReplayError(f"The step calls module {name!r} at {user_place()}, behind its last one. {OTHER_COURSE}")
+            raise ReplayError(
+                f"The step calls module {name!r} at {user_location()}, behind its last one. {OTHER_COURSE}"
+            )
         return self._do(forward, args, kwargs)
 
-    def _unit(self, item: Item, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _unit(self, item: Node, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module of this stage, checkpointed where that is asked for."""
         if self.observe is not None:
             self.observe(item, False, None)
@@ -142,7 +144,7 @@ class Run(TorchFunctionMode):
         if self.tail is not None and self.cursor > self.replay.last_unit:
             self.tail.note(function, args, kwargs)
         if not (self._touches(args) or (kwargs and self._touches(kwargs.values()))):
-            if self.shares_draws or function not in self.replay.program.random_functions:
+            if self.shares_draws or function not in self.replay.graph.random_functions:
                 return self._free(function, args, kwargs)
         elif sets_flag(function) and isinstance(args[0], nn.Parameter):
             return function(*args, **kwargs)
@@ -156,7 +158,7 @@ class Run(TorchFunctionMode):
         args, kwargs = self.present(args, kwargs)
         if item is None:
             if kind is Kind.BACKWARD:  # much of its graph is elsewhere
-                raise ReplayError(f"The step runs a backward pass of its own at {user_place()}. {OTHER_COURSE}")
+                raise ReplayError(f"The step runs a backward pass of its own at {user_location()}. {OTHER_COURSE}")
             return function(*args, **kwargs)
         if self.random is None or not self.shares_draws:
             return self._operation(item, function, args, kwargs)
@@ -164,7 +166,7 @@ class Run(TorchFunctionMode):
         with self.random.apart(self.seed + 1 + item.index):
             return self._operation(item, function, args, kwargs)
 
-    def _operation(self, item: Item, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _operation(self, item: Node, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function between this stage's modules."""
         if self.observe is not None:
             self.observe(item, False, None)
@@ -185,10 +187,10 @@ class Run(TorchFunctionMode):
         if self.reads is not None:
             made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
             if not made:
-                self.reads.append(f"{result!r}, which Python reads at {user_place()}")
+                self.reads.append(f"{result!r}, which Python reads at {user_location()}")
             else:  # whose size may depend on the batch's values, or on what is drawn
                 shapes = ", ".join(str(tuple(tensor.shape)) for tensor in made)
-                self.reads.append(f"a result of shape {shapes} from {name_of(function)} at {user_place()}")
+                self.reads.append(f"a result of shape {shapes} from {name_of(function)} at {user_location()}")
         return result
 
     def _answer(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -205,12 +207,12 @@ class Run(TorchFunctionMode):
 
     # ---- items ----
 
-    def _next(self, module: str | None, function: Any) -> Item | None:
+    def _next(self, module: str | None, function: Any) -> Node | None:
         """The item that this call is; None behind the last one."""
         cursor, replay = self.cursor, self.replay
         if self.random is not None and self.seed is None:
             self.seed = digest(self.random.get())
-        item = self.items[cursor] if cursor < len(self.items) else None
+        item = self.nodes[cursor] if cursor < len(self.nodes) else None
         is_next = item is not None and item.module == module and (module or item.function == function)
         if cursor == self.plan.end and not replay.is_last and (is_next or not replay.is_rehearsal):
             self.done = True
@@ -221,9 +223,9 @@ class Run(TorchFunctionMode):
         if replay.is_last and cursor >= self.plan.begin and cursor > replay.last_unit:
             self.diverged = True  # the step's end is this stage's alone: it may differ
             return None
-        got = f"module {module!r}" if module is not None else f"{name_of(function)} at {user_place()}"
+        got = f"module {module!r}" if module is not None else f"{name_of(function)} at {user_location()}"
         expected = "the end" if item is None else f"module {item.name!r}" if item.module is not None else item.name
-        told = [self.items[index].place for index in self.told]
+        told = [self.nodes[index].location for index in self.told]
         reason = f" Python read a tensor's value at {told[-1]}: does the step depend on it?" if told else ""
         raise ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_COURSE}{reason}")
 
@@ -234,7 +236,7 @@ class Run(TorchFunctionMode):
         finally:
             self.inside = False
 
-    def _note(self, item: Item, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note(self, item: Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Remember which values an item made here are which tensors; return its result."""
         sources = item.returned.sources
         if len(sources) == 1 and sources[0][0] == "value" and isinstance(result, Tensor):
@@ -247,7 +249,7 @@ class Run(TorchFunctionMode):
             self._rebind(item, args, kwargs, done=True)
         return result
 
-    def _note_structure(self, item: Item, found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_structure(self, item: Node, found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sources = item.returned.sources
         if len(found) != len(sources):
             was = f"it returned {len(sources)} when the step was traced"
@@ -275,14 +277,14 @@ class Run(TorchFunctionMode):
         original = self._value_of(args[0]) if args and isinstance(args[0], Tensor) else None
         if original is None:
             return result
-        values, changing = self.replay.program.values, self.replay.changing_memories
+        values, changing = self.replay.graph.values, self.replay.changing_memories
         memory, other = values[value].memory, values[original].memory
         if memory == other or not (memory in changing or other in changing):
             return result
         shared = result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
         return result.clone() if shared else result
 
-    def _stand_in(self, item: Item, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _stand_in(self, item: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an item of another stage returns."""
         if self.reads is not None:
             self._note_sizes(item, leaves((args, kwargs)))
@@ -309,7 +311,7 @@ class Run(TorchFunctionMode):
         with self:  # containers may ask what they are given
             return rebuild(item.returned.skeleton, found)
 
-    def _note_sizes(self, item: Item, arguments: list[Any]) -> None:
+    def _note_sizes(self, item: Node, arguments: list[Any]) -> None:
         """What the size of an item's result depends on besides the sizes of tensors."""
         assert self.reads is not None
         known = [None if type(leaf) is RemoteTensor else leaf for leaf in arguments]
@@ -341,7 +343,7 @@ class Run(TorchFunctionMode):
         if self.record is not None:
             self.record.values[value] = Shape.of(tensor)
         elif not self.replay.is_last and tensor.shape != (known := self.shapes.values[value]).shape:
-            maker = self.items[self.replay.program.producers[value]].name
+            maker = self.nodes[self.replay.graph.producers[value]].name
             raise ReplayError(
                 f"{maker} made a tensor of shape {tuple(tensor.shape)} where {known.shape} was expected: other stages "
                 "count on that. Sizes that depend on the batch's values, not on its shapes, cannot cross stages: pad, "
@@ -350,8 +352,8 @@ class Run(TorchFunctionMode):
 
     def made_and_left(self) -> dict[int, Tensor]:
         """The values that this stage has made, of those that the step leaves in attributes."""
-        program, plan = self.replay.program, self.plan
-        made = [value for value in program.left if plan.begin <= program.producers.get(value, -1) < plan.end]
+        graph, plan = self.replay.graph, self.plan
+        made = [value for value in graph.left if plan.begin <= graph.producers.get(value, -1) < plan.end]
         return {value: self.environment[value] for value in made if value in self.environment}
 
     def _value_of(self, tensor: Tensor) -> int | None:
@@ -360,7 +362,7 @@ class Run(TorchFunctionMode):
             return entry[1]
         if type(tensor) is RemoteTensor:
             raise ReplayError(
-                f"At {user_place()} a tensor of another stage is used that was kept since an earlier step or "
+                f"At {user_location()} a tensor of another stage is used that was kept since an earlier step or "
                 "micro-batch. Stages work on several micro-batches at a time: none can hand anything to the next."
             )
         return None
@@ -396,7 +398,7 @@ class Run(TorchFunctionMode):
         value = self._value_of(tensor)
         return value is not None and self.environment.get(value, tensor) is not tensor
 
-    def _rebind(self, item: Item, args: tuple[Any, ...], kwargs: dict[str, Any], done: bool) -> None:
+    def _rebind(self, item: Node, args: tuple[Any, ...], kwargs: dict[str, Any], done: bool) -> None:
         """Follow changes in place: tensors that were the old value are the new one from here on."""
         arguments = leaves((args, kwargs)) if item.module is None else []
         for old, new, position in item.rebinds:
@@ -431,8 +433,8 @@ class Run(TorchFunctionMode):
         if name in _FROM_PATTERN and len(args) == 1:
             self._value_of(subject)
             return function(_pattern(subject))
-        if asks_for_place(name):
-            return place(name, _pattern(subject).dtype, device)
+        if asks_for_device(name):
+            return device_answer(name, _pattern(subject).dtype, device)
         if name in ("__repr__", "__format__", "__str__"):
             return f"<tensor of shape {tuple(_pattern(subject).shape)} on another stage>"
         value = self._value_of(subject)
@@ -451,7 +453,7 @@ class Run(TorchFunctionMode):
         value = self._value_of(tensor)
         if value is None:
             return tensor.device.type == "meta"
-        return not self.plan.begin <= self.replay.program.producers[value] < self.plan.end
+        return not self.plan.begin <= self.replay.graph.producers[value] < self.plan.end
 
     def _watch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hooks on gradients belong where the value is made: elsewhere they would act a second time."""

@@ -1,4 +1,4 @@
-"""The steps of one rank of a pipeline: which program, which stages, which shapes, and the engine that runs them."""
+"""The steps of one rank of a pipeline: which graph, which stages, which shapes, and the engine that runs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.foreign_writes import NewWrites
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
-from lightning_smddp.pipeline.capture.preserve_state import untouched
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.pytree import map_leaves
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.kept_numbers import KeptNumbers
@@ -105,7 +105,7 @@ class PipelineRuntime:
     ) -> None:
         self.root, self.groups, self.device, self.num_stages = root, groups, device, num_stages
         self.rank_of_stage = schedule.rank_of_stage(num_stages, groups.pipeline.size())
-        self.here = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == groups.place]
+        self.here = [stage for stage, rank in enumerate(self.rank_of_stage) if rank == groups.pipeline_rank]
         self.last_rank = self.rank_of_stage[-1]
         self.checkpointing = checkpointing
         bodies = {stage: _Body(stage, stage_parameters[stage], self) for stage in self.here}
@@ -119,15 +119,15 @@ class PipelineRuntime:
     @property
     def ends_here(self) -> bool:
         """Whether this rank's replay sees the end of the step."""
-        return self.last_rank == self.groups.place
+        return self.last_rank == self.groups.pipeline_rank
 
-    def stage(self, program: StepGraph, splitting: StageCuts) -> StagedStep:
+    def stage(self, graph: StepGraph, stage_cuts: StageCuts) -> StagedStep:
         """This rank's part of a step."""
-        self.writes.known |= program.writing_lines
-        plans = splitting.plans(len(program.items))
-        replays = {s: Replay(program, plans[s], self.root, self.device, self.checkpointing) for s in self.here}
-        rehearsal = Replay(program, rehearsal_plan(program), self.root, self.device)
-        return StagedStep(program, splitting, replays, rehearsal)
+        self.writes.known |= graph.writing_lines
+        plans = stage_cuts.plans(len(graph.nodes))
+        replays = {s: Replay(graph, plans[s], self.root, self.device, self.checkpointing) for s in self.here}
+        rehearsal = Replay(graph, rehearsal_plan(graph), self.root, self.device)
+        return StagedStep(graph, stage_cuts, replays, rehearsal)
 
     def run(
         self,
@@ -162,7 +162,7 @@ class PipelineRuntime:
         self._running = running = _Running(courses, step, microbatches, train, [None] * count, observe)
         running.tails = [] if looks is not None and self.ends_here else None
         kept = NEW_NUMBERS if looks is not None and looks.is_new() else NOTHING_NEW
-        units = dict.fromkeys(unit for staged, _ in courses for unit in staged.program.units)
+        units = dict.fromkeys(unit for staged, _ in courses for unit in staged.graph.units)
         try:
             with patched_units(self.root, tuple(units)):
                 if train:
@@ -248,11 +248,11 @@ class PipelineRuntime:
         """
         shapes, numbered = Shapes(values={}), (microbatch, index)
         received: list[Tensor] = []
-        with untouched(self.root, self.device), patched_units(self.root, staged.program.units):
+        with preserve_state(self.root, self.device), patched_units(self.root, staged.graph.units):
             for stage, rank in enumerate(self.rank_of_stage):
                 report: Any = None
                 failure: Exception | None = None
-                if rank == self.groups.place:
+                if rank == self.groups.pipeline_rank:
                     try:
                         report = self._survey_stage(staged.replays[stage], step, numbered, train, received, shapes)
                     except Exception as error:  # of the user's code: the others wait for a word
@@ -263,7 +263,7 @@ class PipelineRuntime:
                 if report["other_course"]:
                     return None
                 shapes.merge(Shapes.from_json(report["shapes"]))
-                live = staged.splitting.live[stage] if stage < self.num_stages - 1 else ()
+                live = staged.stage_cuts.live[stage] if stage < self.num_stages - 1 else ()
                 received = report["sent"]
                 for value, tensor in zip(live, received, strict=False):  # behind them may be what Python read
                     tensor.requires_grad_(train and shapes.values[value].requires_grad)

@@ -9,31 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.capture.graph import Item
+from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.pytree import leaves, rebuild
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 
 
-def count(items: Sequence[Item]) -> int:
+def count(items: Sequence[Node]) -> int:
     """How many numbers are read at ``items``."""
     return sum(len(item.returned.sources) for item in items)
 
 
-def write_told(items: Sequence[Item], results: Mapping[int, Any], device: torch.device) -> Tensor:
+def write_told(items: Sequence[Node], results: Mapping[int, Any], device: torch.device) -> Tensor:
     """What was read at each of ``items``, as one tensor."""
     numbers = []
     for item in items:
         for leaf, (_, traced) in zip(leaves(results[item.index]), item.returned.sources, strict=True):
             if type(leaf) is not type(traced):
                 raise ReplayError(
-                    f"At {item.place} Python read {leaf!r}, a {type(leaf).__name__}; when the step was traced it was "
-                    f"a {type(traced).__name__}."
+                    f"At {item.location} Python read {leaf!r}, a {type(leaf).__name__}; when the step was traced "
+                    f"it was a {type(traced).__name__}."
                 )
             numbers.append(_bits(leaf))
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def read_told(items: Sequence[Item], message: Tensor) -> dict[int, Any]:
+def read_told(items: Sequence[Node], message: Tensor) -> dict[int, Any]:
     """The inverse of :func:`write_told`, by item."""
     numbers = iter(message.tolist())
     results = {}

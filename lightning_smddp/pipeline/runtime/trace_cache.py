@@ -39,10 +39,10 @@ _OFTEN, _SELDOM = 4, 20  # a course that is left more often, and in more than on
 
 @dataclass
 class StagedStep:
-    """One course of a step, cut into stages: its program and this rank's replays."""
+    """One course of a step, cut into stages: its graph and this rank's replays."""
 
-    program: StepGraph
-    splitting: StageCuts
+    graph: StepGraph
+    stage_cuts: StageCuts
     replays: dict[int, Replay]
     rehearsal: Replay  # without any item
     tails: KnownTails | None = None  # where it ends; None before the first batch
@@ -50,19 +50,19 @@ class StagedStep:
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
         """What ``stage`` sends."""
         specs = []
-        for value in self.splitting.live[stage]:
+        for value in self.stage_cuts.live[stage]:
             known = shapes.values[value]
             specs.append(TensorSpec(known.shape, known.dtype, known.requires_grad and train))
-        told = self.program.told(self.splitting.cuts[stage])
+        told = self.graph.told(self.stage_cuts.cuts[stage])
         if told:
             specs.append(TensorSpec((count(told),), torch.int64, False))
         return tuple(specs)
 
 
-def rehearsal_plan(program: StepGraph) -> StagePlan:
+def rehearsal_plan(graph: StepGraph) -> StagePlan:
     """A stage that does nothing, and leaves at the last item that belongs to a stage for sure."""
-    placed = [item.index for item in program.items if item.module is not None or item.parameters]
-    end = min([placed[-1] if placed else 0, *(item.index for item in program.items if item.blinds)])
+    placed = [item.index for item in graph.nodes if item.module is not None or item.parameters]
+    end = min([placed[-1] if placed else 0, *(item.index for item in graph.nodes if item.blinds)])
     return StagePlan(-1, end, end, frozenset(), (), ())
 
 
@@ -92,7 +92,7 @@ class TraceCache:
     _unrehearsed: bool = False  # code that cannot be run with ghosts alone
     _found: int = 0  # batches whose courses were looked for,
     _left: int = 0  # and how often one of them was not what the step did
-    _draws_anew: bool = False  # the last rehearsal, torch's random numbers where the program knows of none
+    _draws_anew: bool = False  # the last rehearsal, torch's random numbers where the graph knows of none
     _reason: str = ""  # why no known course was the one of a micro-batch
     _parameters: list[nn.Parameter] = field(init=False)
 
@@ -102,7 +102,7 @@ class TraceCache:
 
     def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int = 0) -> TracedPath:
         """``staged`` was traced with a micro-batch like this."""
-        return self._keep(self._key(microbatch), (staged, Shapes.of(staged.program)), step, microbatch, index)
+        return self._keep(self._key(microbatch), (staged, Shapes.of(staged.graph)), step, microbatch, index)
 
     def find(self, step: Step, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
         """The course that ``step`` takes on each micro-batch of a batch. Collective over the pipeline.
@@ -163,7 +163,7 @@ class TraceCache:
             rank, reason = 0, everyones[0][1]
         elif len(first) == len(theirs):
             here, there = next(pair for pair in zip(theirs, first, strict=True) if pair[0] != pair[1])
-            reason = self.steps[here].program.difference_from(self.steps[there].program)
+            reason = self.steps[here].graph.difference_from(self.steps[there].graph)
         raise RuntimeError(
             f"The step takes another course on rank {rank} of the pipeline than on others: {reason} What a step does "
             "may depend on the batch, on random numbers, on the epoch and the step's number, but not on the rank, the "
@@ -215,7 +215,7 @@ class TraceCache:
             if self._survey(staged, step, microbatches[index], index) is not None:
                 return
         staged = self.retrace(step, microbatches[index], index)
-        if any(staged.program.digest() == known.program.digest() for known in self.steps):
+        if any(staged.graph.digest() == known.graph.digest() for known in self.steps):
             if failures[index].startswith(NEW_WRITE):
                 return  # nothing that was there before is written
             raise SplitError(failures[index])
@@ -253,7 +253,7 @@ class TraceCache:
         return course
 
     def _varies(self) -> bool:
-        return any(staged.program.reads_of_batch or staged.program.draws for staged in self.steps)
+        return any(staged.graph.reads_of_batch or staged.graph.draws for staged in self.steps)
 
     def _rehearse(self, course: TracedPath, step: Step, microbatch: MicroBatch, index: int) -> tuple[str, ...] | None:
         """What Python code reads of the batch on this course; None if the step leaves it."""
@@ -264,7 +264,7 @@ class TraceCache:
             with (
                 torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(self.train),
-                patched_units(self.runtime.root, staged.program.units),
+                patched_units(self.runtime.root, staged.graph.units),
                 step.around(index, microbatch, keep=False),
             ):
                 before = self._torch_states()
@@ -276,7 +276,7 @@ class TraceCache:
                     answers=microbatch.answers,
                     writes=self.runtime.watch_writes(step, index),
                 )
-                self._draws_anew = not staged.program.shares_draws and any(
+                self._draws_anew = not staged.graph.shares_draws and any(
                     not torch.equal(a, b) for a, b in zip(before, self._torch_states(), strict=True)
                 )
         except ReplayError as error:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.patches import user_location
 from lightning_smddp.pipeline.capture.pytree import leaves
 
 _HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}
@@ -43,7 +43,7 @@ class AbsentParameter(nn.Parameter):
                 return function(*args, **kwargs)
         name, rank = vars(absent)["_held_by"]
         raise AbsentParameterError(
-            f"{name_of(function)} at {user_place()} uses parameter {name!r}, whose values are on rank {rank} of "
+            f"{name_of(function)} at {user_location()} uses parameter {name!r}, whose values are on rank {rank} of "
             "the pipeline. Hooks and callbacks of Lightning may use all parameters, on all ranks alike; other code may "
             "not. Do it in a hook such as `on_train_batch_end`."
         )

@@ -33,14 +33,14 @@ class SharedBuffers:
         self._changed_in_hooks = view.changed_buffers
         self._used_elsewhere: set[str] = set()
 
-    def learn(self, program: StepGraph, splitting: StageCuts) -> None:
+    def learn(self, graph: StepGraph, stage_cuts: StageCuts) -> None:
         """Note which ranks use which buffers in a step."""
         ranks: dict[str, set[int]] = {}
-        for plan in splitting.plans(len(program.items)):
-            for item in program.items[plan.begin : plan.end]:
+        for plan in stage_cuts.plans(len(graph.nodes)):
+            for item in graph.nodes[plan.begin : plan.end]:
                 if item.module is not None:
                     ranks.setdefault(item.module, set()).add(self.rank_of_stage[plan.stage])
-        for name, calls in program.buffers_used.items():
+        for name, calls in graph.buffers_used.items():
             units = {next((unit for unit in ranks if f"{call}.".startswith(f"{unit}.")), None) for call in calls}
             if name in self.ownership.buffers and any(
                 unit is None or ranks[unit] != {self.ownership.buffers[name]} for unit in units

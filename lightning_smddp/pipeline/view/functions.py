@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smddp._compat.torch import DispatchMode, without_torch_function
 from lightning_smddp._compat.torch_steps import mode_within_backwards
-from lightning_smddp.pipeline.capture.ops import Kind, asks_for_place, kind_of, name_of
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of
+from lightning_smddp.pipeline.capture.patches import user_location
 from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError
 
@@ -50,7 +50,7 @@ class ViewFunctions(TorchFunctionMode):
         if name == "grad" and attribute == "__get__" and self.view.knows(args[0]):
             return self.view.gradient(args[0])
         kind = kind_of(function, args)
-        if kind is Kind.WATCHER or (kind is Kind.METADATA and not asks_for_place(name)):
+        if kind is Kind.WATCHER or (kind is Kind.METADATA and not asks_for_device(name)):
             return function(*args, **kwargs)  # a hook for gradients fires where the parameter is
         within = mode_within_backwards(self) if kind is Kind.BACKWARD else nullcontext()
         with within:
@@ -100,9 +100,9 @@ def refuse_new_parameter(root: nn.Module) -> Callable[[nn.Module, str, Any], Non
     def hook(module: nn.Module, name: str, parameter: Any) -> None:
         if id(module) in modules and parameter is not module._parameters.get(name):
             raise GlobalViewError(
-                f"Parameter {name!r} of a {type(module).__name__} is replaced by another one at {user_place()}, in a "
-                "hook: a pipeline has divided the parameters that it had. Change its values (`p.data.copy_(...)`), or "
-                "make the change in `__init__` or `configure_model`."
+                f"Parameter {name!r} of a {type(module).__name__} is replaced by another one at {user_location()}, "
+                "in a hook: a pipeline has divided the parameters that it had. Change its values "
+                "(`p.data.copy_(...)`), or make the change in `__init__` or `configure_model`."
             )
 
     return hook

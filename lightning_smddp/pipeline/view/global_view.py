@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.communication.messages import broadcast_json, gather_json
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.patches import user_location
 from lightning_smddp.pipeline.capture.pytree import map_leaves
 from lightning_smddp.pipeline.partition.mesh import Channel
 from lightning_smddp.pipeline.partition.ownership import Ownership
@@ -216,7 +216,7 @@ class GlobalView:
         memory.written()
         if memory.leaf is not None:
             self.writes = zlib.crc32(memory.leaf.encode(), self.writes)
-            self.last_write = f"{memory.leaf!r} at {user_place()}"
+            self.last_write = f"{memory.leaf!r} at {user_location()}"
             if memory.leaf in self.leaves.buffers:
                 self.changed_buffers.add(memory.leaf)
 
@@ -229,8 +229,8 @@ class GlobalView:
         assert isinstance(target, GlobalTensor)
         if not isinstance(value, GlobalTensor) or value.shape != target.shape or value.dtype != target.dtype:
             raise GlobalViewError(
-                f"`.data` of {target.describe()} is set at {user_place()} to a tensor of another kind: in a pipeline "
-                "it has to keep its shape and dtype, and be made of parameters. Use `.copy_()`."
+                f"`.data` of {target.describe()} is set at {user_location()} to a tensor of another kind: in a "
+                "pipeline it has to keep its shape and dtype, and be made of parameters. Use `.copy_()`."
             )
         target.home, target.local, target.meta, target.memory = value.home, value.local, value.meta, value.memory
 
@@ -239,8 +239,8 @@ class GlobalView:
         assert leaf is not None
         if value.shape != target.shape or value.dtype != target.dtype:
             raise GlobalViewError(
-                f"`.data` of {leaf.name!r} is set at {user_place()} from shape {tuple(target.shape)}, {target.dtype} "
-                f"to {tuple(value.shape)}, {value.dtype}. A divided module keeps its shapes and dtypes."
+                f"`.data` of {leaf.name!r} is set at {user_location()} from shape {tuple(target.shape)}, "
+                f"{target.dtype} to {tuple(value.shape)}, {value.dtype}. A divided module keeps its shapes and dtypes."
             )
         if isinstance(value, GlobalTensor):
             local = value.local if value.home == leaf.home else self.fetch([value])[0]
@@ -362,7 +362,7 @@ class GlobalView:
         """What ``home`` has found out, on every rank. Collective."""
         _, ranks, _ = self.agreement.meet(Ask.VALUES, f"the result of {function}", self.serial, str(self._trail))
         if len(ranks) < self.group.size():
-            self.requests.refuse(ranks, f"{function} at {user_place()}")
+            self.requests.refuse(ranks, f"{function} at {user_location()}")
         return broadcast_json(value, self.group, self.device, home)
 
     # ---- the end ----

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import WITHOUT_MARKS, OperatorFacts, operator_facts, storage_key
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.patches import user_location
 from lightning_smddp.pipeline.view.tensor import (
     GlobalTensor,
     GlobalViewError,
@@ -52,8 +52,8 @@ class Operations:
             return self._at_home(WITHOUT_MARKS[function], args, kwargs, found, facts)
         if facts.changes_shape:
             raise GlobalViewError(
-                f"{facts.name} at {user_place()} changes the shape of {found[0].describe()} in place, which a pipeline "
-                "cannot do for a tensor of another rank. Make a new tensor instead."
+                f"{facts.name} at {user_location()} changes the shape of {found[0].describe()} in place, which a "
+                "pipeline cannot do for a tensor of another rank. Make a new tensor instead."
             )
         written = facts.written(args, kwargs)
         if facts.is_foreach and _is_mixed(args):
@@ -63,7 +63,7 @@ class Operations:
         everyones = any(isinstance(t, Tensor) and not isinstance(t, GlobalTensor) for t in written)
         if everyones and any(isinstance(t, GlobalTensor) for t in written):
             raise GlobalViewError(
-                f"{facts.name} at {user_place()} writes a tensor of one rank and a tensor of all ranks at once."
+                f"{facts.name} at {user_location()} writes a tensor of one rank and a tensor of all ranks at once."
             )
         if everyones or not facts.makes_tensors or facts.name in _DRAW_BY_VALUE:
             return self._everywhere(function, args, kwargs, found, facts)

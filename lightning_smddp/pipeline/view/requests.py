@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.communication.messages import broadcast_json
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.patches import user_location
 from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.agreement import Ask
 from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf
@@ -71,7 +71,7 @@ class Requests:
             problem = self._collect(tensor, versions)
             if problem is not None:
                 return {"problem": problem}
-        return {"versions": versions, "place": user_place()}
+        return {"versions": versions, "place": user_location()}
 
     def _collect(self, tensor: GlobalTensor, versions: dict[str, int]) -> str | None:
         """Note what ``tensor`` is made of; or say why it cannot be made here."""
@@ -83,10 +83,10 @@ class Requests:
             return None
         recipe = tensor.recipe
         if recipe is None or (tensor.memory.leaf is None and tensor.memory.version > 0):
-            return _alone(f"{tensor.describe()} at {user_place()}", self.view.rank)
+            return _alone(f"{tensor.describe()} at {user_location()}", self.view.rank)
         for given, version in zip(globals_in((recipe.args, recipe.kwargs)), recipe.versions, strict=True):
             if given.memory is not tensor.memory and given.memory.version != version:
-                what = f"{tensor.describe()} at {user_place()}, made of {given.describe()} as it was before"
+                what = f"{tensor.describe()} at {user_location()}, made of {given.describe()} as it was before"
                 return _alone(what, self.view.rank)
             problem = self._collect(given, versions)
             if problem is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
-from lightning_smddp.pipeline.capture.patches import user_place
+from lightning_smddp.pipeline.capture.patches import user_location
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.view.global_view import GlobalView
@@ -110,7 +110,7 @@ class GlobalTensor(Tensor):
         if function is torch.ops.aten.detach.default:  # autograd's own, which reads nothing
             return tensor.global_view.alias(tensor)
         raise OutsideViewError(
-            f"{function} at {user_place()} uses {tensor.describe()}, whose values are on rank {tensor.home} of the "
+            f"{function} at {user_location()} uses {tensor.describe()}, whose values are on rank {tensor.home} of the "
             "pipeline. Other ranks' tensors can be used in hooks and callbacks, where all ranks run the same code, but "
             "not here. Do it in a hook such as `on_train_batch_end`, or keep it in a buffer, which hooks may change "
             "in place and steps may use."
