@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.bridge.loader_sizes import loader_sizes
 from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.bridge.row_trials import rows_by_loss
 from lightning_smddp.bridge.step import LightningStep
+from lightning_smddp.pipeline.capture.pytree import leaves
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
@@ -243,3 +243,46 @@ def _fits(splitter: Splitter, batch: Any, rows: int) -> bool:
         return len(splitter.cut(batch, 2, rows)) == 2
     except UnclearBatchError:
         return False
+
+
+_LOADERS = {
+    "training_step": "train_dataloader",
+    "validation_step": "val_dataloaders",
+    "test_step": "test_dataloaders",
+    "predict_step": "predict_dataloaders",
+}
+
+
+def loader_sizes(trainer: Any, hook: str, arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes that a batch of a step's loader can have, the usual ones first; empty if the loader does not say.
+
+    Args:
+        trainer: whose loaders.
+        hook: name of the step.
+        arguments: of the step, besides the batch.
+    """
+    loaders = getattr(trainer, _LOADERS[hook], None)
+    every = leaves(getattr(loaders, "iterables", loaders))  # a CombinedLoader has them there
+    index = arguments[1] if len(arguments) > 1 else None
+    if hook != "training_step" and isinstance(index, int) and index < len(every):
+        every = [every[index]]
+    found = [_sizes(loader) for loader in every]
+    if not all(found):
+        return ()
+    usual, last = [sizes[0] for sizes in found], [size for sizes in found for size in sizes[1:]]
+    return tuple(dict.fromkeys([*usual, *last]))
+
+
+def _sizes(loader: Any) -> tuple[int, ...]:
+    """The usual size, and that of the last batch if it is another."""
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
+    if not isinstance(size, int):
+        return ()
+    if getattr(loader, "drop_last", False) or getattr(sampler, "drop_last", False):
+        return (size,)
+    try:
+        rest = len(sampler.sampler) % size  # type: ignore[union-attr]
+    except (AttributeError, TypeError):  # a stream, or a sampler without length
+        return (size,)
+    return (size, rest) if rest else (size,)

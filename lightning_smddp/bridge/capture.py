@@ -18,7 +18,17 @@ from torchmetrics import Metric
 from lightning_smddp._compat.torch import forward_cache, without_torch_functions
 from lightning_smddp.bridge.counts import UNKNOWN, Moved, settle, unknown_counts
 from lightning_smddp.bridge.left_behind import LeftBehind, without_ghosts
-from lightning_smddp.bridge.pipeline_metrics import PipelineMetrics, members, owners
+from lightning_smddp.bridge.metrics import (
+    AnyMetric,
+    MetricCall,
+    MetricRecorder,
+    PipelineMetrics,
+    members,
+    merged_arguments,
+    named_metrics,
+    owners,
+    patched,
+)
 from lightning_smddp.bridge.step_attributes import (
     AttributeWatch,
     Changes,
@@ -26,14 +36,6 @@ from lightning_smddp.bridge.step_attributes import (
     combine_changes,
     detached,
     doubtful_counts,
-)
-from lightning_smddp.bridge.step_metrics import (
-    AnyMetric,
-    MetricCall,
-    MetricRecorder,
-    merged_arguments,
-    named_metrics,
-    patched,
 )
 from lightning_smddp.bridge.step_results import Log, Observed, StepResults
 from lightning_smddp.bridge.step_values import (

@@ -1,14 +1,85 @@
-"""Tensors that a module keeps in attributes, beside its parameters and buffers."""
+"""Copies that stand in for tensors in attributes while a step runs, as it may change them in place.
+
+``self.hits += (found == y).sum()`` writes into the tensor that the attribute holds. Run once for each micro-batch, each
+would see what the one before has written, and only where the operation is done. With a copy in its place a change
+in place is like an assignment of another tensor.
+"""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_smddp._compat.torch import write_count
+from lightning_smddp._compat.torch import storage_key, write_count
 from lightning_smddp.pipeline.capture.pytree import tensors
+
+_SMALL = 2**16  # elements; larger tensors are copied where a trace has seen a change
+
+
+@dataclass(frozen=True)
+class _StandIn:
+    original: Tensor
+    copy: Tensor
+    writes: int
+
+    @property
+    def is_changed(self) -> bool:
+        return write_count(self.copy) != self.writes
+
+
+class StandIns:
+    """Puts copies in the place of tensors in one container.
+
+    Args:
+        container: attributes of an object, or a dict among them.
+        keys: which members may be changed.
+        is_sought: whether a key's tensor is copied however large it is.
+    """
+
+    def __init__(self, container: dict[Any, Any], keys: Iterable[Hashable], is_sought: Callable[[Any], bool]) -> None:
+        self.container = container
+        self._stand_ins: dict[Any, _StandIn] = {}
+        candidates = {key: container[key] for key in keys if _can_be_copied(container[key])}
+        candidates = {key: found for key, found in candidates.items() if found.numel() <= _SMALL or is_sought(key)}
+        memories = Counter(map(storage_key, candidates.values()))
+        for key, found in candidates.items():
+            if memories[storage_key(found)] > 1:
+                continue  # a change of one shows in the other
+            with torch.inference_mode(False), torch.no_grad():  # writes to inference tensors are not counted
+                copy = found.clone()
+            self._stand_ins[key] = _StandIn(found, copy, write_count(copy))
+            container[key] = copy
+
+    def changed(self) -> list[Any]:
+        """Keys of what was changed in place."""
+        return [key for key, one in self._stand_ins.items() if one.is_changed and self.container.get(key) is one.copy]
+
+    def have(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is one of the copies, or a view of one."""
+        memory = storage_key(tensor)
+        return any(storage_key(one.copy) == memory for one in self._stand_ins.values())
+
+    def is_untouched(self, key: Any) -> bool:
+        """Whether there is a copy that nobody has changed or replaced."""
+        one = self._stand_ins.get(key)
+        return one is not None and self.container.get(key) is one.copy and not one.is_changed
+
+    def take_away(self) -> None:
+        """Put the originals back where nothing has changed; changed copies are what the step has assigned."""
+        for key, one in self._stand_ins.items():
+            if self.container.get(key) is one.copy and not one.is_changed:
+                self.container[key] = one.original
+
+
+def _can_be_copied(value: Any) -> bool:
+    return type(value) is Tensor and not value.requires_grad and value.layout is torch.strided and not value.is_meta
+
 
 Kept: TypeAlias = dict[str, list[tuple[Tensor, int]]]  # by attribute: tensors, and how often they were written
 

@@ -14,12 +14,10 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_smddp.bridge.carried_state import require_no_new_state, require_no_state
-from lightning_smddp.bridge.kept_state import KeptState
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.bridge.step_results import Observed
-from lightning_smddp.bridge.weighing import Weighed, Weighing
-from lightning_smddp.bridge.weight_doubts import WeightDoubts
+from lightning_smddp.bridge.step_results import KeptState, Observed
+from lightning_smddp.bridge.weighing import Weighed, Weighing, WeightDoubts
 from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
@@ -60,7 +58,6 @@ from lightning_smddp.pipeline.runtime.broadcast import UnsendableError, broadcas
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.own_dropout import without_own_dropout
 from lightning_smddp.pipeline.runtime.separate_draws import separate_draws
-from lightning_smddp.pipeline.runtime.spans import Recorder
 from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
 from lightning_smddp.pipeline.runtime.tails import NEW_OWNERS, NOTHING_NEW
 from lightning_smddp.pipeline.runtime.trace_cache import StagedStep, TraceCache, TracedPath
@@ -93,7 +90,6 @@ class PartitionedModule:
         optimizers: empty if there is no training.
         weights: values for parameters without memory, by name; else their modules initialise them.
         seed: for that, the same on every rank.
-        recorder: see :class:`PipelineRuntime`.
         hooks: the users' on parameters, set aside.
         known: an earlier division's ``decision``, see :func:`divide`.
 
@@ -115,7 +111,6 @@ class PartitionedModule:
         optimizers: Sequence[Optimizer],
         weights: dict[str, Tensor],
         seed: int,
-        recorder: Recorder | None,
         hooks: ParameterHooks,
         known: Mapping[str, Any] | None = None,
     ) -> None:
@@ -143,7 +138,7 @@ class PartitionedModule:
             stage: [held[name] for name in held if stage in stages[name]] for stage in here
         }
         self.runtime = PipelineRuntime(
-            module, groups, device, options.schedule, len(ranks), of_stage, options.activation_checkpointing, recorder
+            module, groups, device, options.schedule, len(ranks), of_stage, options.activation_checkpointing
         )
         self.runtime.finds_owners = step.capture.left.has_news
         self.view = GlobalView(module, ownership, groups.pipeline, device, groups.host)

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.bridge.batch_cutting import BatchCutter
-from lightning_smddp.bridge.kept_state import KeptState
 from lightning_smddp.bridge.partitioned_module import PartFailedError, PartitionedModule
 from lightning_smddp.bridge.result_trials import RETURNED, Findings, tolerance_of, try_results
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.bridge.step_results import Observed
+from lightning_smddp.bridge.step_results import KeptState, Observed
 from lightning_smddp.bridge.step_values import is_loss
 from lightning_smddp.bridge.weighing import as_trained
 from lightning_smddp.communication.messages import broadcast_json, gather_json

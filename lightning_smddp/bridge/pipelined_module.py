@@ -14,25 +14,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_smddp.bridge.attempts import Attempt, run_batch, run_rounds
 from lightning_smddp.bridge.batch_cutting import BatchCutter
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.count_trials import combined, settle_counts
 from lightning_smddp.bridge.deferred_backward import scale_of
-from lightning_smddp.bridge.evaluation_trials import EvaluationTrials
-from lightning_smddp.bridge.lockstep import Lockstep
+from lightning_smddp.bridge.evaluation import EvaluationTrials, Lockstep
+from lightning_smddp.bridge.metrics import PipelineMetrics, patched
 from lightning_smddp.bridge.partition_table import print_partition, print_replicated, resources_for
 from lightning_smddp.bridge.partitioned_module import PartitionedModule, is_whole
-from lightning_smddp.bridge.parts import BY_EXCEPTION, leave_in_parts, made_whole
 from lightning_smddp.bridge.path_trials import find_courses, look_behind
-from lightning_smddp.bridge.pipeline_metrics import PipelineMetrics
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.bridge.replicated_module import ReplicatedModule
-from lightning_smddp.bridge.rounds import run_rounds
-from lightning_smddp.bridge.second_attempts import Attempt, make_whole, require_whole_possible, run_batch
 from lightning_smddp.bridge.second_check import SecondCheck
 from lightning_smddp.bridge.step import LightningStep, Scale, loss_of
-from lightning_smddp.bridge.step_metrics import patched
 from lightning_smddp.bridge.step_results import StepResults, broadcast_results
+from lightning_smddp.bridge.whole_again import (
+    BY_EXCEPTION,
+    leave_in_parts,
+    made_whole,
+    make_whole,
+    require_whole_possible,
+)
 from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -53,7 +56,6 @@ from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.broadcast import HeaderCache
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.host_values import HostValues
-from lightning_smddp.pipeline.runtime.spans import Recorder
 from lightning_smddp.pipeline.state.full_state import (
     full_state_dict,
     load_full_state_dict,
@@ -99,7 +101,6 @@ class PipelinedModule:
         self.cutter = BatchCutter(module, options, groups, device, self.num_stages, self.host_values)
         self.metrics = PipelineMetrics(module, groups.pipeline, self.last_rank, device, replicas)
         self.capture = StepCapture(module, metrics=self.metrics)
-        self.recorder: Recorder | None = None
         self.divided: PartitionedModule | None = None
         self.replicated: ReplicatedModule | None = None  # one of the two, from the first training step on
         self.known_division: Mapping[str, Any] | None = None  # of the run that is resumed
@@ -452,7 +453,6 @@ class PipelinedModule:
                 self._optimizers,
                 self._weights,
                 broadcast_json(torch.initial_seed() % 2**31, dist.group.WORLD, self.device),
-                self.recorder,
                 hooks,
                 self.known_division,
             )
@@ -469,9 +469,9 @@ class PipelinedModule:
         self._partition_optimizers(self.divided)
         if step.trains:
             self.second = SecondCheck(self.divided, self.inside_view, self.module.trainer.global_step)
-        is_new = step.trains or not self.shown
+        is_shown = step.trains or not self.shown
         self.shown.add(step.hook)
-        if self.options.communication.verbose and dist.get_rank() == 0 and is_new:
+        if is_shown and self.options.communication.verbose and dist.get_rank() == 0:
             weighting = None if step.trains and self.cutter.is_whole(step) else self.divided.weighting
             print_partition(step.hook, self.divided, resources, parts, weighting)
         for warning in self.divided.warnings if dist.get_rank() == 0 else ():

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.kept_state import KeptState
 from lightning_smddp.bridge.log_rules import learn_rules
 from lightning_smddp.bridge.step_attributes import learn_steps
-from lightning_smddp.bridge.step_results import Observed
+from lightning_smddp.bridge.step_results import KeptState, Observed
 from lightning_smddp.pipeline.capture.pytree import Path, items
 from lightning_smddp.pipeline.partition.loss_weights import path_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError

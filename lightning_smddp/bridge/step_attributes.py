@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.stand_ins import StandIns
+from lightning_smddp.bridge.kept_tensors import StandIns
 from lightning_smddp.bridge.step_values import is_loss, reduce_losses
 from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves, tensors
 from lightning_smddp.pipeline.partition.microbatches import combine

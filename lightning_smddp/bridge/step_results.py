@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import set_forward_cache, set_update_count
-from lightning_smddp.bridge.pipeline_metrics import PipelineMetrics
+from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.step_attributes import Place, apply_changes
 from lightning_smddp.pipeline.partition.mesh import Channel
 from lightning_smddp.pipeline.runtime.broadcast import HeaderCache, broadcast_structure, in_containers_of
@@ -117,3 +118,46 @@ def broadcast_results(
     received["logs"] = [Log(**log) for log in received["logs"]]
     received["output"] = in_containers_of(like, received["output"])
     return StepResults(**received)
+
+
+@dataclass(frozen=True)
+class KeptState:
+    """Items that lists have gained, and values that attributes were set to."""
+
+    appended: list[tuple[Place, list[Any]]]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, results: StepResults) -> KeptState | None:
+        """None if there is nothing."""
+        if not results.appended and not results.attributes:
+            return None
+        return cls(results.appended, results.attributes)
+
+    def moved(self, module: nn.Module) -> KeptState:
+        """The same with other numbers, also for what is still zero: so are counts of hits, for the few rows of a trial.
+
+        Where the step counts nothing, that makes no difference.
+        """
+        numbers = {name: value for name, value in vars(module).items() if _is_zero(value)}
+        return KeptState(self.appended, {name: _moved(value) for name, value in {**numbers, **self.attributes}.items()})
+
+    def put(self, module: nn.Module) -> None:
+        """Set the module's attributes so, within ``preserve_state``: members of its lists and dicts are not written."""
+        own = vars(module)
+        own.update(self.attributes)
+        for place, tail in self.appended:
+            container = own
+            if len(place) > 1:
+                container = own[place[0]] = own[place[0]].copy()
+            before = container[place[-1]] if isinstance(container, list) else container.get(place[-1], [])
+            container[place[-1]] = [*before, *tail]
+
+
+def _is_zero(value: Any) -> bool:
+    return type(value) in (int, float) and value == 0
+
+
+def _moved(value: Any) -> Any:
+    is_number = type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
+    return value + 1 if is_number else value

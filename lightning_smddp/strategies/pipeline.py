@@ -26,9 +26,9 @@ from lightning_smddp._compat.torch import finetuning_by_identity, keeps_user_sam
 from lightning_smddp._compat.torch_steps import default_group
 from lightning_smddp.bridge.deferred_backward import arrives_as_expected, connected, factor_of
 from lightning_smddp.bridge.hook_view import HookView
-from lightning_smddp.bridge.parts import require_whole
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.bridge.pipelined_module import PipelinedModule
+from lightning_smddp.bridge.whole_again import require_whole
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.report import CommunicationReport

@@ -23,7 +23,7 @@ from torchmetrics.classification import (
 )
 
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.pipeline_metrics import PipelineMetrics
+from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.step_results import broadcast_results
 from lightning_smddp.pipeline.capture.pytree import items
 from lightning_smddp.pipeline.partition.microbatches import split

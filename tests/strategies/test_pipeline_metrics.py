@@ -14,7 +14,7 @@ from torch import nn
 from torchmetrics import CatMetric, MeanMetric, MeanSquaredError, Metric, MetricCollection, R2Score
 from torchmetrics.metric import jit_distributed_available
 
-from lightning_smddp.bridge.pipeline_metrics import PipelineMetrics
+from lightning_smddp.bridge.metrics import PipelineMetrics
 from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")

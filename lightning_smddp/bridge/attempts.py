@@ -1,34 +1,25 @@
-"""A batch that a pipeline could not finish is run again: on another course, or by all ranks with the whole module."""
+"""The micro-batches of a batch, run in rounds; again, on another path, where one of them leaves the path it was on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.pipeline_metrics import PipelineMetrics
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.bridge.step import LightningStep
-from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
+from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.trace_cache import TracedPath
-from lightning_smddp.pipeline.runtime.transfer import gather_tensors
-from lightning_smddp.pipeline.state.full_state import gather_full
-from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 
 Attempt: TypeAlias = tuple[Sequence[MicroBatch], Sequence[TracedPath]]
 
-_COPIES = 4  # of all parameters, for training: they, their gradients, and two in the optimizer
-_CURE = (
+FROM_CHECKPOINT = (
     "When the step was traced it took another course. Give `fit` the last checkpoint as `ckpt_path`: the step is "
     "traced again then, as it is at that time."
 )
@@ -90,7 +81,8 @@ def run_batch(
             failures = {step.offset + index: text for index, text in error.failures.items()}
             step.offset = 0
             if drop is None:
-                raise LeftCourseError({index: f"{text} {_CURE}" for index, text in failures.items()}) from None
+                with_cure = {index: f"{text} {FROM_CHECKPOINT}" for index, text in failures.items()}
+                raise LeftCourseError(with_cure) from None
             drop()
             divided.learn(step, microbatches, courses, failures)
             found = find()
@@ -115,56 +107,47 @@ def _undone_if_left(module: nn.Module, courses: Sequence[TracedPath], device: to
         raise
 
 
-def require_whole_possible(
-    error: SplitError, divided: PartitionedModule, groups: Groups, device: torch.device, options: PipelineOptions
-) -> None:
-    """Raise ``error``, with what to do, on every rank if the module cannot become whole in mid-training. Collective.
+def run_rounds(
+    divided: PartitionedModule,
+    step: LightningStep,
+    options: PipelineOptions,
+    context: Callable[[str], AbstractContextManager[Any]],
+    microbatches: Sequence[MicroBatch],
+    courses: Sequence[TracedPath],
+) -> list[Any]:
+    """What the step returned for each micro-batch, on the rank where it ends; else an empty list. Collective.
 
     Args:
-        error: why the step cannot go on in a pipeline.
         divided: the module.
-        groups: this rank's place.
-        device: of this rank.
+        step: the user's.
         options: the strategy's.
+        context: of a step: the precision plugin's.
+        microbatches: of the batch.
+        courses: of each.
     """
-    obstacle = None
-    if options.fallback == "error" or options.meta_init:
-        obstacle = "meta_init=True" if options.meta_init else "fallback='error'"
-    if obstacle is None and groups.mesh.num_replicas > 1:
-        obstacle = "there are several replicas, and others may go on as they are"
-    if obstacle is None and device.type == "cuda":
-        need = _COPIES * sum(p.numel() * p.dtype.itemsize for p in divided.module.parameters())
-        free = torch.cuda.mem_get_info(device)[0]
-        if not all(gather_json(need < free, groups.pipeline, device)):
-            obstacle = "the model may not fit on one device"
-    if obstacle is None:
-        return
-    if isinstance(error, StepFailedError):
-        raise own_error(error) from None
-    raise SplitError(f"{error} It cannot go on as a whole on every rank either: {obstacle}. {_CURE}") from None
+    size = options.active_microbatches or len(microbatches)
+    looks = divided.looks(step, microbatches)
+    outputs: list[Any] = []
+    with _casting_once(divided, step, options, context, courses):
+        for begin in range(0, len(microbatches), size):
+            step.offset, now = begin, slice(begin, begin + size)
+            outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains, looks=looks)
+    return outputs
 
 
-def make_whole(
-    divided: PartitionedModule, partitions: Sequence[OptimizerPartition], metrics: PipelineMetrics, device: torch.device
-) -> None:
-    """Every rank holds everything: parameters, gradients, and states of optimizers and metrics. Collective."""
-    module, ownership, group = divided.module, divided.division.ownership, divided.groups.pipeline
-    divided.window.tied.sum()
-    gradients = gather_tensors(_own_gradients(module, ownership, group.rank()), group, to_all=True, device=device)
-    states = [partition.full_state_dict(group, to_all=True, device=device) for partition in partitions]
-    metrics.share()
-    divided.close()
-    divided.view.close()
-    divided.hooks.take(dict(module.named_parameters()))  # also of absent ones, which lose them
-    gather_full(module, ownership, group, device)
-    divided.hooks.give_back()
-    for partition, state in zip(partitions, states, strict=True):
-        partition.give_back(state)
-    for name, parameter in module.named_parameters():
-        parameter.grad = gradients[name].to(device) if name in gradients else None
-
-
-def _own_gradients(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, torch.Tensor]:
-    named = dict(module.named_parameters())
-    found = {name: named[name].grad for name in ownership.parameters if ownership.owner(name) == rank}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+def _casting_once(
+    divided: PartitionedModule,
+    step: LightningStep,
+    options: PipelineOptions,
+    context: Callable[[str], AbstractContextManager[Any]],
+    courses: Sequence[TracedPath],
+) -> AbstractContextManager[None]:
+    """Mixed precision casts each weight once for all micro-batches, where that makes no difference."""
+    kinds = {staged.graph.cast_type for staged, _ in courses}
+    if not step.trains or options.activation_checkpointing or None in kinds:
+        return nullcontext()
+    with context("training_step"):
+        step.keeps_casts = may_keep_casts(kinds, divided.device)
+    if not step.keeps_casts:
+        return nullcontext()
+    return kept_casts(divided.window.parameters.values(), lambda: context(step.hook))
