@@ -98,6 +98,7 @@ def parse(path: Path) -> ast.Module:
         ("sagemaker", UPSTREAM),
         ("supervision", LIGHTNING),
         ("planner", UPSTREAM | {"numpy", "torchmetrics"}),
+        ("wire", LIGHTNING),
     ],
 )
 def test_lower_layers_import_no_higher_ones(layer: str, forbidden: set[str]) -> None:
@@ -106,6 +107,15 @@ def test_lower_layers_import_no_higher_ones(layer: str, forbidden: set[str]) -> 
         imports = list(imported_names(parse(path)))
         offenders += describe(path, [(line, name) for line, name in imports if root(name) in forbidden])
         offenders += describe(path, [(line, name) for line, name in imports if name.startswith(HIGHER)])
+    assert offenders == []
+
+
+def test_the_encoder_knows_no_other_room() -> None:
+    offenders = []
+    for path in sorted((PACKAGE / "wire").rglob("*.py")):
+        imports = [(line, name) for line, name in imported_names(parse(path)) if root(name) == "lightning_smddp"]
+        allowed = tuple(f"lightning_smddp.{room}." for room in ("wire", "_compat", "wording"))
+        offenders += describe(path, [(line, name) for line, name in imports if not name.startswith(allowed)])
     assert offenders == []
 
 

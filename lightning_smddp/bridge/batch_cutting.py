@@ -14,7 +14,6 @@ from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.bridge.row_trials import rows_by_loss
 from lightning_smddp.bridge.step import LightningStep
-from lightning_smddp.pipeline.capture.pytree import leaves
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
@@ -22,6 +21,7 @@ from lightning_smddp.pipeline.partition.row_evidence import Evidence, evidence, 
 from lightning_smddp.pipeline.partition.splitter import Splitter
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.planner.microbatches import auto_num_microbatches
+from lightning_smddp.wire.pytree import leaves
 
 _FEW = 4  # rows are enough to compare with their halves
 _CURE = (

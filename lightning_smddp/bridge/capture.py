@@ -47,8 +47,8 @@ from lightning_smddp.bridge.step_values import (
     reduction_name,
     whole_batch_size,
 )
-from lightning_smddp.pipeline.capture.pytree import Path, copied, leaves, map_leaves
 from lightning_smddp.pipeline.partition.microbatches import UncombinableError, combine
+from lightning_smddp.wire.pytree import Path, copied, leaves, map_leaves
 
 _Key: TypeAlias = tuple[Hashable, ...]  # what was called, and how often before in this micro-batch
 _Returned: TypeAlias = dict[_Key, list[Any]]  # by call of a metric, the leaves of its result for the batch

@@ -13,9 +13,9 @@ from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attri
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.capture.pytree import copied
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED, first_decides, refuse_foreign_writes
+from lightning_smddp.wire.pytree import copied
 
 _CARRIED = (
     "In a pipeline micro-batches would see each other's. State that is carried from batch to batch needs whole "

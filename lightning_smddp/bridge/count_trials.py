@@ -20,9 +20,9 @@ from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_attributes import Place
 from lightning_smddp.bridge.step_results import StepResults
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.wire.gather import gather_json
 
 
 def combined(find: Callable[[], StepResults | str], settle: Callable[[], None]) -> StepResults | str:

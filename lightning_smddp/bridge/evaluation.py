@@ -19,11 +19,10 @@ from lightning_smddp.bridge.row_trials import rows_by_results
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_results import KeptState, Observed, StepResults
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.broadcast import broadcast_structure
 from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.wire.broadcast import broadcast_json, broadcast_structure
 
 _MOST_TIMES = 16
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_smddp._compat.torch import storage_key, write_count
-from lightning_smddp.pipeline.capture.pytree import tensors
+from lightning_smddp.wire.pytree import tensors
 
 _SMALL = 2**16  # elements; larger tensors are copied where a trace has seen a change
 

@@ -39,16 +39,16 @@ from lightning_smddp.bridge.owner_watch import (
     value_at,
 )
 from lightning_smddp.bridge.step_attributes import Changes, Place, combine_changes, detached
-from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.communication.trees import UnknownTypeError, dtype_of, name_of_dtype, put_back, take_out
 from lightning_smddp.pipeline.capture.patches import set_within
-from lightning_smddp.pipeline.capture.pytree import tensors
 from lightning_smddp.pipeline.capture.tracer import note_left
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.runtime.replay import active_run
 from lightning_smddp.pipeline.runtime.stage_run import Run
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
+from lightning_smddp.wire.encode import UnknownTypeError, decode, dtype_of, encode, name_of_dtype
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.pytree import tensors
 
 Trial: TypeAlias = dict[tuple[int, str], dict[Place, Any]]  # what attributes are set to, by stage and owner
 
@@ -80,7 +80,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Offer:
-    """A value that a stage has, as ``take_out`` gives it, with path, shape and dtype of each tensor."""
+    """A value that a stage has, as ``encode`` gives it, with path, shape and dtype of each tensor."""
 
     stage: int
     rank: int
@@ -101,7 +101,7 @@ class _Wanted:
     def of(cls, change: Found) -> _Wanted:
         found: dict[tuple[str, ...], Tensor] = {}
         try:
-            plain = take_out(change.after, found)
+            plain = encode(change.after, found)
         except UnknownTypeError:
             return cls(change.grows, None, [])
         return cls(change.grows, plain, [[list(path), getattr(ghost, "value", -1)] for path, ghost in found.items()])
@@ -359,7 +359,7 @@ class LeftBehind:
             if made is None:
                 self._shown.append((name, place, _unknown()))
             else:
-                self._take(name, place, put_back(plain, made), bool(made), grows)
+                self._take(name, place, decode(plain, made), bool(made), grows)
         self.clear()
 
     def _take(self, name: str, place: Place, value: Any, has_tensors: bool, grows: bool) -> None:
@@ -414,7 +414,7 @@ class LeftBehind:
             for place, (grows, value) in self._of_stage(stage, name).items():
                 found: dict[tuple[str, ...], Tensor] = {}
                 try:
-                    plain = take_out(value, found)
+                    plain = encode(value, found)
                 except UnknownTypeError:
                     wanted[name, place] = [grows, None, []]
                     continue
@@ -459,7 +459,7 @@ class LeftBehind:
         local: dict[tuple[str, ...], Tensor] = {}
         if chosen.rank == view.rank:
             _, value = self._of_stage(chosen.stage, name)[place]
-            take_out(value, local)
+            encode(value, local)
         return {tuple(spec[0]): _global(view, chosen.rank, spec, local.get(tuple(spec[0]))) for spec in chosen.specs}
 
     def _of_held(

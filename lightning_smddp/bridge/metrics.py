@@ -28,9 +28,9 @@ from lightning_smddp._compat.torch import (
     without_torch_functions,
 )
 from lightning_smddp.pipeline.capture.patches import set_within
-from lightning_smddp.pipeline.capture.pytree import map_leaves, tensors
 from lightning_smddp.pipeline.partition.microbatches import UncombinableError, combine
-from lightning_smddp.pipeline.runtime.broadcast import broadcast_structure
+from lightning_smddp.wire.broadcast import broadcast_structure
+from lightning_smddp.wire.pytree import map_leaves, tensors
 
 AnyMetric: TypeAlias = "Metric | MetricCollection"
 _METHODS = ("forward", "update", "compute", "reset")

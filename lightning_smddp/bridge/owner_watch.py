@@ -13,8 +13,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_smddp._compat.torch import write_count
 from lightning_smddp.bridge.step_attributes import Place, is_plain
-from lightning_smddp.pipeline.capture.pytree import leaves, tensors
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
+from lightning_smddp.wire.pytree import leaves, tensors
 
 MISSING = object()
 _MOST_MEMBERS = 1000  # of a dict; one with more is data

@@ -18,7 +18,6 @@ from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import KeptState, Observed
 from lightning_smddp.bridge.weighing import Weighed, Weighing, WeightDoubts
-from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
@@ -30,7 +29,7 @@ from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_g
 from lightning_smddp.pipeline.partition.cuts import Resources, StageCuts, follow, is_within
 from lightning_smddp.pipeline.partition.kept_numbers import KeptNumbers
 from lightning_smddp.pipeline.partition.loss_weights import warning_without_trial
-from lightning_smddp.pipeline.partition.mesh import Channel, Groups
+from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.ownership import held_parameters
 from lightning_smddp.pipeline.partition.plan import (
@@ -54,7 +53,6 @@ from lightning_smddp.pipeline.partition.verify import (
     gradient_norms,
     require_equal,
 )
-from lightning_smddp.pipeline.runtime.broadcast import UnsendableError, broadcast_structure
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.own_dropout import without_own_dropout
 from lightning_smddp.pipeline.runtime.separate_draws import separate_draws
@@ -65,6 +63,8 @@ from lightning_smddp.pipeline.state.full_state import gather_full, release, set_
 from lightning_smddp.pipeline.state.materialize import materialize
 from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.wire.broadcast import Channel, UnsendableError, broadcast_json, broadcast_structure
+from lightning_smddp.wire.gather import gather_json
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -24,7 +24,6 @@ from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import KeptState, Observed
 from lightning_smddp.bridge.step_values import is_loss
 from lightning_smddp.bridge.weighing import as_trained
-from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.gradient_trials import (
@@ -38,6 +37,8 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.weight_trials import EXACT, MIXED
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.trace_cache import TracedPath
+from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.gather import gather_json
 
 _MOST_TAILS = 16
 _FITS = Misfit("", 0.0)

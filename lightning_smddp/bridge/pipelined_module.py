@@ -36,7 +36,6 @@ from lightning_smddp.bridge.whole_again import (
     make_whole,
     require_whole_possible,
 )
-from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.gradients.clipping import (
@@ -53,7 +52,6 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch, Uncombin
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.partition.room import fits_on_devices
 from lightning_smddp.pipeline.partition.verify import VerificationError
-from lightning_smddp.pipeline.runtime.broadcast import HeaderCache
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.state.full_state import (
@@ -64,6 +62,7 @@ from lightning_smddp.pipeline.state.full_state import (
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition, require_divisible
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
+from lightning_smddp.wire.broadcast import HeaderCache, broadcast_json
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -22,9 +22,9 @@ from lightning_smddp._compat.torch_steps import behind_backwards
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.gradients.whole_gradients import WholeGradients
 from lightning_smddp.pipeline.partition.mesh import Groups
-from lightning_smddp.pipeline.runtime.transfer import CPU
 from lightning_smddp.resume.random_states import RandomStates, from_plain, to_plain
 from lightning_smddp.resume.rank_states import pack, unpack
+from lightning_smddp.wire.stream import CPU
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

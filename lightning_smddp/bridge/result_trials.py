@@ -21,9 +21,9 @@ from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.log_rules import learn_rules
 from lightning_smddp.bridge.step_attributes import learn_steps
 from lightning_smddp.bridge.step_results import KeptState, Observed
-from lightning_smddp.pipeline.capture.pytree import Path, items
 from lightning_smddp.pipeline.partition.loss_weights import path_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
+from lightning_smddp.wire.pytree import Path, items
 
 Run: TypeAlias = Callable[["Sequence[MicroBatch]", "KeptState | None"], "Observed | None"]
 Differences = dict[str, tuple[str, str]]  # by place: for the rows at once, and from their parts

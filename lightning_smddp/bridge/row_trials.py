@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import Observed, StepResults
-from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves, tensors
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, combine
 from lightning_smddp.pipeline.partition.plan import first_decides
 from lightning_smddp.pipeline.partition.row_evidence import Evidence, has_time_first
 from lightning_smddp.pipeline.partition.weight_trials import EXACT, find_weighting
+from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.pytree import leaves, map_leaves, tensors
 
 _TOLERANCE = 1e-5  # relative; rounding in another order is less
 

@@ -17,7 +17,6 @@ import torch
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.python_random import PythonRandom
@@ -25,6 +24,7 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, gradient_norms, require_equal
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.view.tensor import SharedViewError
+from lightning_smddp.wire.gather import gather_json
 
 _FIRST_SEED = 20250131  # unlike seeds of users, from which Python's numbers may go on
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightning_smddp.bridge.kept_tensors import StandIns
 from lightning_smddp.bridge.step_values import is_loss, reduce_losses
-from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves, tensors
 from lightning_smddp.pipeline.partition.microbatches import combine
+from lightning_smddp.wire.pytree import leaves, map_leaves, tensors
 
 Place: TypeAlias = tuple[Any, ...]  # (attribute,), or (attribute, key or position in it)
 _MISSING = object()

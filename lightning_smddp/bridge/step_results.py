@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import set_forward_cache, set_update_count
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.step_attributes import Place, apply_changes
-from lightning_smddp.pipeline.partition.mesh import Channel
-from lightning_smddp.pipeline.runtime.broadcast import HeaderCache, broadcast_structure, in_containers_of
+from lightning_smddp.wire.broadcast import Channel, HeaderCache, broadcast_structure, in_containers_of
 
 
 @dataclass

@@ -14,15 +14,15 @@ from lightning_smddp.bridge.attempts import FROM_CHECKPOINT
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.pipeline_options import PipelineOptions
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.ownership import Ownership
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.partition.room import fits_on_hosts
-from lightning_smddp.pipeline.runtime.transfer import CPU, gather_tensors
 from lightning_smddp.pipeline.state.full_state import gather_full
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.stream import CPU, gather_tensors
 
 _COPIES = 4  # of all parameters, for training: they, their gradients, and two in the optimizer
 BY_EXCEPTION = "an exception ended the run that had divided it, and other ranks may have been gone"

@@ -9,7 +9,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.host_copies import to_host
+from lightning_smddp.wire.host_copies import to_host
 
 Dump = Callable[[Any], None]
 """Writes a checkpoint to the object that it is given, by calling its ``write``."""

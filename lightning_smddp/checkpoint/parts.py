@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.communication.trees import Path, UnknownTypeError, put_back, take_out
+from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode
 
 Names = Sequence[Mapping[int, str]]
 """For each optimizer the names of its parameters, by their number in its ``state_dict()``."""
@@ -105,7 +105,7 @@ def put_together(rest: Mapping[str, Any], outline: Outline, tensors: Mapping[Pat
         checkpoint["optimizer_states"] = [
             {
                 **state,
-                "state": {**{number: put_back(value, tensors) for number, value in states.items()}, **state["state"]},
+                "state": {**{number: decode(value, tensors) for number, value in states.items()}, **state["state"]},
             }
             for state, states in zip(rest["optimizer_states"], outline.optimizers, strict=True)
         ]
@@ -170,7 +170,7 @@ def _take_state(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any
     """The state of one parameter without its tensors."""
     own: dict[Path, Tensor] = {}
     try:
-        plain = take_out(value, own, path)
+        plain = encode(value, own, path)
         for place, tensor in own.items():
             if not _is_plain(tensor, ".".join(place)):
                 raise UnknownTypeError(place, f"{type(tensor).__name__} ({tensor.layout})")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.wire.gather import gather_json
 
 
 @dataclass(frozen=True)

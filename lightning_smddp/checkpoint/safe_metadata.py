@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from lightning_smddp._compat.torch import dcp_place
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.tensor_files import METADATA, Entry
-from lightning_smddp.communication.trees import name_of_dtype
+from lightning_smddp.wire.encode import name_of_dtype
 
 _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {

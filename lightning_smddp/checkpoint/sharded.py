@@ -102,7 +102,7 @@ def load_sharded(
     """Load what :func:`save_sharded` saved, on any number of ranks. Collective over ``ranks``.
 
     Its tensors are the files themselves, mapped into memory: what a rank does not use is never read, and what it
-    keeps it should copy (:func:`~lightning_smddp.pipeline.capture.pytree.copied`).
+    keeps it should copy (:func:`~lightning_smddp.wire.pytree.copied`).
 
     Args:
         path: a local path.

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_smddp._compat.torch import dcp_place
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.hashing import HashingWriter, hashed_file
-from lightning_smddp.communication.trees import Path, dtype_of, name_of_dtype
+from lightning_smddp.wire.encode import Path, dtype_of, name_of_dtype
 
 METADATA = ".metadata"
 _ALIGNMENT = 64

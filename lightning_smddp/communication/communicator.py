@@ -17,11 +17,11 @@ from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import close_group, create_group, new_name
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
 from lightning_smddp.communication.intra_node import IntraNodeGroup
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.shared_memory import HOW_TO_RAISE, SharedMemory, free_bytes
 from lightning_smddp.communication.topology import discover
+from lightning_smddp.wire.gather import gather_json
 
 OnWait = Callable[[float, int | None], None]
 _SELF_TEST_NUMEL = 100_003  # a prime: no shard, chunk or part divides it

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lightning_smddp.communication.compression import Compression, check_compressible
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.topology import Topology
+from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 

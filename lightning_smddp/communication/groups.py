@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lightning_smddp._compat.torch import abort_and_forget, abort_nccl, default_store, is_nccl, new_group_among
 from lightning_smddp.communication.errors import RankTimeoutError
-from lightning_smddp.communication.messages import broadcast_json
+from lightning_smddp.wire.broadcast import broadcast_json
 
 _LOOK_S = 0.005
 _STDERR = 2

@@ -21,11 +21,11 @@ from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.device_watch import mark
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.nonfinite import NonFiniteWatch
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
+from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 

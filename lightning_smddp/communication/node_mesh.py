@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.topology import Topology
+from lightning_smddp.wire.gather import gather_json
 
 _MESSAGE_BYTES = 256
 _LIVENESS_PERIOD_S = 1.0  # how often a waiting rank looks whether the peer's process still exists

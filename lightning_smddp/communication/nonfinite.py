@@ -24,7 +24,7 @@ from torch.nn.utils import get_total_norm
 
 from lightning_smddp.communication.errors import NonFiniteGradientError
 from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 _SHOWN = 3  # parameters of a rank, in messages

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.stats import Totals
+from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 

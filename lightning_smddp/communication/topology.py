@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.wire.gather import gather_json
 
 
 def node_identity() -> str:

@@ -16,13 +16,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_smddp.communication.errors import StartError
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.rank_info import versions
 from lightning_smddp.communication.rendezvous import RendezvousConfig, join
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Finding, find, merged
 from lightning_smddp.doctor.measuring import measure
 from lightning_smddp.doctor.report import as_json, as_text
+from lightning_smddp.wire.gather import gather_json
 
 _START_S = 60.0
 _MOST_LOCAL_RANKS = 8

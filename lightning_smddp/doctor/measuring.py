@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.autotune import time_algorithm
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.communication.round_trips import round_trips
 from lightning_smddp.doctor.paths import At, try_paths
+from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.gather import gather_json
 
 SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes
 _LINK_BYTES = 4 * 2**20

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.groups import close_group, connect_pairs, create_group, new_name
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.round_trips import round_trips
+from lightning_smddp.wire.gather import gather_json
 
 _NUMEL = 1000
 _LARGE_BYTES = 8 * 2**20

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.messages import gather_bytes
-from lightning_smddp.communication.trees import Path, dtype_of, name_of_dtype, put_back, take_out
+from lightning_smddp.wire.encode import Path, decode, dtype_of, encode, name_of_dtype
+from lightning_smddp.wire.gather import gather_bytes
 
 
 def gather_states(state: Any, device: torch.device) -> list[Any]:
@@ -20,7 +20,7 @@ def gather_states(state: Any, device: torch.device) -> list[Any]:
     Collective over the world, if there is one.
 
     Args:
-        state: what :func:`~lightning_smddp.communication.trees.take_out` takes; tensors of the CPU.
+        state: what :func:`~lightning_smddp.wire.encode.take_out` takes; tensors of the CPU.
         device: where the group's collectives take their tensors from.
     """
     packed = pack(state)
@@ -34,7 +34,7 @@ def gather_states(state: Any, device: torch.device) -> list[Any]:
 def pack(state: Any) -> Tensor:
     """``state`` as one tensor of bytes: the length of the header (8), the header, the tensors; equal tensors once."""
     tensors: dict[Path, Tensor] = {}
-    plain = take_out(state, tensors)
+    plain = encode(state, tensors)
     places: dict[bytes, int] = {}
     specs = []
     end = 0
@@ -62,4 +62,4 @@ def unpack(data: Tensor) -> Any:
             own = bytearray(message[begin + offset : begin + offset + length])
             found[key] = torch.frombuffer(own, dtype=dtype_of(dtype)) if own else torch.empty(0, dtype=dtype_of(dtype))
         tensors[tuple(path)] = found[key].view(shape)
-    return put_back(plain, tensors)
+    return decode(plain, tensors)

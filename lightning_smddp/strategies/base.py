@@ -28,7 +28,6 @@ from typing_extensions import override
 
 from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.values import broadcast_value
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.resume.layouts import Place
 from lightning_smddp.strategies.reliability import ReliabilityOptions
@@ -39,6 +38,7 @@ from lightning_smddp.strategies.saving import Saving
 from lightning_smddp.strategies.session import GradientCommunication, Options, check_devices
 from lightning_smddp.strategies.start import start_process_group
 from lightning_smddp.strategies.tables import say
+from lightning_smddp.wire.values import broadcast_value
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -21,7 +21,6 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.capture.pytree import copied
 from lightning_smddp.resume.layouts import Place
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
@@ -30,6 +29,7 @@ from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
 from lightning_smddp.strategies.session import Options, finish_wrapping
 from lightning_smddp.strategies.tables import print_table, say
+from lightning_smddp.wire.pytree import copied
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -15,7 +15,6 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.communication.values import broadcast_value
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
 from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
 from lightning_smddp.strategies.reductions import mean_by_sum
@@ -23,6 +22,7 @@ from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptio
 from lightning_smddp.strategies.session import GradientCommunication, Options, check_devices, finish_wrapping
 from lightning_smddp.strategies.start import start_process_group
 from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.wire.values import broadcast_value
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy as _Base

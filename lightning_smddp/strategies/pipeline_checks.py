@@ -15,9 +15,9 @@ from lightning_smddp._compat.torch import is_compiled_module
 from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.pytree import leaves
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.suppress_warning import without_warning
+from lightning_smddp.wire.pytree import leaves
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

@@ -31,10 +31,10 @@ from lightning_smddp.communication.consistency import (
 )
 from lightning_smddp.communication.groups import backend_timeout, close_all, ends_within
 from lightning_smddp.communication.hook import GradientSynchronizer
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder, recorder_for
 from lightning_smddp.strategies.option_checks import is_positive, require_bools, require_cache
+from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own

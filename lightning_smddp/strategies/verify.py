@@ -16,11 +16,11 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_smddp.pipeline.capture.pytree import items
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError
 from lightning_smddp.strategies.lightning import PipelineStrategy
 from lightning_smddp.strategies.run_differences import Difference, compare_runs
 from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.wire.pytree import items
 from lightning_smddp.wording import counted
 
 STEPS = 2  # of training, and of validation

@@ -37,7 +37,7 @@ from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.sharded import ShardedDirectories, is_sharded, load_sharded, save_sharded
 from lightning_smddp.checkpoint.temporary import temporary_name
 from lightning_smddp.cli import main
-from lightning_smddp.pipeline.capture.pytree import copied
+from lightning_smddp.wire.pytree import copied
 from tests.checkpoint.models import assert_equal
 from tests.ranks import run_in_threads, run_ranks
 

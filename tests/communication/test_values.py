@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.values import ALLOW_PICKLE, broadcast_value
+from lightning_smddp.wire.values import ALLOW_PICKLE, broadcast_value
 from tests.communication.errors import message_of
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.pipeline.runtime.broadcast import HeaderCache, UnsendableError, broadcast_structure
+from lightning_smddp.wire.broadcast import HeaderCache, UnsendableError, broadcast_structure
 from tests.ranks import RanksFailedError, run_in_threads
 
 CPU = torch.device("cpu")

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.runtime import transfer
-from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors, gather_tensors
 from lightning_smddp.pipeline.state.absent import may_be_absent
 from lightning_smddp.pipeline.state.full_state import (
     broadcast_initial,
@@ -19,6 +17,8 @@ from lightning_smddp.pipeline.state.full_state import (
     load_full_state_dict,
     release,
 )
+from lightning_smddp.wire import stream
+from lightning_smddp.wire.stream import Spec, broadcast_tensors, gather_tensors
 from tests.communication.errors import message_of
 from tests.pipeline.models import OWNERSHIP, Tied, assert_same, seeded, tied
 from tests.ranks import run_in_threads
@@ -47,7 +47,7 @@ def divided(group: dist.ProcessGroup) -> Tied:
 
 @pytest.mark.parametrize("chunk_bytes", [64, 2**26])
 def test_tensors_of_all_kinds_travel_bit_by_bit(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(stream, "CHUNK_BYTES", chunk_bytes)
     results = run_in_threads(all_kinds, 2)
     assert results == [True, True]
 

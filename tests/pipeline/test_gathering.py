@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.checkpoint.contents import Snapshot
-from lightning_smddp.communication import host_copies
-from lightning_smddp.pipeline.runtime import transfer
-from lightning_smddp.pipeline.runtime.transfer import gather_tensors
+from lightning_smddp.wire import host_copies, stream
+from lightning_smddp.wire.stream import gather_tensors
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted, table
 
@@ -36,13 +35,13 @@ def gather(kind: str) -> tuple[dict[str, Tensor], Counter[str], str]:
     assert group is not None
     device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
     mine = {name: tensor.to(device) for name, tensor in shares(rank).items()}
-    transfer.CHUNK_BYTES = host_copies.CHUNK_BYTES = 4096
+    stream.CHUNK_BYTES = host_copies.CHUNK_BYTES = 4096
     messages: Counter[str] = Counter()
     for name in ("broadcast_tensors", "_send_tensors", "_receive_tensors"):
-        setattr(transfer, name, _noted(name, getattr(transfer, name), messages))
+        setattr(stream, name, _noted(name, getattr(stream, name), messages))
     with counted() as counts:
         found = gather_tensors(mine, group, False, device)
-        copies = Counter({key: times for key, times in counts.items() if "messages.py" not in key[1]})
+        copies = Counter({key: times for key, times in counts.items() if "gather.py" not in key[1]})
     return found, messages, table(copies)
 
 

@@ -19,7 +19,7 @@ from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_g
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.runtime.broadcast import HeaderCache, broadcast_structure
+from lightning_smddp.wire.broadcast import HeaderCache, broadcast_structure
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted, table
 

@@ -25,9 +25,9 @@ from torchmetrics.classification import (
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.step_results import broadcast_results
-from lightning_smddp.pipeline.capture.pytree import items
 from lightning_smddp.pipeline.partition.microbatches import split
-from lightning_smddp.pipeline.runtime.broadcast import HeaderCache
+from lightning_smddp.wire.broadcast import HeaderCache
+from lightning_smddp.wire.pytree import items
 from tests.strategies.learners import QUIET
 
 INPUTS, CLASSES, BATCH, COUNT = 6, 3, 8, 28  # the last batch has 4 rows

@@ -23,9 +23,9 @@ from lightning_smddp._compat.torch import storage_key
 from lightning_smddp._compat.torch_steps import storage_again
 from lightning_smddp.pipeline.capture.ops import is_inplace, sets_flag
 from lightning_smddp.pipeline.capture.patches import Lines, user_lines, user_location
-from lightning_smddp.pipeline.capture.pytree import leaves
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
+from lightning_smddp.wire.pytree import leaves
 
 NEW_WRITE = "The step writes a tensor in place"
 

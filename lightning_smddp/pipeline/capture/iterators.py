@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import GeneratorType
 from typing import Any
 
-from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves
+from lightning_smddp.wire.pytree import leaves, map_leaves
 
 _ONCE = (GeneratorType, map, zip, filter)
 

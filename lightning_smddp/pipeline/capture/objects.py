@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.capture.pytree import members_of
+from lightning_smddp.wire.pytree import members_of
 
 Parts = list[tuple[Any, Any]]
 

@@ -16,9 +16,9 @@ from torch.nn.parameter import is_lazy
 from lightning_smddp._compat.torch import DispatchMode, operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import makes_its_results, registered_buffers
 from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites
-from lightning_smddp.pipeline.capture.pytree import leaves
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
+from lightning_smddp.wire.pytree import leaves
 
 _STRUCTURE = {"_parameters", "_buffers", "_modules"}
 

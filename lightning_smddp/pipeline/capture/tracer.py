@@ -40,11 +40,11 @@ from lightning_smddp.pipeline.capture.ops import (
 )
 from lightning_smddp.pipeline.capture.patches import patched_forwards, user_lines, user_location
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, same_states
-from lightning_smddp.pipeline.capture.pytree import items, leaves, map_leaves
 from lightning_smddp.pipeline.capture.records import Call, Deciding, Event, Template, Trace
 from lightning_smddp.pipeline.capture.tracking import EXTENSION, Tracking, is_plain
 from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors, sizes_that_vary
 from lightning_smddp.pipeline.runtime.eager import Eager
+from lightning_smddp.wire.pytree import items, leaves, map_leaves
 
 _NOTHING = torch.empty(0)
 _BY_PYTHON = "it makes tensors of values that Python code read"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.patches import user_location
-from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves
 from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
 from lightning_smddp.pipeline.capture.storages import Memories, Memory
+from lightning_smddp.wire.pytree import leaves, map_leaves
 
 EXTENSION = "it calls operations that torch's function modes do not see (an extension's, say)"
 _ALIAS = "it uses a tensor whose memory was changed through another view of it"

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.runtime.transfer import CPU
+from lightning_smddp.wire.stream import CPU
 
 
 def clip_by_norm(

@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from lightning_smddp.pipeline.capture.iterators import repeatable
 from lightning_smddp.pipeline.partition.fingerprint import known_to_be_same, same_everywhere
-from lightning_smddp.pipeline.partition.mesh import Channel
-from lightning_smddp.pipeline.runtime.broadcast import HeaderCache, UnsendableError, broadcast_structure
 from lightning_smddp.pipeline.runtime.host_values import HostValues
+from lightning_smddp.wire.broadcast import Channel, HeaderCache, UnsendableError, broadcast_structure
 
 
 class BatchAgreement:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.communication.round_trips import round_trips
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.planner.problem import Link
+from lightning_smddp.wire.gather import gather_json
 
 # Ranks of one host without devices: the cores that compute also copy, and a measurement would tell how busy they are.
 LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)

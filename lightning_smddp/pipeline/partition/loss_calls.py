@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_smddp.pipeline.capture.pytree import items
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.wire.pytree import items
 
 _SIGNATURES = {function: inspect.signature(function) for function in (functional.cross_entropy, functional.nll_loss)}
 

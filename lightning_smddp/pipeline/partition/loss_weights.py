@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.pipeline.capture.pytree import Path, items
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.host_values import HostOf
+from lightning_smddp.wire.pytree import Path, items
 
 IGNORED = -100  # torch's and transformers' label of what does not count
 Kind: TypeAlias = Literal["rows", "labels", "entries", "sum"]

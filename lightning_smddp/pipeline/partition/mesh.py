@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat.torch import is_nccl, new_group_among
 from lightning_smddp.communication.groups import backend_timeout, create_group, new_name
+from lightning_smddp.wire.broadcast import Channel
 
 _CPU = torch.device("cpu")
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
@@ -74,13 +74,6 @@ class PipelineMesh:
     def find(self, rank: int) -> tuple[int, int]:
         """Replica of a rank of the job, and its rank in that pipeline."""
         return next((r, row.index(rank)) for r, row in enumerate(self.pipelines) if rank in row)
-
-
-class Channel(NamedTuple):
-    """A process group, and where its collectives take their tensors from."""
-
-    group: dist.ProcessGroup
-    device: torch.device
 
 
 @dataclass(frozen=True)

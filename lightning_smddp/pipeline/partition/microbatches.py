@@ -30,9 +30,9 @@ from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.capture.objects import describe, hides_something, is_plain
-from lightning_smddp.pipeline.capture.pytree import Members, Path, leaves, members_of, with_members
 from lightning_smddp.pipeline.partition.row_ways import Rows, UnclearBatchError, Ways, is_cuttable, take_rows
 from lightning_smddp.pipeline.runtime.answers import Answers
+from lightning_smddp.wire.pytree import Members, Path, leaves, members_of, with_members
 from lightning_smddp.wording import counted
 
 _ARRAYS = (Tensor, np.ndarray)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.capture.graph import Modules, Node, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
@@ -32,6 +31,8 @@ from lightning_smddp.pipeline.partition.room import explained_shortage
 from lightning_smddp.pipeline.runtime.own_dropout import without_own_dropout
 from lightning_smddp.pipeline.runtime.replay import ReplayError
 from lightning_smddp.pipeline.runtime.together import StepFailedError, Together
+from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.gather import gather_json
 
 CHECK_SEED = 20240229
 _REFERENCE_RUNS = 3  # of one micro-batch, for its times

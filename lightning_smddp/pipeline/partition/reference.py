@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
-from lightning_smddp.pipeline.capture.pytree import tensors
 from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay, Shapes, StagePlan, patched_units
+from lightning_smddp.wire.pytree import tensors
 
 
 @dataclass

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.communication.messages import all_agree, gather_json
 from lightning_smddp.communication.topology import node_identity
 from lightning_smddp.pipeline.partition.ownership import named_tensors
+from lightning_smddp.wire.gather import all_agree, gather_json
 
 _MARGIN = 1.05
 _GROUPS = Path("/sys/fs/cgroup")

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.pytree import Path, items, map_leaves
 from lightning_smddp.pipeline.partition.gradient_trials import Misfit, Verdict
 from lightning_smddp.pipeline.partition.loss_calls import LossCalls
 from lightning_smddp.pipeline.partition.loss_weights import IGNORED, Weighting, warning_without_trial
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.wire.pytree import Path, items, map_leaves
 
 EXACT, MIXED = 1e-4, 1e-2  # relative errors that rounding may explain, in fp32 and with 16-bit types
 _CLEAR = 10.0  # times the error of the best candidate is clearly worse

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_smddp.pipeline.capture.pytree import leaves
+from lightning_smddp.wire.pytree import leaves
 
 NOTHING = object()
 

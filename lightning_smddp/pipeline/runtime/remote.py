@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.trees import dtype_of, name_of_dtype
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.ops import name_of
 from lightning_smddp.pipeline.capture.patches import user_location
+from lightning_smddp.wire.encode import dtype_of, name_of_dtype
 
 OTHER_COURSE = (
     "When it was traced it took another course. What the step does before its last module may not depend on "

@@ -7,7 +7,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.messages import gather_json
+from lightning_smddp.wire.gather import gather_json
 
 
 def separate_draws(group: dist.ProcessGroup, device: torch.device) -> None:

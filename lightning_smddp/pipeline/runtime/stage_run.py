@@ -20,11 +20,11 @@ from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, device_answer, kind_of, name_of, sets_flag
 from lightning_smddp.pipeline.capture.patches import user_location
 from lightning_smddp.pipeline.capture.python_random import digest
-from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves, rebuild
 from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors
 from lightning_smddp.pipeline.runtime.answers import NOTHING, Answers
 from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, RemoteTensor, ReplayError, Shape, Shapes
 from lightning_smddp.pipeline.runtime.tails import Tail
+from lightning_smddp.wire.pytree import leaves, map_leaves, rebuild
 from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.capture.foreign_writes import NewWrites
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.pytree import map_leaves
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.kept_numbers import KeptNumbers
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.broadcast import broadcast_structure
 from lightning_smddp.pipeline.runtime.departures import has_no_meaning, require_no_departure, without_meaning
 from lightning_smddp.pipeline.runtime.engine import PipelineEngine
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay, ReplayError, Shapes, patched_units
@@ -27,6 +25,8 @@ from lightning_smddp.pipeline.runtime.spans import Recorder
 from lightning_smddp.pipeline.runtime.stage_run import WriteWatch
 from lightning_smddp.pipeline.runtime.tails import NEW_NUMBERS, NEW_OWNERS, NOTHING_NEW, KnownTails, Tail
 from lightning_smddp.pipeline.runtime.trace_cache import StagedStep, TracedPath, rehearsal_plan
+from lightning_smddp.wire.broadcast import broadcast_structure
+from lightning_smddp.wire.pytree import map_leaves
 
 
 class Step(Protocol):

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.wire.gather import gather_json
 
 Result = TypeVar("Result")
 

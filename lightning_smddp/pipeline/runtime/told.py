@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.graph import Node
-from lightning_smddp.pipeline.capture.pytree import leaves, rebuild
 from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.wire.pytree import leaves, rebuild
 
 
 def count(items: Sequence[Node]) -> int:

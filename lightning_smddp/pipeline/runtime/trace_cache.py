@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.capture.foreign_writes import NEW_WRITE
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 from lightning_smddp.pipeline.partition.cuts import StageCuts
@@ -28,6 +27,7 @@ from lightning_smddp.pipeline.runtime.replay import Replay, StagePlan, patched_u
 from lightning_smddp.pipeline.runtime.stage import Boundary, TensorSpec
 from lightning_smddp.pipeline.runtime.tails import KnownTails
 from lightning_smddp.pipeline.runtime.told import count
+from lightning_smddp.wire.gather import gather_json
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime, Step

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
 from lightning_smddp.pipeline.capture.patches import user_location
-from lightning_smddp.pipeline.capture.pytree import leaves
+from lightning_smddp.wire.pytree import leaves
 
 _HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}
 _allowed = threading.local()  # .depth

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import forget_hooks, swap_contents
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.partition.ownership import Ownership, named_tensors
-from lightning_smddp.pipeline.runtime.transfer import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
 from lightning_smddp.pipeline.state.absent import AbsentParameter, mark_absent, mark_present, may_be_absent
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
 
 
 def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int = 0, device: torch.device = CPU) -> None:

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.communication.trees import Path, UnknownTypeError, put_back, take_out
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.capture.pytree import copied
 from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.runtime.transfer import CPU, gather_tensors
 from lightning_smddp.pipeline.state.optimizer_trial import steps_one_by_one
+from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.pytree import copied
+from lightning_smddp.wire.stream import CPU, gather_tensors
 
 
 def require_divisible(optimizer: Optimizer) -> None:
@@ -244,7 +244,7 @@ class OptimizerPartition:
             for parameter in self._all():
                 name = self._names[id(parameter)]
                 if self.ownership.owner(name) == self.rank and parameter in self.optimizer.state:
-                    plain[name] = take_out(self.optimizer.state[parameter], tensors, (name,))
+                    plain[name] = encode(self.optimizer.state[parameter], tensors, (name,))
         except UnknownTypeError as error:
             problem = (
                 f"{type(self.optimizer).__name__}'s state cannot be gathered: {error}. Between ranks travel tensors, "
@@ -258,4 +258,4 @@ class OptimizerPartition:
         found = {tuple(json.loads(key)): tensor for key, tensor in gathered.items()}
         if not to_all and group.rank() != 0:
             return {}
-        return {name: put_back(value, found) for theirs, _ in everyones for name, value in theirs.items()}
+        return {name: decode(value, found) for theirs, _ in everyones for name, value in theirs.items()}

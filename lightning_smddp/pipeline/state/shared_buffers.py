@@ -11,8 +11,8 @@ from collections.abc import Sequence, Set
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 
 class SharedBuffers:

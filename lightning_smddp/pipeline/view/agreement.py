@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.communication.messages import gather_json
 from lightning_smddp.pipeline.view.tensor import SharedViewError
+from lightning_smddp.wire.gather import gather_json
 
 
 class Ask(enum.IntEnum):

@@ -13,8 +13,8 @@ from lightning_smddp._compat.torch import DispatchMode, without_torch_function
 from lightning_smddp._compat.torch_steps import mode_within_backwards
 from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of
 from lightning_smddp.pipeline.capture.patches import user_location
-from lightning_smddp.pipeline.capture.pytree import leaves, map_leaves
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError
+from lightning_smddp.wire.pytree import leaves, map_leaves
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.view.global_view import GlobalView

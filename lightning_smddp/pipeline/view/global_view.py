@@ -13,12 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
-from lightning_smddp.communication.messages import broadcast_json, gather_json
 from lightning_smddp.pipeline.capture.patches import user_location
-from lightning_smddp.pipeline.capture.pytree import map_leaves
-from lightning_smddp.pipeline.partition.mesh import Channel
 from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.agreement import Agreement, Ask
 from lightning_smddp.pipeline.view.functions import (
     ViewFunctions,
@@ -34,6 +30,10 @@ from lightning_smddp.pipeline.view.operations import Operations
 from lightning_smddp.pipeline.view.random_state import SharedRandomState
 from lightning_smddp.pipeline.view.requests import Requests
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError, Memory
+from lightning_smddp.wire.broadcast import Channel, broadcast_json
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.pytree import map_leaves
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 
 class GlobalView:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.agreement import Ask
 from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.view.global_view import GlobalView

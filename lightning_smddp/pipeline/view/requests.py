@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.messages import broadcast_json
 from lightning_smddp.pipeline.capture.patches import user_location
-from lightning_smddp.pipeline.runtime.transfer import Spec, broadcast_tensors
 from lightning_smddp.pipeline.view.agreement import Ask
 from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Recipe, globals_in, map_arguments
+from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 if TYPE_CHECKING:
     from lightning_smddp.pipeline.view.global_view import GlobalView

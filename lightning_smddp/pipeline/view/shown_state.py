@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.pipeline.runtime.transfer import Spec
 from lightning_smddp.pipeline.view.agreement import Ask
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.leaves import Leaf
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.stream import Spec
 
 _PLAIN = (bool, int, float, str, type(None))
 

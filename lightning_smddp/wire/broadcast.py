@@ -15,20 +15,38 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.trees import dtype_of, name_of_dtype
-from lightning_smddp.pipeline.capture.pytree import Path, items, leaves, rebuild
-from lightning_smddp.pipeline.partition.mesh import Channel
+from lightning_smddp.wire.encode import dtype_of, name_of_dtype
+from lightning_smddp.wire.gather import from_bytes, to_bytes
+from lightning_smddp.wire.pytree import Path, items, leaves, rebuild
 
 _ALIGNMENT = 16  # bytes, the largest element's size: a part of the buffer can be viewed as any type
 _SMALL = 2**16  # bytes of a buffer that may be sent in vain, because the header has changed
 _INT64 = range(-(2**63), 2**63)
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, group_src: int = 0) -> Any:
+    """The ``value`` of the rank ``group_src`` of ``group`` (the first) on every rank."""
+    data = to_bytes(value, device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, group=group, group_src=group_src)
+    if group.rank() != group_src:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=group_src)
+    return from_bytes(data)
+
+
+class Channel(NamedTuple):
+    """A process group, and where its collectives take their tensors from."""
+
+    group: dist.ProcessGroup
+    device: torch.device
 
 
 class UnsendableError(ValueError):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.messages import broadcast_json
-from lightning_smddp.communication.trees import Path, UnknownTypeError, dtype_of, name_of_dtype, put_back, take_out
+from lightning_smddp.wire.broadcast import broadcast_json
+from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, dtype_of, encode, name_of_dtype
 
 ALLOW_PICKLE = "LIGHTNING_SMDDP_ALLOW_PICKLE"
 
@@ -52,12 +52,12 @@ def broadcast_value(value: Any, src: int, group: dist.ProcessGroup, device: torc
     received = {
         tuple(path): _broadcast_tensor(spec, tensors.get(tuple(path)), src, group, device) for path, spec in specs
     }
-    return value if is_source else put_back(plain, received)
+    return value if is_source else decode(plain, received)
 
 
 def _describe(value: Any, tensors: dict[Path, Tensor]) -> list[Any]:
     """``value`` without its tensors, and what each of them is like."""
-    plain = take_out(value, tensors)
+    plain = encode(value, tensors)
     for path, tensor in tensors.items():
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
             raise UnknownTypeError(path, f"{type(tensor).__module__}.{type(tensor).__qualname__} ({tensor.layout})")

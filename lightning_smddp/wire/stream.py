@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.host_copies import CHUNK_BYTES, Landing, to_host
-from lightning_smddp.communication.messages import gather_json
-from lightning_smddp.communication.trees import dtype_of, name_of_dtype
+from lightning_smddp.wire.encode import dtype_of, name_of_dtype
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.host_copies import CHUNK_BYTES, Landing, to_host
 
 _TAG = 0
 _ALIGNMENT = 16  # bytes; the widest element (complex128)

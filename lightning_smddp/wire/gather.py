@@ -10,17 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def _encode(value: Any, device: torch.device) -> Tensor:
+def to_bytes(value: Any, device: torch.device) -> Tensor:
+    """``value``, which JSON carries, as a flat tensor of uint8 on ``device``."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
 
 
-def _decode(data: Tensor) -> Any:
+def from_bytes(data: Tensor) -> Any:
+    """The inverse of :func:`to_bytes`; reads a tensor of a device."""
     return json.loads(data.cpu().numpy().tobytes())
 
 
 def gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """Every rank's ``value`` (anything that JSON carries), in rank order, on every rank."""
-    return [_decode(data) for data in gather_bytes(_encode(value, device), group)]
+    return [from_bytes(data) for data in gather_bytes(to_bytes(value, device), group)]
 
 
 def gather_bytes(data: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -33,17 +35,6 @@ def gather_bytes(data: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
     return [part[: int(n)] for part, n in zip(parts, lengths, strict=True)]
-
-
-def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, group_src: int = 0) -> Any:
-    """The ``value`` of the rank ``group_src`` of ``group`` (the first) on every rank."""
-    data = _encode(value, device)
-    length = torch.tensor([data.numel()], device=device)
-    dist.broadcast(length, group=group, group_src=group_src)
-    if group.rank() != group_src:
-        data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group=group, group_src=group_src)
-    return _decode(data)
 
 
 def all_agree(decision: bool, group: dist.ProcessGroup, device: torch.device) -> bool:

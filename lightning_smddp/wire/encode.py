@@ -32,7 +32,7 @@ class UnknownTypeError(ValueError):
         self.kind = kind
 
 
-def take_out(value: Any, tensors: dict[Path, Tensor], path: Path = ()) -> list[Any]:
+def encode(value: Any, tensors: dict[Path, Tensor], path: Path = ()) -> list[Any]:
     """``value`` as JSON, with its tensors moved to ``tensors``, each under its path below ``path``.
 
     None, bool, int, float, str, bytes, paths, dtypes, numbers of numpy, tensors, and lists, tuples, sets and dicts of
@@ -57,19 +57,19 @@ def take_out(value: Any, tensors: dict[Path, Tensor], path: Path = ()) -> list[A
     if kind is torch.dtype:
         return ["dtype", name_of_dtype(value)]
     if kind in _SEQUENCES.values():
-        return [kind.__name__, [take_out(member, tensors, (*path, str(i))) for i, member in enumerate(value)]]
+        return [kind.__name__, [encode(member, tensors, (*path, str(i))) for i, member in enumerate(value)]]
     if kind in _MAPPINGS:
         names = [str(key) for key in value]
         if len(set(names)) < len(names):  # 1 and "1"
             names = [f"{type(key).__name__} {key}" for key in value]
-        members = [take_out(member, tensors, (*path, name)) for name, member in zip(names, value.values(), strict=True)]
-        keys = [take_out(key, tensors, (*path, name, "key")) for name, key in zip(names, value, strict=True)]
+        members = [encode(member, tensors, (*path, name)) for name, member in zip(names, value.values(), strict=True)]
+        keys = [encode(key, tensors, (*path, name, "key")) for name, key in zip(names, value, strict=True)]
         return ["dict", [list(pair) for pair in zip(keys, members, strict=True)]]
     raise UnknownTypeError(path, f"{kind.__module__}.{kind.__qualname__}")
 
 
-def put_back(plain: Any, tensors: Mapping[Path, Tensor]) -> Any:
-    """The inverse of :func:`take_out`; all mappings come back as dicts."""
+def decode(plain: Any, tensors: Mapping[Path, Tensor]) -> Any:
+    """The inverse of :func:`encode`; all mappings come back as dicts."""
     kind, content = plain
     if kind == "plain":
         return content
@@ -82,8 +82,8 @@ def put_back(plain: Any, tensors: Mapping[Path, Tensor]) -> Any:
     if kind == "dtype":
         return dtype_of(content)
     if kind == "dict":
-        return {put_back(key, tensors): put_back(member, tensors) for key, member in content}
-    return _SEQUENCES[kind](put_back(member, tensors) for member in content)
+        return {decode(key, tensors): decode(member, tensors) for key, member in content}
+    return _SEQUENCES[kind](decode(member, tensors) for member in content)
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
