@@ -473,7 +473,7 @@ def loadable_names(module: nn.Module) -> tuple[dict[str, Tensor | None], list[st
     return names, others
 
 
-def dcp_place(file: str, begin: int, length: int) -> Any:
+def dcp_storage_info(file: str, begin: int, length: int) -> Any:
     """Where ``torch.distributed.checkpoint``'s metadata says that a tensor is.
 
     Private because only torch's own writers make it; its reader needs it. Remove when it is public.

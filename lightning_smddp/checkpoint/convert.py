@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_smddp.checkpoint.contents import bytes_needed, dump_of
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.places import write_checkpoint
+from lightning_smddp.checkpoint.locations import write_checkpoint
 from lightning_smddp.checkpoint.reading import read_checkpoint
 from lightning_smddp.checkpoint.sharded import load_sharded, local_path, save_sharded
 

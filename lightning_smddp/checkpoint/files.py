@@ -11,12 +11,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import IO
 
 from lightning_smddp.checkpoint.contents import Dump
 from lightning_smddp.checkpoint.temporary import create, remove, remove_strays, temporary_name
-from lightning_smddp.checkpoint.zip_files import BrokenZipError, require_whole, write_stamped
+from lightning_smddp.checkpoint.zip_files import BrokenZipError, Writer, require_whole, write_stamped
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
@@ -58,7 +60,7 @@ def explained(error: OSError, path: str, needed: int) -> OSError:
 
 
 def _write(dump: Dump, directory: str, name: str, verify: bool) -> None:
-    descriptor, temporary = create(directory, name, _make)
+    descriptor, temporary = create(directory, name, _make_file)
     try:
         with open(descriptor, "wb", buffering=2**20) as file:  # closing it also ends the lock
             write_stamped(dump, file)
@@ -74,6 +76,18 @@ def _write(dump: Dump, directory: str, name: str, verify: bool) -> None:
         raise
 
 
+@contextmanager
+def new_file(path: str) -> Iterator[Writer]:
+    """A file to be written, which is on the disk when the context is left, and read from there afterwards."""
+    with open(path, "xb", buffering=2**20) as file:
+        writer = Writer(file)
+        with writer.own_error():
+            yield writer
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the cache
+
+
 def require_as_written(file: IO[bytes]) -> None:
     """Raise ``OSError`` if a file that was just written is damaged."""
     try:
@@ -82,7 +96,7 @@ def require_as_written(file: IO[bytes]) -> None:
         raise OSError(errno.EIO, f"what was read back differs from what was written: {error}") from error
 
 
-def _make(path: str) -> int:
+def _make_file(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
@@ -91,7 +105,7 @@ def put_in_place(temporary: str, final: str) -> None:
 
     A file replaces a file at once. Where one of the two is a directory, Linux can exchange their names at once
     (renameat2(2)); file systems that cannot do so get two renames. Between these a previous directory has a name that
-    is found, see :func:`~lightning_smddp.checkpoint.directories.existing`.
+    is found, see :func:`existing`.
     """
     parent = os.path.dirname(os.path.abspath(final))
     previous = previous_name(final)
@@ -161,3 +175,40 @@ def sync_directory(directory: str) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+# ---- directories ----
+
+
+@contextmanager
+def new_directory(final: str) -> Iterator[str]:
+    """A new directory beside ``final``, to be filled and put in place; removed if that is not done.
+
+    What others have left there is removed first. For as long as its writer lives, the directory is locked.
+    """
+    parent, name = os.path.split(os.path.abspath(final))
+    os.makedirs(parent, exist_ok=True)
+    remove_strays(parent)
+    descriptor, path = create(parent, name, _make_directory)
+    try:
+        yield path
+    finally:
+        os.close(descriptor)
+        if os.path.lexists(path):
+            shutil.rmtree(path, ignore_errors=True)  # what went wrong first is what matters
+
+
+def _make_directory(path: str) -> int:
+    os.mkdir(path)
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def existing(path: str) -> str:
+    """``path``; or if there is none, but a writer died between two renames, where the previous one is."""
+    previous = previous_name(path)
+    return previous if not os.path.lexists(path) and os.path.isdir(previous) else path
+
+
+def remove_directory(path: str) -> None:
+    """Remove a directory, or the previous one of :func:`existing`; of a link the link. Nothing if there is none."""
+    remove_complete(existing(path))

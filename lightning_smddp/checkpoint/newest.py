@@ -7,41 +7,23 @@ import os
 import posixpath
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.places import locate, modified_ns
+from lightning_smddp.checkpoint.locations import locate, modified_ns
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.reading import verify_checkpoint
+from lightning_smddp.checkpoint.sharded import sharded_saved_ns, verify_sharded
 from lightning_smddp.checkpoint.zip_files import TAIL_BYTES, saved_ns
 
 _log = logging.getLogger(__name__)
 SUFFIX = ".ckpt"
 
 
-class DirectoryFormat(Protocol):
-    """Checkpoints that are directories."""
-
-    def saved_ns(self, path: str) -> int | None:
-        """When the one at ``path`` was saved (nanoseconds since 1970); None if that is no such checkpoint."""
-
-    def verify(self, path: str, ranks: Ranks) -> None:
-        """Raise ``CheckpointError`` on every rank if it is not whole. Collective."""
-
-
-@dataclass(frozen=True, order=True)
-class _Candidate:
-    saved_ns: int
-    path: str
-    is_directory: bool = False
-
-
 def newest_checkpoint(
-    places: Iterable[str | PathLike[str]],
-    directories: DirectoryFormat | None = None,
+    locations: Iterable[str | PathLike[str]],
     report: Callable[[str], None] = _log.warning,
     ranks: Ranks | None = None,
 ) -> str | None:
@@ -51,12 +33,11 @@ def newest_checkpoint(
     (SageMaker restores a run's directory from S3); of others the time of change counts.
 
     The first rank looks what there is. Then all verify it together, as one that waits for another for as long as it
-    takes to read a large checkpoint would give it up: each reads local files, and a share of a directory.
+    takes to read a large checkpoint would give it up: each reads local files, and a share of a sharded one.
 
     Args:
-        places: directories and URLs whose ``*.ckpt`` are looked at, and such files themselves; the first rank's count.
-            Those that do not exist are passed over.
-        directories: knows checkpoints that are directories; None leaves them out.
+        locations: directories and URLs whose ``*.ckpt`` are looked at, and such files themselves; the first rank's
+            count. Those that do not exist are passed over.
         report: is called on the first rank with a line for each newer one that is not valid.
         ranks: None for this process alone.
 
@@ -64,13 +45,11 @@ def newest_checkpoint(
         CheckpointError: on every rank: one that the first rank can read cannot be read by another.
     """
     ranks = ranks or Ranks()
-    newest_first = partial(_newest_first, places, directories)
-    for path, is_directory in ranks.first(newest_first):
+    for path, is_sharded in ranks.first(lambda: _newest_first(locations)):
         _require_readable(path, ranks)
         try:
-            if is_directory:
-                assert directories is not None
-                directories.verify(path, ranks)
+            if is_sharded:
+                verify_sharded(path, ranks)
             elif "://" in path:
                 ranks.first(partial(verify_checkpoint, path))
             else:
@@ -83,10 +62,13 @@ def newest_checkpoint(
     return None
 
 
-def _newest_first(places: Iterable[str | PathLike[str]], directories: DirectoryFormat | None) -> list[Any]:
+def _newest_first(locations: Iterable[str | PathLike[str]]) -> list[Any]:
     """Paths, and whether they are directories."""
-    candidates = sorted(set(_candidates(places, directories)), reverse=True)
-    return [[candidate.path, candidate.is_directory] for candidate in candidates]
+    candidates: set[tuple[int, str, bool]] = set()
+    for location in locations:
+        fs, name = locate(location)
+        candidates.update(_local(name) if fs is None else _remote(fs, name))
+    return [[path, is_sharded] for _, path, is_sharded in sorted(candidates, reverse=True)]
 
 
 def _require_readable(path: str, ranks: Ranks) -> None:
@@ -103,22 +85,18 @@ def _require_readable(path: str, ranks: Ranks) -> None:
         )
 
 
-def _candidates(places: Iterable[str | PathLike[str]], directories: DirectoryFormat | None) -> Iterator[_Candidate]:
-    for place in places:
-        fs, name = locate(place)
-        yield from _local(name, directories) if fs is None else _remote(fs, name)
-
-
-def _local(place: str, directories: DirectoryFormat | None) -> Iterator[_Candidate]:
-    inside = place.endswith(SUFFIX)
-    paths = [place] if inside or not os.path.isdir(place) else [os.path.join(place, n) for n in os.listdir(place)]
+def _local(location: str) -> Iterator[tuple[int, str, bool]]:
+    """Time of saving, path, and whether it is a sharded one, of each checkpoint."""
+    paths = [location]
+    if os.path.isdir(location) and not location.endswith(SUFFIX):
+        paths = [os.path.join(location, name) for name in os.listdir(location)]
     for path in paths:
         if not path.endswith(SUFFIX) or not os.path.exists(path):
             continue
         if not os.path.isdir(path):
-            yield _Candidate(_saved_ns(path), path)
-        elif directories is not None and (saved_ns := directories.saved_ns(path)) is not None:
-            yield _Candidate(saved_ns, path, is_directory=True)
+            yield _saved_ns(path), path, False
+        elif (sharded_ns := sharded_saved_ns(path)) is not None:
+            yield sharded_ns, path, True
 
 
 def _saved_ns(path: str) -> int:
@@ -127,26 +105,30 @@ def _saved_ns(path: str) -> int:
             status = os.fstat(file.fileno())
             file.seek(max(0, status.st_size - TAIL_BYTES))
             said = saved_ns(file.read())
-            return status.st_mtime_ns if said is None else said
     except OSError:  # which will be reported when it is verified
         return 0
+    return status.st_mtime_ns if said is None else said
 
 
-def _remote(fs: Any, place: str) -> Iterator[_Candidate]:
+def _remote(fs: Any, location: str) -> Iterator[tuple[int, str, bool]]:
     fs.invalidate_cache()
+    names = [location]
     try:
-        names = [place] if place.endswith(SUFFIX) else [e["name"] for e in fs.ls(place, detail=True)]
+        if not location.endswith(SUFFIX):
+            names = [entry["name"] for entry in fs.ls(location, detail=True)]
     except FileNotFoundError:
         return
     for name in names:
         if posixpath.basename(name).endswith(SUFFIX) and fs.isfile(name):
-            yield _Candidate(_remote_saved_ns(fs, name), fs.unstrip_protocol(name))
+            yield _remote_saved_ns(fs, name), fs.unstrip_protocol(name), False
 
 
 def _remote_saved_ns(fs: Any, name: str) -> int:
+    said = None
     try:
         size = fs.size(name)
-        said = saved_ns(fs.cat_file(name, start=max(0, size - TAIL_BYTES), end=size)) if size else None
+        if size:
+            said = saved_ns(fs.cat_file(name, start=max(0, size - TAIL_BYTES), end=size))
         return modified_ns(fs, name) if said is None else said
     except OSError:  # which will be reported when it is verified
         return 0

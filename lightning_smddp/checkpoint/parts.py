@@ -7,15 +7,17 @@ data (:class:`Outline`), and what they have in common (epoch, loops, callbacks .
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Names = Sequence[Mapping[int, str]]
 """For each optimizer the names of its parameters, by their number in its ``state_dict()``."""
 
@@ -33,46 +35,64 @@ class Outline:
     optimizers: list[dict[int, Any]] = field(default_factory=list)
 
     def to_json(self) -> Any:
-        """As JSON."""
+        """Lists of pairs, as keys of JSON objects are strings."""
         return [list(self.state_dict.items()), [list(states.items()) for states in self.optimizers]]
 
     @classmethod
     def from_json(cls, told: Any) -> Outline:
         """The inverse of :meth:`to_json`."""
         entries, optimizers = told
-        state = {name: None if path is None else tuple(path) for name, path in entries}
-        return cls(state, [dict(states) for states in optimizers])
+        outline = cls(optimizers=[dict(states) for states in optimizers])
+        for name, path in entries:
+            outline.state_dict[name] = None if path is None else tuple(path)
+        return outline
 
-    def add(self, other: Outline) -> None:
-        """Take in what this one does not have."""
-        self.state_dict = {**other.state_dict, **self.state_dict}
-        missing = len(other.optimizers) - len(self.optimizers)
-        self.optimizers += [{} for _ in range(missing)]
-        for mine, theirs in zip(self.optimizers, other.optimizers, strict=False):
-            mine.update({number: encoded for number, encoded in theirs.items() if number not in mine})
+    @classmethod
+    def merged(cls, outlines: Sequence[Outline], order: Sequence[str], rest: Mapping[str, Any]) -> Outline:
+        """That of the whole checkpoint, in the order that it has in one process.
 
-    def sort(self, order: Sequence[str], rest: Mapping[str, Any]) -> None:
-        """As in a checkpoint of one process: by the module's names, and by the groups' parameters."""
-        known = {name: self.state_dict[name] for name in order if name in self.state_dict}
-        self.state_dict = {**known, **self.state_dict}
-        for index, states in enumerate(self.optimizers):
-            groups = rest["optimizer_states"][index]["param_groups"]
-            numbers = [number for group in groups for number in group["params"]]
-            ordered = {number: states[number] for number in numbers if number in states}
-            self.optimizers[index] = {**ordered, **states}
+        Args:
+            outlines: of each rank; of what several have, the first one's counts.
+            order: the names in the whole module's ``state_dict``. Others come behind.
+            rest: of the whole checkpoint. Its parameter groups give the order of the optimizers' parameters.
+        """
+        whole = cls()
+        for outline in reversed(outlines):
+            whole.state_dict.update(outline.state_dict)
+        whole.state_dict = _sorted(whole.state_dict, order)
+        for index, optimizer in enumerate(rest.get("optimizer_states", ())):
+            states: dict[int, Any] = {}
+            for outline in reversed(outlines):
+                if index < len(outline.optimizers):
+                    states.update(outline.optimizers[index])
+            numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+            whole.optimizers.append(_sorted(states, numbers))
+        return whole
+
+
+def _sorted(values: Mapping[Key, Value], order: Iterable[Key]) -> dict[Key, Value]:
+    """By the ``order`` of keys; those that are not in it come behind."""
+    known = {key: values[key] for key in order if key in values}
+    return {**known, **values}
 
 
 @dataclass
-class Parts:
-    """A checkpoint, or one rank's part of it, taken apart."""
+class CheckpointParts:
+    """A checkpoint, or one rank's part of it, in pieces.
+
+    Attributes:
+        tensors: of the model and of its optimizers; not copied.
+        outline: where they belong.
+        rest: everything else.
+    """
 
     tensors: dict[Path, Tensor] = field(default_factory=dict)
     outline: Outline = field(default_factory=Outline)
     rest: dict[str, Any] = field(default_factory=dict)
 
 
-def take_apart(checkpoint: Mapping[str, Any], names: Names = ()) -> Parts:
-    """The inverse of :func:`put_together`; changes nothing and copies nothing.
+def split_checkpoint(checkpoint: Mapping[str, Any], names: Names = ()) -> CheckpointParts:
+    """The inverse of :func:`merge_checkpoint`; changes nothing and copies nothing.
 
     Args:
         checkpoint: what Lightning saves; on a rank that holds a part of the model, with that part of ``state_dict``
@@ -82,52 +102,51 @@ def take_apart(checkpoint: Mapping[str, Any], names: Names = ()) -> Parts:
     Raises:
         ValueError: a tensor has no values yet, or an optimizer's state has something else than tensors and plain data.
     """
-    parts = Parts(rest=dict(checkpoint))
+    parts = CheckpointParts(rest=dict(checkpoint))
     if "state_dict" in checkpoint:
-        parts.rest["state_dict"] = _take_model(checkpoint["state_dict"], parts)
+        parts.rest["state_dict"] = _split_model(checkpoint["state_dict"], parts)
     if "optimizer_states" in checkpoint:
-        parts.rest["optimizer_states"] = [
-            _take_optimizer(state, str(index), names[index] if index < len(names) else {}, parts)
-            for index, state in enumerate(checkpoint["optimizer_states"])
-        ]
+        parts.rest["optimizer_states"] = []
+        for index, state in enumerate(checkpoint["optimizer_states"]):
+            known = names[index] if index < len(names) else {}
+            parts.rest["optimizer_states"].append(_split_optimizer(state, str(index), known, parts))
     return parts
 
 
-def put_together(rest: Mapping[str, Any], outline: Outline, tensors: Mapping[Path, Tensor]) -> dict[str, Any]:
+def merge_checkpoint(rest: Mapping[str, Any], outline: Outline, tensors: Mapping[Path, Tensor]) -> dict[str, Any]:
     """A checkpoint as Lightning saves it; names that shared memory share it again."""
     checkpoint = dict(rest)
     if "state_dict" in rest:
-        left = rest["state_dict"]
-        checkpoint["state_dict"] = {
-            name: left[name] if path is None else tensors[path] for name, path in outline.state_dict.items()
-        }
+        state_dict = {}
+        for name, path in outline.state_dict.items():
+            state_dict[name] = rest["state_dict"][name] if path is None else tensors[path]
+        checkpoint["state_dict"] = state_dict
     if "optimizer_states" in rest:
-        checkpoint["optimizer_states"] = [
-            {
-                **state,
-                "state": {**{number: decode(value, tensors) for number, value in states.items()}, **state["state"]},
-            }
-            for state, states in zip(rest["optimizer_states"], outline.optimizers, strict=True)
-        ]
+        checkpoint["optimizer_states"] = []
+        for left, encoded in zip(rest["optimizer_states"], outline.optimizers, strict=True):
+            states = {number: decode(value, tensors) for number, value in encoded.items()}
+            checkpoint["optimizer_states"].append({**left, "state": {**states, **left["state"]}})
     return checkpoint
 
 
 def names_of(module: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[dict[int, str]]:
     """The :data:`Names` of optimizers whose parameters, of all groups in order, are ``groups``."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    return [
-        {number: names[id(parameter)] for number, parameter in enumerate(parameters) if id(parameter) in names}
-        for parameters in groups
-    ]
+    found = []
+    for parameters in groups:
+        numbered = enumerate(parameters)
+        found.append({number: names[id(parameter)] for number, parameter in numbered if id(parameter) in names})
+    return found
 
 
-def _take_model(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
+def _split_model(state: Mapping[str, Any], parts: CheckpointParts) -> dict[str, Any]:
+    """Add the tensors of a ``state_dict`` to ``parts``; returns what is left of it."""
     left: dict[str, Any] = {}
-    known: dict[Any, Path] = {}
+    known: dict[Any, Path] = {}  # names of tied weights have one path
     for name, value in state.items():
         path: Path | None = None
         if _is_plain(value, name):
-            path = known.setdefault(_place(value), ("state_dict", name))
+            path = known.setdefault(_memory_of(value), ("state_dict", name))
             parts.tensors[path] = value
         else:
             left[name] = value
@@ -135,12 +154,16 @@ def _take_model(state: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
     return left
 
 
-def _take_optimizer(state: Mapping[str, Any], index: str, names: Mapping[int, str], parts: Parts) -> dict[str, Any]:
-    encoded, left = {}, {}
+def _split_optimizer(
+    state: Mapping[str, Any], index: str, names: Mapping[int, str], parts: CheckpointParts
+) -> dict[str, Any]:
+    """Add the tensors of an optimizer's state to ``parts``; returns what is left of it."""
+    encoded: dict[int, Any] = {}
+    left: dict[Any, Any] = {}
     for number, value in state["state"].items():
         if isinstance(number, int):
             name = names.get(number, f"parameter {number}")
-            encoded[number] = _take_state(value, ("optimizer_states", index, name), parts.tensors)
+            encoded[number] = _encode(value, ("optimizer_states", index, name), parts.tensors)
         else:
             left[number] = value
     parts.outline.optimizers.append(encoded)
@@ -159,21 +182,21 @@ def _is_plain(value: Any, name: str) -> bool:
     return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized
 
 
-def _place(tensor: Tensor) -> Any:
+def _memory_of(tensor: Tensor) -> Any:
     """Equal for tensors that are the same memory."""
     if tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _take_state(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any]:
-    """The state of one parameter without its tensors."""
+def _encode(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any]:
+    """The state of one parameter as JSON, with its tensors moved to ``tensors``."""
     own: dict[Path, Tensor] = {}
     try:
         plain = encode(value, own, path)
-        for place, tensor in own.items():
-            if not _is_plain(tensor, ".".join(place)):
-                raise UnknownTypeError(place, f"{type(tensor).__name__} ({tensor.layout})")
+        for tensor_path, tensor in own.items():
+            if not _is_plain(tensor, ".".join(tensor_path)):
+                raise UnknownTypeError(tensor_path, f"{type(tensor).__name__} ({tensor.layout})")
     except UnknownTypeError as error:
         raise ValueError(
             f"{error}. A sharded checkpoint has tensors, numbers, texts, None, and lists, tuples and dicts of these in "

@@ -17,7 +17,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.places import locate
+from lightning_smddp.checkpoint.locations import locate
 from lightning_smddp.checkpoint.zip_files import BrokenZipError, require_whole
 
 _ANOTHER = "Use an earlier checkpoint, or another copy of this one."

@@ -10,14 +10,14 @@ import os
 import pickle
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from lightning_smddp._compat.torch import dcp_place
+from lightning_smddp._compat.torch import dcp_storage_info
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.tensor_files import METADATA, Entry
-from lightning_smddp.wire.encode import name_of_dtype
 
+METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
 _ALLOWED = {
     f"{_DCP}metadata.{name}"
@@ -37,7 +37,7 @@ _DTYPES = {
 
 _PLAIN_CLASSES = (
     Metadata, MetadataIndex, TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.TensorProperties,
-    dcp.ChunkStorageMetadata, dcp.StorageMeta, type(dcp_place("", 0, 0)),
+    dcp.ChunkStorageMetadata, dcp.StorageMeta, type(dcp_storage_info("", 0, 0)),
 )  # fmt: skip
 
 
@@ -69,8 +69,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     dispatch = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
-def read_metadata(directory: str) -> list[Entry]:
-    """The tensors of a directory that ``torch.distributed.checkpoint`` can read.
+def read_metadata(directory: str) -> Metadata:
+    """What and where the tensors of a directory are; plain values in classes of torch's, made anew here.
 
     Raises:
         CheckpointError: ``.metadata`` has something else than tensors, whole in files of this directory.
@@ -78,8 +78,13 @@ def read_metadata(directory: str) -> list[Entry]:
     path = os.path.join(directory, METADATA)
     try:
         with open(path, "rb") as file:
-            metadata = _Unpickler(file).load()
-        return _entries(metadata)
+            found = _Unpickler(file).load()
+        if type(found) is not Metadata:
+            raise _Refused(f"contains a {type(found).__name__}, not a checkpoint's metadata")
+        clean = Metadata({}, planner_data={}, storage_data={})
+        for name, stored in found.state_dict_metadata.items():
+            _add_tensor(clean, str(name), stored, found)
+        return clean
     except _Refused as error:
         raise CheckpointError(path, str(error), "Use a checkpoint from a source that you trust.") from error
     except OSError:
@@ -89,21 +94,21 @@ def read_metadata(directory: str) -> list[Entry]:
         raise CheckpointError(path, reason, "Use an earlier checkpoint, or another copy of this one.") from error
 
 
-def _entries(metadata: Any) -> list[Entry]:
-    if type(metadata) is not Metadata:
-        raise _Refused(f"contains a {type(metadata).__name__}, not a checkpoint's metadata")
-    return [_entry(name, stored, metadata) for name, stored in metadata.state_dict_metadata.items()]
-
-
-def _entry(name: str, stored: Any, metadata: Metadata) -> Entry:
+def _add_tensor(clean: Metadata, name: str, stored: Any, found: Metadata) -> None:
     if type(stored) is not TensorStorageMetadata:
         raise _Refused(f"has {name!r} as a pickle of its own, which can run any code when it is read; it was not read")
     if len(stored.chunks) != 1:
         raise ValueError(f"{name} is in {len(stored.chunks)} pieces")
-    shape = tuple(int(size) for size in stored.size)
-    place = metadata.storage_data[MetadataIndex(name, [0] * len(shape))]
-    path = tuple(str(part) for part in metadata.planner_data[name])
-    if os.path.basename(place.relative_path) != place.relative_path:
-        raise _Refused(f"refers to {place.relative_path!r}, which is not in this directory")
-    dtype = name_of_dtype(stored.properties.dtype)
-    return Entry(path, dtype, shape, place.relative_path, int(place.offset), int(place.length))
+    shape = torch.Size(int(size) for size in stored.size)
+    index = MetadataIndex(name, [0] * len(shape), 0)
+    info = found.storage_data[index]
+    file = info.relative_path
+    if os.path.basename(file) != file:
+        raise _Refused(f"refers to {file!r}, which is not in this directory")
+    dtype = stored.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name} has the type {dtype}")
+    chunk = dcp.ChunkStorageMetadata(index.offset or torch.Size(), shape)
+    clean.state_dict_metadata[name] = TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [chunk])
+    clean.planner_data[name] = tuple(str(part) for part in found.planner_data[name])
+    clean.storage_data[index] = dcp_storage_info(file, int(info.offset), int(info.length))

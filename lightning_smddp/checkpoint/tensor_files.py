@@ -1,7 +1,12 @@
-"""Files of tensors in the format of ``torch.distributed.checkpoint``: several ``torch.save`` archives in one file.
+"""Tensors of a sharded checkpoint, by the planners, writer and reader of ``torch.distributed.checkpoint`` (DCP).
 
-Written without its collectives, which unpickle what other ranks send. Each archive begins at a multiple of 64 bytes,
-so that its values do too and can be used in place: a file is mapped into memory, and only what is used is read.
+As in ``dcp.save`` each rank offers a local plan, a global plan says who writes what, each rank writes, and the first
+writes ``.metadata``. What ranks tell each other is JSON; ``dcp.save`` itself sends pickles. Three things differ from
+the classes that are extended here:
+
+- writing holds one tensor on the host at a time (torch's writer keeps a rank's tensors until their file is complete);
+- each tensor's ``torch.save`` archive begins at a multiple of 64 bytes, and so do its values;
+- reading maps the files into memory instead of copying: what nobody uses is never read.
 """
 
 from __future__ import annotations
@@ -9,156 +14,307 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import pickle
 import struct
 import zipfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from lightning_smddp._compat.torch import dcp_place
+from lightning_smddp._compat.torch import dcp_storage_info
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.hashing import HashingWriter, hashed_file
+from lightning_smddp.checkpoint.files import new_file, require_as_written
+from lightning_smddp.checkpoint.safe_metadata import read_metadata
+from lightning_smddp.checkpoint.zip_files import BrokenZipError, require_whole
 from lightning_smddp.wire.encode import Path, dtype_of, name_of_dtype
 
-METADATA = ".metadata"
 _ALIGNMENT = 64
 _ANOTHER = "Use an earlier checkpoint, or another copy of this one."
+_BROKEN = (ValueError, RuntimeError, zipfile.BadZipFile, struct.error, AttributeError, StopIteration)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file.
+def name_of(path: Path) -> str:
+    """What DCP calls the tensor at ``path``."""
+    return ".".join(path)
 
-    Attributes:
-        path: its name, in parts.
-        dtype: its dtype's, without ``torch.``.
-        shape: its.
-        file: name of the file.
-        begin, length: of its archive there, in bytes.
+
+# ---- writing ----
+
+
+def describe_tensors(tensors: Mapping[Path, Tensor]) -> list[Any]:
+    """JSON for :func:`plan_writing`: path, dtype and shape of each tensor."""
+    return [[list(path), name_of_dtype(tensor.dtype), list(tensor.shape)] for path, tensor in tensors.items()]
+
+
+def plan_writing(described: Sequence[Sequence[Any]]) -> tuple[list[SavePlan], Metadata]:
+    """What each rank writes; a tensor that several ranks have is written by the first of them.
+
+    Args:
+        described: :func:`describe_tensors` of each rank.
+
+    Returns:
+        A plan for each rank, and what ``.metadata`` will contain but for where the tensors are.
+    """
+    local_plans = []
+    for tensors in described:
+        stand_ins: dict[str, Any] = {}
+        paths: dict[str, Path] = {}
+        for path, dtype, shape in tensors:
+            name = name_of(path)
+            stand_ins[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
+            paths[name] = tuple(path)
+        plan = create_default_local_save_plan(stand_ins, is_coordinator=True)
+        local_plans.append(replace(plan, planner_data=paths))
+    return DefaultSavePlanner(dedup_save_to_lowest_rank=True).create_global_plan(local_plans)
+
+
+class BareTensors(DefaultSavePlanner):
+    """Gives the writer tensors as ``torch.save`` needs them for a file that contains their values and no more."""
+
+    def __init__(self, tensors: Mapping[Path, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner({name_of(path): tensor for path, tensor in tensors.items()})
+
+    def transform_object(self, write_item: WriteItem, object: Tensor) -> Tensor:
+        """On the CPU, contiguous, alone in its memory, and without a flag that its values are to be conjugated."""
+        bare = object.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if bare.untyped_storage().nbytes() == bare.nbytes:
+            return bare
+        return bare.clone()
+
+
+class TensorWriter(FileSystemWriter):
+    """Writes one rank's tensors to ``files`` files of about equal size, and reads them back.
+
+    Args:
+        directory: exists, and has none of these files.
+        rank: its files are ``__<rank>_<number>.distcp``.
+        files: how many, at most.
     """
 
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    begin: int
-    length: int
+    def __init__(self, directory: str, rank: int, files: int) -> None:
+        super().__init__(directory)
+        self.directory = directory
+        self._prefix = f"__{rank}_"
+        self._files = files
 
-    def to_json(self) -> list[Any]:
-        """As JSON."""
-        return [list(self.path), self.dtype, list(self.shape), self.file, self.begin, self.length]
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the plan's tensors one after the other.
 
-    @classmethod
-    def from_json(cls, told: list[Any]) -> Entry:
-        """The inverse of :meth:`to_json`."""
-        path, dtype, shape, *place = told
-        return cls(tuple(path), dtype, tuple(shape), *place)
+        Raises:
+            OSError: as the system reports it, or as what was read back differs.
+        """
+        results: list[WriteResult] = []
+        for number, items in enumerate(_divide(plan.items, self._files)):
+            results += self._write_file(f"{self._prefix}{number}.distcp", items, planner)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
+    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        results = []
+        path = os.path.join(self.directory, name)
+        with new_file(path) as file:
+            for item in items:
+                file.write(bytes(-file.size % _ALIGNMENT))
+                begin = file.size
+                torch.save(planner.resolve_data(item), cast(IO[bytes], file))  # of a file it needs `write` only
+                length = file.size - begin
+                results.append(WriteResult(item.index, length, dcp_storage_info(name, begin, length)))
+        with MappedFile(path) as written:
+            for result in results:
+                require_as_written(written.part(result.storage_data))
+        return results
 
-def write_tensors(directory: str, name: str, tensors: Mapping[Path, Tensor]) -> tuple[HashingWriter, list[Entry]]:
-    """Write tensors to one file, one after the other: no more than one is copied at a time."""
-    entries = []
-    with hashed_file(os.path.join(directory, name)) as file:
-        for path, tensor in tensors.items():
-            file.write(bytes(-file.size % _ALIGNMENT))
-            begin = file.size
-            torch.save(_bare(tensor), cast(IO[bytes], file))  # of a file it needs `write` only
-            dtype = name_of_dtype(tensor.dtype)
-            entries.append(Entry(path, dtype, tuple(tensor.shape), name, begin, file.size - begin))
-    return file, entries
-
-
-def _bare(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and with no more memory than it needs, which ``torch.save`` would write too.
-
-    Nor with a flag that its values are to be conjugated or negated, which the values in the file would lack.
-    """
-    bare = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return bare if bare.untyped_storage().nbytes() == bare.nbytes else bare.clone()
-
-
-def write_metadata(directory: str, entries: Iterable[Entry]) -> HashingWriter:
-    """What ``torch.distributed.checkpoint`` needs in order to read these tensors: :class:`Metadata`, pickled."""
-    metadata = Metadata({}, planner_data={}, storage_data={})
-    for entry in entries:
-        name, shape = ".".join(entry.path), torch.Size(entry.shape)
-        zeros = torch.Size([0] * len(shape))
-        properties = TensorProperties(dtype=dtype_of(entry.dtype))
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(
-            properties, shape, [ChunkStorageMetadata(zeros, shape)]
-        )
-        metadata.planner_data[name] = entry.path
-        place = dcp_place(entry.file, entry.begin, entry.length)
-        metadata.storage_data[MetadataIndex(name, zeros, 0)] = place
-    with hashed_file(os.path.join(directory, METADATA)) as file:
-        pickle.dump(metadata, cast(IO[bytes], file))
-    return file
+    def storage_meta(self) -> StorageMeta | None:
+        """None: torch would note the temporary directory's name."""
+        return None
 
 
-def map_tensors(directory: str, entries: Iterable[Entry]) -> dict[Path, Tensor]:
-    """The tensors, as memory that is read from the files when it is used, and may be changed without changing them.
+def _divide(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
+    """Into pieces of about equal size, in order."""
+    sizes = [item.tensor_storage_size() or 0 for item in items]
+    total = max(1, sum(sizes))
+    pieces: list[list[WriteItem]] = [[] for _ in range(files)]
+    before = 0
+    for item, size in zip(items, sizes, strict=True):
+        number = min(files - 1, before * files // total)
+        pieces[number].append(item)
+        before += size
+    return [piece for piece in pieces if piece]
+
+
+def results_to_json(results: Sequence[WriteResult]) -> list[Any]:
+    """For the rank that writes ``.metadata``: name, number of dimensions, file, begin and length of each tensor."""
+    told = []
+    for result in results:
+        dimensions = len(result.index.offset or ())
+        stored = result.storage_data
+        told.append([result.index.fqn, dimensions, stored.relative_path, stored.offset, stored.length])
+    return told
+
+
+def results_from_json(told: Sequence[Any]) -> list[WriteResult]:
+    """The inverse of :func:`results_to_json`."""
+    results = []
+    for name, dimensions, file, begin, length in told:
+        index = MetadataIndex(name, [0] * dimensions, 0)
+        results.append(WriteResult(index, length, dcp_storage_info(file, begin, length)))
+    return results
+
+
+# ---- reading ----
+
+
+def load_tensors(directory: str) -> dict[Path, Tensor]:
+    """All tensors, as memory that is read from the files when it is used, and may be changed without changing them.
 
     A file stays open for as long as one of its tensors is there.
 
     Raises:
-        CheckpointError: what a file contains is not what ``entries`` say.
+        CheckpointError: ``.metadata`` cannot be used, or a file does not contain what it says.
     """
-    maps: dict[str, mmap.mmap] = {}
-    tensors = {}
-    for entry in entries:
-        path = os.path.join(directory, entry.file)
-        if entry.file not in maps:
-            with open(path, "rb") as file:
-                maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    reader, planner = TensorReader(directory), MappedTensors()
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner({}, metadata, is_coordinator=True)
+    reader.read_data(planner.create_local_plan(), planner)
+    return {metadata.planner_data[name]: tensor for name, tensor in planner.state_dict.items()}
+
+
+class MappedTensors(DefaultLoadPlanner):
+    """Asks for all tensors of a checkpoint, and keeps what the reader gives instead of copying it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Fill ``state_dict`` with tensors without memory, for which the reader is asked but for those of no values."""
+        assert metadata is not None
+        for name, stored in metadata.state_dict_metadata.items():
+            assert isinstance(stored, TensorStorageMetadata)
+            device = "meta" if stored.size.numel() else "cpu"
+            state_dict[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Keep a tensor that was read."""
+        self.state_dict[read_item.dest_index.fqn] = tensor
+
+
+class TensorReader(FileSystemReader):
+    """Reads without unpickling, and maps whole tensors into memory."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory)
+        self.directory = directory
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See :func:`~lightning_smddp.checkpoint.safe_metadata.read_metadata`."""
+        return read_metadata(self.directory)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Give the planner each tensor that it asks for.
+
+        Raises:
+            CheckpointError: it is not in its file.
+        """
+        files: dict[str, MappedFile] = {}
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            name = stored.relative_path
+            path = os.path.join(self.directory, name)
+            if name not in files:
+                files[name] = MappedFile(path)
+            try:
+                tensor = _map_tensor(files[name], stored, planner.resolve_tensor(item))
+            except _BROKEN as error:
+                raise _misplaced(path, item.storage_index.fqn) from error
+            planner.commit_tensor(item, tensor)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def verify_tensors(directory: str, rank: int = 0, ranks: int = 1) -> None:
+    """Compare the checksums of this rank's share of the tensors, which reads them.
+
+    Raises:
+        CheckpointError: one is damaged; it names the file.
+    """
+    stored = sorted(read_metadata(directory).storage_data.items(), key=lambda pair: -pair[1].length)
+    for index, info in stored[rank::ranks]:
+        path = os.path.join(directory, info.relative_path)
         try:
-            tensors[entry.path] = _map_tensor(maps[entry.file], entry)
-        except (ValueError, RuntimeError, zipfile.BadZipFile, struct.error, AttributeError, StopIteration) as error:
-            reason = f"{'.'.join(entry.path)} is not at its place in the file"
+            with MappedFile(path) as file:
+                require_whole(file.part(info))
+        except BrokenZipError as error:
+            reason = f"{index.fqn} in it is damaged: a checksum, or the table of contents of its archive, is wrong"
             raise CheckpointError(path, reason, _ANOTHER) from error
-    return tensors
+        except ValueError as error:
+            raise _misplaced(path, index.fqn) from error
 
 
-def _map_tensor(file: mmap.mmap, entry: Entry) -> Tensor:
-    dtype = dtype_of(entry.dtype)
-    size = dtype.itemsize * torch.Size(entry.shape).numel()
-    if size == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    begin, length = _record(_Slice(file, entry.begin, entry.length))
-    if length != size or not 0 <= begin <= entry.length - size:
-        raise ValueError(f"{length} bytes for {entry}")
-    data = torch.frombuffer(file, dtype=torch.uint8, count=size, offset=entry.begin + begin)
-    return data.view(dtype).view(entry.shape)
+def _misplaced(path: str, name: str) -> CheckpointError:
+    return CheckpointError(path, f"{name} is not at its place in the file", _ANOTHER)
 
 
-def _record(archive: _Slice) -> tuple[int, int]:
+def _map_tensor(file: MappedFile, stored: Any, like: Tensor) -> Tensor:
+    size = like.nbytes
+    begin, length = _find_values(file.part(stored))
+    if length != size or not 0 <= begin <= stored.length - size:
+        raise ValueError(f"{length} bytes for {size}")
+    data = torch.frombuffer(file.memory, dtype=torch.uint8, count=size, offset=stored.offset + begin)
+    return data.view(like.dtype).view(like.shape)
+
+
+def _find_values(archive: IO[bytes]) -> tuple[int, int]:
     """Where in a ``torch.save`` archive of one tensor its values are: begin and length."""
-    with zipfile.ZipFile(cast(IO[bytes], archive)) as parts:
-        info = next(info for info in parts.infolist() if info.filename.endswith("/data/0"))
+    with zipfile.ZipFile(archive) as records:
+        info = next(info for info in records.infolist() if info.filename.endswith("/data/0"))
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError("compressed values")
+    # A record begins with a header of 30 bytes, its name, and extra bytes by which torch aligns the values.
     archive.seek(info.header_offset + 26)
     name_length, extra_length = struct.unpack("<HH", archive.read(4))
     return info.header_offset + 30 + name_length + extra_length, info.file_size
 
 
-class _Slice(io.RawIOBase):
-    """A part of a mapped file, as a file; read without copying the whole."""
+class MappedFile:
+    """A file in memory, read where it is used; changes of that memory stay there."""
 
-    def __init__(self, file: mmap.mmap, begin: int, length: int) -> None:
-        if begin < 0 or length < 0 or begin + length > len(file):
-            raise ValueError(f"bytes {begin} to {begin + length} of {len(file)}")
-        self._view = memoryview(file)[begin : begin + length]
+    def __init__(self, path: str) -> None:
+        with open(path, "rb") as file:
+            self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def __enter__(self) -> MappedFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.memory.close()
+
+    def part(self, stored: Any) -> IO[bytes]:
+        """An archive in it, as a file."""
+        return cast(IO[bytes], _Part(self.memory, stored.offset, stored.length))
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a mapped file as a file, without a copy of them."""
+
+    def __init__(self, memory: mmap.mmap, begin: int, length: int) -> None:
+        if begin < 0 or length < 0 or begin + length > len(memory):
+            raise ValueError(f"bytes {begin} to {begin + length} of {len(memory)}")
+        self._memory, self._begin, self._length = memory, begin, length
         self._position = 0
 
     def readable(self) -> bool:
@@ -168,12 +324,13 @@ class _Slice(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._view)}[whence]
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = max(0, start + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        data = self._view[self._position : self._position + len(buffer)]
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+        count = max(0, min(len(buffer), self._length - self._position))
+        begin = self._begin + self._position
+        buffer[:count] = self._memory[begin : begin + count]
+        self._position += count
+        return count

@@ -17,9 +17,9 @@ import re
 import struct
 import time
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
-
-from lightning_smddp.checkpoint.hashing import Writer
 
 TAIL_BYTES = 150  # of the file: the comment is in them
 _END_RECORD, _END_RECORD_BYTES = b"PK\x05\x06", 22
@@ -71,6 +71,46 @@ def _require_end(file: IO[bytes]) -> None:
     comment_bytes = int.from_bytes(tail[end - 2 : end], "little")
     if start < 0 or end + comment_bytes != len(tail):
         raise BrokenZipError("its end is not where it says")
+
+
+class Writer:
+    """What ``torch.save`` writes to: passes everything on to ``file``, and remembers its error.
+
+    Attributes:
+        size: Bytes passed on.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.size = 0
+        self._file = file
+        self._error: Exception | None = None
+
+    def write(self, data: Any) -> int:
+        """Pass on ``data`` (bytes-like)."""
+        if self._error is not None:
+            raise self._error
+        view = memoryview(data).cast("B")
+        try:
+            for start in range(0, len(view), _PIECE):
+                self._file.write(view[start : start + _PIECE])
+        except Exception as error:
+            self._error = error
+            raise
+        self.size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: the file is flushed once, when it is complete."""
+
+    @contextmanager
+    def own_error(self) -> Iterator[None]:
+        """Around ``torch.save``, which replaces an error of ``file`` by one that does not say what happened."""
+        try:
+            yield
+        except Exception:
+            if self._error is not None:
+                raise self._error from None
+            raise
 
 
 class _StampingWriter(Writer):

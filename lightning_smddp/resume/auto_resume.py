@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning_smddp._compat.loops import around_resume_start, requeue_checkpoint
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.ranks import Ranks
-from lightning_smddp.checkpoint.sharded import ShardedDirectories
 from lightning_smddp.sagemaker.folders import pointed_at
 from lightning_smddp.strategies.tables import say
 
@@ -65,7 +64,7 @@ def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[Non
         if trainer.state.fn != "fit" or (given is not None and given != requeue_checkpoint(trainer)):
             return given
         looked = places(trainer)
-        path = newest_checkpoint(looked, ShardedDirectories(), ranks=Ranks(dist.group.WORLD, device))
+        path = newest_checkpoint(looked, ranks=Ranks(dist.group.WORLD, device))
         trainer.strategy.verified_checkpoint = path
         if not dist.is_initialized() or dist.get_rank() == 0:
             say(_line(path, looked))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_smddp.checkpoint.background import BackgroundWriter
 from lightning_smddp.checkpoint.contents import Dump, Snapshot, bytes_needed, dump_of
 from lightning_smddp.checkpoint.errors import CheckpointError
-from lightning_smddp.checkpoint.places import remove_checkpoint, write_checkpoint
+from lightning_smddp.checkpoint.locations import remove_checkpoint, write_checkpoint
 from lightning_smddp.checkpoint.reading import read_checkpoint, refused_objects
 
 if TYPE_CHECKING:

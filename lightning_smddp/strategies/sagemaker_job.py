@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_smddp._compat.trainer import set_default_root
 from lightning_smddp.checkpoint.convert import consolidate
-from lightning_smddp.checkpoint.places import locate
+from lightning_smddp.checkpoint.locations import locate
 from lightning_smddp.checkpoint.reading import verify_checkpoint
 from lightning_smddp.checkpoint.sharded import is_sharded
 from lightning_smddp.checkpoint.temporary import temporary_name

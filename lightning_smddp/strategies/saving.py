@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_smddp.checkpoint.compatibility import OptimizerOutline, check_fits, compare_optimizers, require_none
-from lightning_smddp.checkpoint.directories import remove_directory
+from lightning_smddp.checkpoint.files import remove_directory
 from lightning_smddp.checkpoint.parts import names_of
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.sharded import has_manifest, is_sharded, load_sharded, local_path, save_sharded

@@ -19,7 +19,7 @@ import torch
 from lightning_smddp.checkpoint import files
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.newest import newest_checkpoint
-from lightning_smddp.checkpoint.sharded import ShardedDirectories, load_sharded, save_sharded
+from lightning_smddp.checkpoint.sharded import load_sharded, save_sharded
 from tests.checkpoint.killed import PACKAGE, in_child
 
 CHANGING = {"write", "flush", "fsync", "replace", "rename", "open", "unlink", "mkdir", "rmdir", "flock", "close"}
@@ -69,7 +69,7 @@ def kills(directory: Path, every: int) -> dict[str, int]:
             save(2, path)
 
         _, status = os.waitpid(in_child(overwrite), 0)
-        newest = newest_checkpoint([directory], ShardedDirectories(), report=lambda line: None)
+        newest = newest_checkpoint([directory], report=lambda line: None)
         step = loaded_step(path)
         if step is None or newest is None or loaded_step(newest) is None:
             found["lost"] += 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.checkpoint.contents import bytes_needed, dump_of
-from lightning_smddp.checkpoint.places import write_checkpoint
+from lightning_smddp.checkpoint.locations import write_checkpoint
 
 
 def example(step: int = 1) -> dict[str, Any]:

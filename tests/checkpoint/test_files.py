@@ -21,7 +21,7 @@ import torch
 from lightning_smddp.checkpoint import files, temporary
 from lightning_smddp.checkpoint.contents import Snapshot, bytes_needed, dump_of
 from lightning_smddp.checkpoint.files import write_file
-from lightning_smddp.checkpoint.places import remove_checkpoint, write_checkpoint
+from lightning_smddp.checkpoint.locations import remove_checkpoint, write_checkpoint
 from lightning_smddp.checkpoint.reading import read_checkpoint
 from lightning_smddp.checkpoint.sharded import is_sharded, save_sharded
 from lightning_smddp.checkpoint.temporary import remove_strays, temporary_name

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.locations import locate
 from lightning_smddp.checkpoint.newest import newest_checkpoint
-from lightning_smddp.checkpoint.places import locate
-from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.temporary import temporary_name
 from tests.checkpoint.models import example, save
 
@@ -66,32 +63,6 @@ def test_several_places_and_links(tmp_path: Path) -> None:
     found = newest_checkpoint([tmp_path / "old", str(tmp_path / "new"), tmp_path / "old" / "a.ckpt"])
     assert found == str(tmp_path / "new" / "b.ckpt")
     assert newest_checkpoint([tmp_path / "old" / "a.ckpt"]) == str(tmp_path / "old" / "a.ckpt")
-
-
-class Directories:
-    """Those with a file "time" are checkpoints, unless it is all that they have."""
-
-    def saved_ns(self, path: str) -> int | None:
-        file = Path(path, "time")
-        return int(file.read_text()) if file.exists() else None
-
-    def verify(self, path: str, ranks: Ranks) -> None:
-        if len(os.listdir(path)) == 1:
-            raise CheckpointError(path, "is empty", "Use another one.")
-
-
-def test_directories(tmp_path: Path) -> None:
-    save(tmp_path / "file.ckpt")
-    for name, time in (("whole.ckpt", 10**20), ("broken.ckpt", 2 * 10**20), ("other.ckpt", None)):
-        (tmp_path / name).mkdir()
-        if time is not None:
-            (tmp_path / name / "time").write_text(str(time))
-    (tmp_path / "whole.ckpt" / "data").touch()
-    lines: list[str] = []
-    assert newest_checkpoint([tmp_path], Directories(), lines.append) == str(tmp_path / "whole.ckpt")
-    assert "broken.ckpt: is empty" in lines[0]
-    shutil.rmtree(tmp_path / "whole.ckpt")
-    assert newest_checkpoint([tmp_path]) == str(tmp_path / "file.ckpt")
 
 
 def test_urls() -> None:

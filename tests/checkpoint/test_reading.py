@@ -166,7 +166,7 @@ def write_malicious(path: Path, marker: Path, how: str, kind: str) -> None:
     contents = {**example(), "callbacks": Malicious(marker, how)}
     if kind == "ours":
         from lightning_smddp.checkpoint.contents import dump_of
-        from lightning_smddp.checkpoint.places import write_checkpoint
+        from lightning_smddp.checkpoint.locations import write_checkpoint
 
         write_checkpoint(dump_of(contents), path, 0)
     elif kind == "bare":

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import CheckpointError, PipelineStrategy, SMDDPStrategy
-from lightning_smddp.checkpoint import manifest
+from lightning_smddp.checkpoint import sharded
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, places, stop_checkpoint
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer
@@ -114,17 +114,22 @@ def with_a_broken_one(directory: str) -> Any:
 
 
 def of_directories(directory: str) -> Any:
-    """The last one is damaged; also the files whose hashes this rank has compared."""
+    """The last one is damaged; also the tensors whose checksums this rank has compared."""
     keep_all(directory, sharded=True)
     if os.environ["RANK"] == "0":
         os.truncate(f"{directory}/epoch=1.ckpt/trainer.pt", 1000)
-    hashed: list[str] = []
-    original = manifest.digest_of
-    manifest.digest_of = lambda file: hashed.append(file.name) or original(file)  # type: ignore[func-returns-value]
+    verified: list[str] = []
+    original = sharded.verify_tensors
+
+    def note(path: str, rank: int, ranks: int) -> None:
+        verified.append(f"{Path(path).name} {rank} of {ranks}")
+        original(path, rank, ranks)
+
+    sharded.verify_tensors = note
     try:
-        return keep_all(directory, sharded=True), hashed
+        return keep_all(directory, sharded=True), verified
     finally:
-        manifest.digest_of = original
+        sharded.verify_tensors = original
 
 
 def not_shared(directory: str) -> str:
@@ -166,8 +171,8 @@ def test_passes_over_broken_ones(chosen: list[Any]) -> None:
 def test_ranks_verify_a_directory_together_and_once(chosen: list[Any]) -> None:
     """Before it is chosen, and not again when it is loaded."""
     assert [found for _, _, (found, _), _ in chosen] == [(12, 6, "epoch=0.ckpt")] * 2
-    everyones = [name for _, _, (_, hashed), _ in chosen for name in hashed if "epoch=0" in name]
-    assert sorted(os.path.basename(name) for name in everyones) == [".metadata", "__0_0.distcp", "trainer.pt"]
+    shares = [share for _, _, (_, verified), _ in chosen for share in verified]
+    assert sorted(share for share in shares if "epoch=0" in share) == ["epoch=0.ckpt 0 of 2", "epoch=0.ckpt 1 of 2"]
 
 
 def test_directories_that_are_not_shared(chosen: list[Any]) -> None:
