@@ -13,6 +13,7 @@ from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attri
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
+from lightning_smddp.pipeline.capture.python_random import seed_torch
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED, first_decides, refuse_foreign_writes
 from lightning_smddp.wire.pytree import copied
@@ -99,7 +100,7 @@ def _carried_in(attribute: str) -> str:
 
 def _loss(step: LightningStep, microbatch: MicroBatch) -> float | None:
     """Of one run, with the same random numbers each time."""
-    torch.manual_seed(CHECK_SEED)
+    seed_torch(CHECK_SEED)
     random.seed(CHECK_SEED)
     np.random.seed(CHECK_SEED)
     copy = MicroBatch(copied(microbatch.value), microbatch.size, microbatch.weight)

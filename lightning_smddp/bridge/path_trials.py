@@ -26,6 +26,7 @@ from lightning_smddp.bridge.step_values import is_loss
 from lightning_smddp.bridge.weighing import as_trained
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+from lightning_smddp.pipeline.capture.python_random import seed_torch
 from lightning_smddp.pipeline.partition.gradient_trials import (
     Gradients,
     Misfit,
@@ -316,7 +317,7 @@ def _gradients(divided: PartitionedModule, step: LightningStep, rows: MicroBatch
     unaveraged = nullcontext() if divided.replicas is None else divided.replicas.idle()
     with preserve_state(divided.module, divided.device), ConstantRandom(), unaveraged:
         as_trained(divided.module)
-        torch.manual_seed(seed)
+        seed_torch(seed)
         with noted_gradients(divided.window.parameters) as found, divided.runtime.engine.unrecorded():
             try:
                 divided.runtime.run(divided.courses(trial, [alone]), trial, [alone], True)
@@ -331,6 +332,6 @@ def _loss(divided: PartitionedModule, step: LightningStep, rows: MicroBatch, see
     """Without chance, as far as possible; nan where the step does not end here."""
     with preserve_state(divided.module, divided.device), ConstantRandom(), torch.no_grad():
         as_trained(divided.module)
-        torch.manual_seed(seed)  # so that what stays random shows
+        seed_torch(seed)  # so that what stays random shows
         seen = divided.try_out(step.unscaled(), [rows])
     return math.nan if seen is None else float(loss_of(seen.results.output, step.hook, detached=True))

@@ -12,14 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.python_random import PythonRandom
+from lightning_smddp.pipeline.capture.python_random import PythonRandom, seed_torch
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, gradient_norms, require_equal
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
@@ -90,7 +88,7 @@ class SecondCheck:
         """The step within the view. A rank on which it fails goes to its end, where it serves the others."""
         trial, run, sources = step.unscaled(), _Run(), PythonRandom(self.divided.module)
         with preserve_state(self.divided.module, self.divided.device):
-            torch.manual_seed(seed)
+            seed_torch(seed)
             try:
                 with self.inside_view(), ConstantRandom(), sources.put_back():
                     try:

@@ -16,7 +16,7 @@ from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attri
 from lightning_smddp.bridge.step_results import Observed
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.objects import with_same_memory
-from lightning_smddp.pipeline.capture.python_random import SharedRandom
+from lightning_smddp.pipeline.capture.python_random import SharedRandom, seed_torch
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
 from lightning_smddp.pipeline.runtime.eager import Eager
@@ -177,7 +177,7 @@ class LightningStep:
             for index, microbatch in enumerate(microbatches):
                 copy = replace(microbatch, value=copied(microbatch.value))
                 with Eager(), self.around(index, copy, keep=True):
-                    torch.manual_seed(seed + index)
+                    seed_torch(seed + index)
                     outputs.append(map_leaves(_detached, self(copy)))
             return self.capture.observed(outputs, self.key)
         finally:
@@ -196,7 +196,7 @@ class LightningStep:
         copy = replace(microbatch, value=copied(microbatch.value))
         try:
             with torch.enable_grad(), Eager(), step.around(seed, copy, keep=True):
-                torch.manual_seed(seed)
+                seed_torch(seed)
                 loss = loss_of(step(copy), step.hook)
             (loss * step.scale).backward()
         finally:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
+from lightning_smddp.pipeline.capture.python_random import seed_torch
 from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay, Shapes, StagePlan, patched_units
 from lightning_smddp.wire.pytree import tensors
@@ -56,7 +57,7 @@ def run_reference(
         replay.python_random = None  # what units draw in Python, too
     clock = _Clock(len(graph.nodes), device, seeding(seed) if own_numbers else None)
     assert not live
-    torch.manual_seed(seed)
+    seed_torch(seed)
 
     def replayed() -> Any:
         with patched_units(root, graph.units):
@@ -70,7 +71,7 @@ def run_plain(
     step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, device: torch.device, seed: int
 ) -> tuple[float, dict[str, float]]:
     """The same of the step as it is, with nothing patched: what a replay may change shows by it."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     return _backward(step, loss_of, root, _Clock(0, device, None))
 
 
@@ -116,7 +117,7 @@ def seeding(seed: int) -> Callable[[Node, bool, Any], None]:
 
     def observe(node: Node, ends: bool, result: Any) -> None:
         if not ends:
-            torch.manual_seed(seed + node.index)
+            seed_torch(seed + node.index)
 
     return observe
 
