@@ -465,7 +465,7 @@ class PartitionedModule:
         reference, tolerance = division.reference, self.tolerance
         self.findings = compare(
             division.graph.nodes,
-            division.stage_of_item,
+            division.stage_of_node,
             reference.plain_loss,
             reference.again_loss,
             reference.plain_norms,
@@ -499,7 +499,7 @@ class PartitionedModule:
         reports = gather_json({"loss": loss, "norms": mine}, self.groups.pipeline, self.device)
         return compare(
             division.graph.nodes,
-            division.stage_of_item,
+            division.stage_of_node,
             reference.loss,
             next(part["loss"] for part in reports if part["loss"] is not None),
             reference.norms,

@@ -141,7 +141,7 @@ class SecondCheck:
         assert actual.loss is not None
         return compare(
             division.graph.nodes,
-            division.stage_of_item,
+            division.stage_of_node,
             expected.loss,
             actual.loss,
             expected.norms or {},

@@ -8,8 +8,9 @@ contiguous range of nodes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -209,10 +210,8 @@ class StepGraph:
 
     def difference_from(self, other: StepGraph) -> str:
         """The first node that is another one in ``other``, as a sentence."""
-        mine, theirs = [node.name for node in self.nodes], [node.name for node in other.nodes]
-        same = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
-        position = min(len(mine), len(theirs)) if same is None else same
-        here, there = (names[position] if position < len(names) else "the end" for names in (mine, theirs))
+        names, others = [node.name for node in self.nodes], [node.name for node in other.nodes]
+        _, here, there = first_difference(names, others)
         return f"It comes to {here} where {there} is expected."
 
     def digest(self) -> list[str]:
@@ -220,6 +219,14 @@ class StepGraph:
         return [
             f"{node.name}({','.join(map(str, node.inputs))})->{','.join(map(str, node.outputs))}" for node in self.nodes
         ]
+
+
+def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str]:
+    """The first position where two sequences differ, and what each has there (``"the end"`` behind its last)."""
+    for position, (here, there) in enumerate(zip_longest(one, other, fillvalue="the end")):
+        if here != there:
+            return position, here, there
+    return len(one), "the end", "the end"
 
 
 def tells(event: Event) -> bool:

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+from types import GeneratorType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.pipeline.capture.iterators import repeatable
 from lightning_smddp.pipeline.partition.fingerprint import known_to_be_same, same_everywhere
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.wire.broadcast import Channel, HeaderCache, UnsendableError, broadcast_structure
+from lightning_smddp.wire.pytree import leaves, map_leaves
+
+_ONCE = (GeneratorType, map, zip, filter)  # they give their entries once, but a step runs several times on a batch
+
+
+class RepeatableIterator:
+    """An iterator over what another one gave. A copy that is made before the first entry is taken begins anew."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self.entries, self.position = entries, 0
+
+    def __iter__(self) -> RepeatableIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self.position == len(self.entries):
+            raise StopIteration
+        self.position += 1
+        return self.entries[self.position - 1]
+
+
+def repeatable(batch: Any) -> Any:
+    """``batch`` with :class:`RepeatableIterator` instead of its generators, which are exhausted for it."""
+    if not any(isinstance(leaf, _ONCE) for leaf in leaves(batch)):
+        return batch
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, _ONCE):
+            return RepeatableIterator(list(leaf))
+        return leaf
+
+    return map_leaves(replaced, batch)
 
 
 class BatchAgreement:

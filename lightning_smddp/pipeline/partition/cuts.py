@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, takewhile
 from statistics import median
 from typing import Any
 
@@ -22,7 +24,8 @@ _BACKWARD_OF_FORWARD = 2.0  # time of a backward where only the forward was meas
 _BALANCED = 1.03  # a slowest stage this close to the mean is not worth opening more modules,
 _NEGLIGIBLE = 5  # nor is one that is slower by as many messages' latencies: times vary as much
 _ROUNDS = 24  # modules opened at most in search of a better balance
-_PATIENCE = 4  # of them without any success
+_PATIENCE = 4  # of them without any success,
+_GAIN = 0.98  # which is a slowest stage of less than this share of the best one's time
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,24 @@ class StageCuts:
         return cls(graph.units, tuple(cuts), tuple(live), tuple(tuple(sorted(nodes)) for nodes in again))
 
     def plans(self, num_nodes: int) -> list[StagePlan]:
-        """What each stage does."""
-        bounds = [0, *self.cuts, num_nodes]
-        received, sent = [(), *self.live], [*self.live, ()]
-        return [
-            StagePlan(
-                stage, bounds[stage], bounds[stage + 1], frozenset(self.again[stage]), received[stage], sent[stage]
-            )
-            for stage in range(len(bounds) - 1)
-        ]
+        """What each stage does in a step of ``num_nodes`` nodes."""
+        plans = []
+        received: tuple[int, ...] = ()
+        for stage, (begin, end) in enumerate(pairwise([0, *self.cuts, num_nodes])):
+            is_last = stage == len(self.cuts)
+            sent = () if is_last else self.live[stage]
+            plans.append(StagePlan(stage, begin, end, frozenset(self.again[stage]), received, sent))
+            received = sent
+        return plans
+
+    def nodes_by_stage(self, graph: StepGraph) -> Iterator[tuple[int, Node]]:
+        """All nodes of ``graph`` in order, each with the stage that it belongs to."""
+        for stage, (begin, end) in enumerate(pairwise([0, *self.cuts, len(graph.nodes)])):
+            for node in graph.nodes[begin:end]:
+                yield stage, node
 
     def to_json(self) -> Any:
-        """Plain lists and strings."""
+        """Lists and strings, as a checkpoint keeps them."""
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
@@ -101,13 +110,14 @@ def problem_of(
     graph: StepGraph, resources: Resources, reference: Reference | None, checkpointing: bool
 ) -> PartitionProblem:
     """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
-    allowed = set(graph.cuts())
-    costs = _evened([_cost(node, reference, checkpointing) for node in graph.nodes], graph, resources)
-    cuts = [natural_bytes(graph, cut) if cut in allowed else float("inf") for cut in range(len(costs) + 1)]
+    costs = [_cost(node, reference, checkpointing) for node in graph.nodes]
+    cut_bytes = [math.inf] * (len(costs) + 1)
+    for cut in graph.cuts():
+        cut_bytes[cut] = natural_bytes(graph, cut)
     return PartitionProblem(
-        nodes=costs,
+        nodes=_evened(costs, graph, resources),
         parameter_bytes=resources.parameter_bytes,
-        cut_bytes=cuts,
+        cut_bytes=cut_bytes,
         rank_of_stage=resources.rank_of_stage,
         in_flight=resources.in_flight,
         memory_limit=resources.memory_limit,
@@ -116,13 +126,15 @@ def problem_of(
 
 
 def _cost(node: Node, reference: Reference | None, checkpointing: bool) -> NodeCost:
+    is_unit = node.module is not None
     forward, backward = node.seconds, node.seconds * _BACKWARD_OF_FORWARD
     if reference is not None and reference.forward_seconds:
         forward, backward = reference.forward_seconds[node.index], reference.backward_seconds[node.index]
-    if checkpointing and node.module is not None:
+    kept_bytes = node.activation_bytes
+    if checkpointing and is_unit:  # its forward runs again in the backward, and nothing is kept in between
         backward += forward
-    kept = 0 if checkpointing and node.module is not None else node.activation_bytes
-    return NodeCost(node.name, forward, backward, kept, node.parameters, node.module is not None)
+        kept_bytes = 0
+    return NodeCost(node.name, forward, backward, kept_bytes, node.parameters, is_unit)
 
 
 def _evened(costs: list[NodeCost], graph: StepGraph, resources: Resources) -> list[NodeCost]:
@@ -130,20 +142,21 @@ def _evened(costs: list[NodeCost], graph: StepGraph, resources: Resources) -> li
 
     Layers are of one kind if their names differ in numbers only, and parameters, activations and outputs are as large.
     """
-    kinds: dict[Hashable, list[NodeCost]] = defaultdict(list)
-    keys = []
+    kinds: dict[Hashable, list[int]] = defaultdict(list)  # indices of the nodes of each kind
     for node, cost in zip(graph.nodes, costs, strict=True):
-        sizes = tuple(resources.parameter_bytes.get(name, 0) for name in node.parameters)
+        name: str | int = node.index  # an operation between units is of no kind
+        if node.module is not None:
+            name = re.sub(r"\d+", "#", node.name)
+        sizes = tuple(resources.parameter_bytes.get(parameter, 0) for parameter in node.parameters)
         shapes = tuple(tuple(graph.values[value].shape) for value in node.outputs)
-        keys.append(
-            (re.sub(r"\d+", "#", node.name) if node.module else node.index, sizes, shapes, cost.activation_bytes)
-        )
-        kinds[keys[-1]].append(cost)
-    forward = {key: median(cost.forward_s for cost in alike) for key, alike in kinds.items()}
-    backward = {key: median(cost.backward_s for cost in alike) for key, alike in kinds.items()}
-    return [
-        replace(cost, forward_s=forward[key], backward_s=backward[key]) for key, cost in zip(keys, costs, strict=True)
-    ]
+        kinds[name, sizes, shapes, cost.activation_bytes].append(node.index)
+    evened = list(costs)
+    for alike in kinds.values():
+        forward = median(costs[index].forward_s for index in alike)
+        backward = median(costs[index].backward_s for index in alike)
+        for index in alike:
+            evened[index] = replace(costs[index], forward_s=forward, backward_s=backward)
+    return evened
 
 
 def choose_units(
@@ -157,20 +170,24 @@ def choose_units(
     if split is not None:
         return _units_for(trace, modules, split)
     opened = _first_opened(modules, resources.num_stages)
-    negligible = _NEGLIGIBLE * max([link.latency_s for link in resources.links], default=0.0)
-    best, best_seconds, failures, error = None, float("inf"), 0, None
+    best: StepGraph | None = None
+    best_seconds, failures, error = math.inf, 0, None
     for _ in range(_ROUNDS):
         graph = build_graph(trace, modules, _is_closed(opened))
         _refuse_readers(graph)
+        partition, slowest = None, math.inf
         try:
             partition = best_partition(problem_of(graph, resources, None, checkpointing))
-            slowest, mean = max(partition.stage_seconds), sum(partition.stage_seconds) / resources.num_stages
+            slowest = max(partition.stage_seconds)
         except PartitionError as failure:
-            error, partition, slowest, mean = failure, None, float("inf"), 0.0
-        failures = 0 if slowest < 0.98 * best_seconds else failures + 1
-        if partition is not None and slowest < 0.98 * best_seconds:
-            best, best_seconds = graph, slowest
-        if (best is not None and failures > _PATIENCE) or slowest <= max(_BALANCED * mean, mean + negligible):
+            error = failure
+        if slowest < _GAIN * best_seconds:
+            best, best_seconds, failures = graph, slowest, 0
+        else:
+            failures += 1
+        if best is not None and failures > _PATIENCE:
+            break
+        if partition is not None and _is_balanced(partition, resources):
             break
         candidate = _to_open(graph, partition, modules)
         if candidate is None:
@@ -179,6 +196,12 @@ def choose_units(
     if best is None:
         raise _explained(error, modules, graph)
     return best
+
+
+def _is_balanced(partition: Partition, resources: Resources) -> bool:
+    mean = sum(partition.stage_seconds) / resources.num_stages
+    latency = max([link.latency_s for link in resources.links], default=0.0)
+    return max(partition.stage_seconds) <= max(_BALANCED * mean, mean + _NEGLIGIBLE * latency)
 
 
 def _is_closed(opened: frozenset[str]) -> Callable[[str], bool]:
@@ -201,7 +224,8 @@ def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules) ->
     """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
     candidates = graph.nodes
     if partition is not None:
-        begin, end = partition.bounds[partition.stage_seconds.index(max(partition.stage_seconds))]
+        slowest = partition.stage_seconds.index(max(partition.stage_seconds))
+        begin, end = partition.bounds[slowest]
         candidates = graph.nodes[begin:end]
     for chosen in (candidates, graph.nodes):
         units = [node for node in chosen if node.module is not None and _can_open(node.module, modules)]
@@ -235,7 +259,9 @@ def partition(
     """
     problem = problem_of(graph, resources, reference, checkpointing)
     try:
-        return best_partition(problem) if split is None else given_partition(problem, split)
+        if split is None:
+            return best_partition(problem)
+        return given_partition(problem, split)
     except PartitionError as error:
         raise SplitError(f"{error}.{_what_forbids(graph)}") from error
 
@@ -275,23 +301,27 @@ def _what_forbids(graph: StepGraph) -> str:
 def _explained(error: PartitionError | None, modules: Modules, graph: StepGraph) -> SplitError:
     reasons = [f"{name!r} is opened, as {why}" for name, why in modules.obstacles.items()]
     reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
-    hint = f" Of the modules, {'; '.join(reasons[:5])}." if reasons else ""
+    hint = ""
+    if reasons:
+        hint = f" Of the modules, {'; '.join(reasons[:5])}."
     return SplitError(f"{error}.{_what_forbids(graph)}{hint}")
 
 
 def homes_of(graph: StepGraph, stage_cuts: StageCuts, all_parameters: Collection[str]) -> dict[str, tuple[int, ...]]:
     """For each parameter the stages that use it; those that no node uses go to that of a twin, or of neighbours."""
     homes: dict[str, set[int]] = {}
-    for plan in stage_cuts.plans(len(graph.nodes)):
-        for node in graph.nodes[plan.begin : plan.end]:
-            for name in node.parameters:
-                homes.setdefault(name, set()).add(plan.stage)
+    for stage, node in stage_cuts.nodes_by_stage(graph):
+        for name in node.parameters:
+            homes.setdefault(name, set()).add(stage)
     placed = {name: tuple(sorted(stages)) for name, stages in homes.items()}
     for name in all_parameters:
-        if name not in placed:
-            twin = _twin(name, homes)
-            stage = neighbour_stage(name, homes) if twin is None else min(homes[twin])
-            placed[name] = (stage,)
+        if name in placed:
+            continue
+        twin = _twin(name, homes)
+        if twin is not None:
+            placed[name] = (min(homes[twin]),)
+        else:
+            placed[name] = (neighbour_stage(name, homes),)
     return placed
 
 
@@ -301,13 +331,11 @@ def _twin(name: str, homes: Mapping[str, Collection[int]]) -> str | None:
     A teacher that follows a student, or an average of the weights, is a copy of modules under another name. Beside
     the original nothing has to be sent to update it.
     """
-    parts = name.split(".")
+    reversed_name = name.split(".")[::-1]
     best, length = None, 1
     for other in homes:
-        theirs = other.split(".")
-        common = 0
-        while common < min(len(parts), len(theirs)) and parts[-1 - common] == theirs[-1 - common]:
-            common += 1
+        pairs = zip(reversed_name, other.split(".")[::-1], strict=False)
+        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if common > length:
             best, length = other, common
     return best
@@ -331,21 +359,20 @@ def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: i
         SplitError: the step needs stages in another order than the one that the parameters were placed for.
     """
     _refuse_readers(graph)
+    # Stages only ascend through a step: each node is done by the first stage from here on that has all its parameters.
     stage, stages = 0, []
     for node in graph.nodes:
-        allowed = set(range(num_stages))
-        for name in node.parameters:
-            allowed &= set(homes[name])
         if node.parameters:
-            later = [s for s in sorted(allowed) if s >= stage]
+            holders = set(range(num_stages)).intersection(*(homes[name] for name in node.parameters))
+            later = [holder for holder in holders if holder >= stage]
             if not later:
+                stages_text = ", ".join(map(str, sorted(holders))) or "different ones"
                 raise SplitError(
                     f"{node.name} is used behind units of stage {stage}, but its parameters are on stage "
-                    f"{', '.join(map(str, sorted(allowed))) or 'different ones'}: this step uses the modules in "
-                    "another order than the one that the model was split by. Use the same order in all steps, or "
-                    "strategy='smddp'."
+                    f"{stages_text}: this step uses the modules in another order than the one that the model was split "
+                    "by. Use the same order in all steps, or strategy='smddp'."
                 )
-            stage = later[0]
+            stage = min(later)
         stages.append(stage)
     return StageCuts.at(graph, _cheapest_cuts(graph, stages, num_stages))
 
@@ -359,11 +386,13 @@ def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> 
     for stage in range(1, num_stages):
         low = max([index + 1 for index in bound if stages[index] < stage], default=1)
         high = min([index for index in bound if stages[index] >= stage], default=len(stages) - 1)
-        allowed = [cut for cut in graph.cuts() if max([low, *cuts]) <= cut <= max(high, low)]
+        first, last = max([low, *cuts]), max(high, low)
+        allowed = [cut for cut in graph.cuts() if first <= cut <= last]
         if not allowed:
+            before, behind = graph.nodes[low - 1].name, graph.nodes[high].name
             raise SplitError(
-                f"This step cannot be cut where stage {stage} begins, between {graph.nodes[low - 1].name} and "
-                f"{graph.nodes[min(high, len(stages) - 1)].name}.{_what_forbids(graph)}"
+                f"This step cannot be cut where stage {stage} begins, between {before} and {behind}."
+                f"{_what_forbids(graph)}"
             )
         cuts.append(min(allowed, key=lambda cut: natural_bytes(graph, cut)))
     return cuts

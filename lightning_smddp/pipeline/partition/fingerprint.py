@@ -55,14 +55,15 @@ def same_everywhere(value: Any, group: dist.ProcessGroup, device: torch.device |
 def known_to_be_same(value: Any, host_of: HostOf, group: dist.ProcessGroup, device: torch.device) -> bool:
     """As :func:`same_everywhere`, by what hosts know: False as well where one does not know all of it. Collective."""
     try:
-        mine = fingerprint(value, host_of)
+        number = fingerprint(value, host_of)
     except UnknownValuesError:
-        mine = -1 - group.rank()  # unlike any other rank's
-    return _are_equal(mine, group, device)
+        number = -1 - group.rank()  # unlike any other rank's
+    return _are_equal(number, group, device)
 
 
-def _are_equal(mine: int, group: dist.ProcessGroup, device: torch.device) -> bool:
-    votes = from_numbers([mine, -mine], torch.int64, device)
+def _are_equal(number: int, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks have this number: one MAX of it and of its negative, which is a MIN. Collective."""
+    votes = from_numbers([number, -number], torch.int64, device)
     dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
     highest, lowest = votes.tolist()
     return bool(highest == -lowest)
@@ -77,14 +78,13 @@ class _Description:
         self._known: dict[int, tuple[Any, bytes]] = {}  # objects are kept, so that no other one gets their identity
 
     def of(self, value: Any) -> bytes:
-        kind = type(value)
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray) and value.dtype != object:
             data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
             return _short(f"{value.dtype}{value.shape}{zlib.crc32(data)}".encode())
         if is_plain(value):
-            return _short(f"{kind.__name__} {_text(value)}".encode())
+            return _short(f"{type(value).__name__} {_text(value)}".encode())
         if id(value) in self._above:
             return f"in itself {len(self._above) - self._above[id(value)]}".encode()
         if id(value) not in self._known:
@@ -106,21 +106,14 @@ class _Description:
         plain = tensor.detach()
         if type(plain) is not Tensor and not plain.is_nested:
             plain = plain.as_subclass(Tensor)
-        stored: list[Tensor] = []
-        if plain.is_nested:
-            stored = list(plain.unbind())
-        elif plain.layout is torch.sparse_coo:
-            stored = [plain._indices(), plain._values()]
-        elif plain.layout in (torch.sparse_csr, torch.sparse_bsr):
-            stored = [plain.crow_indices(), plain.col_indices(), plain.values()]
-        elif plain.layout in (torch.sparse_csc, torch.sparse_bsc):
-            stored = [plain.ccol_indices(), plain.row_indices(), plain.values()]
-        shape = "" if plain.is_nested else list(plain.shape)
-        content = (
-            b"".join(self._tensor(part) for part in stored)
-            if stored
-            else str(_checksum(self._readable(plain))).encode()
-        )
+        stored = _stored_tensors(plain)
+        if stored:
+            content = b"".join(self._tensor(part) for part in stored)
+        else:
+            content = str(_checksum(self._readable(plain))).encode()
+        shape = ""
+        if not plain.is_nested:  # a nested tensor's shape is that of its parts
+            shape = str(list(plain.shape))
         about = f"{_kind(tensor)}{plain.dtype}{shape}{tensor.requires_grad}"
         return _short(about.encode() + content)
 
@@ -132,6 +125,19 @@ class _Description:
         if known is None:
             raise UnknownValuesError
         return known
+
+
+def _stored_tensors(tensor: Tensor) -> list[Tensor]:
+    """What a sparse or nested tensor keeps its values and indices in; empty for a strided one."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -161,15 +167,16 @@ def _checksum_on_device(flat: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for begin in range(0, flat.numel(), _CHUNK):
         part = flat[begin : begin + _CHUNK].to(torch.int64)
-        place = torch.arange(begin, begin + part.numel(), device=flat.device)
-        factor = (2 * place + 1) * 0x5851F42D4C957F2D  # overflows, as it should
+        position = torch.arange(begin, begin + part.numel(), device=flat.device)
+        factor = (2 * position + 1) * 0x5851F42D4C957F2D  # overflows, as it should
         total += ((part + 1) * (factor ^ (factor >> 29))).sum()
     return int(total)
 
 
 def _kind(value: Any) -> str:
-    kind = type(value)
-    return "dict" if isinstance(value, dict) else kind.__qualname__
+    if isinstance(value, dict):  # a ``defaultdict`` with the same entries is the same batch
+        return "dict"
+    return type(value).__qualname__
 
 
 def _text(value: Any) -> str:
@@ -179,4 +186,6 @@ def _text(value: Any) -> str:
 
 
 def _short(text: bytes) -> bytes:
-    return text if len(text) <= _SHORT else hashlib.blake2b(text, digest_size=16).digest()
+    if len(text) <= _SHORT:
+        return text
+    return hashlib.blake2b(text, digest_size=16).digest()

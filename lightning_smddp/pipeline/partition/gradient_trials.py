@@ -8,11 +8,13 @@ angles as weights: they add up as gradients do, and no gradient has to be kept.
 
 from __future__ import annotations
 
+import cmath
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -57,11 +59,11 @@ Run: TypeAlias = Callable[[MicroBatch, int], Gradients]
 def noted_gradients(parameters: Mapping[str, Tensor]) -> Iterator[Gradients]:
     """Within it, a backward pass leaves sums instead of gradients."""
     found = Gradients()
-    handles = [
-        parameter.register_post_accumulate_grad_hook(functools.partial(_note, found, name))
-        for name, parameter in parameters.items()
-        if parameter.requires_grad and not parameter.is_meta
-    ]
+    handles = []
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not parameter.is_meta:
+            note = functools.partial(_note, found, name)
+            handles.append(parameter.register_post_accumulate_grad_hook(note))
 
     def look(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
@@ -85,13 +87,16 @@ def _note(found: Gradients, name: str, parameter: Tensor) -> None:
         gradient = gradient.to_dense()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
+    # Sums of cos(i) g[i] and sin(i) g[i] over each chunk, and its norm. All chunks have the same angles, turned by
+    # another one each, so that what two of them exchange shows. One copy to the host at the end.
     angles = _angles(gradient.device)
     numbers = []
     for chunk in gradient.reshape(-1).float().split(_CHUNK):
-        numbers.append(torch.cat([angles[:, : len(chunk)] @ chunk, chunk.norm()[None]]))
+        sums = angles[:, : len(chunk)] @ chunk
+        numbers.append(torch.cat([sums, chunk.norm()[None]]))
     total, squares = 0j, 0.0
     for index, (cosine, sine, norm) in enumerate(torch.stack(numbers).tolist()):
-        total += complex(cosine, sine) * complex(math.cos(_TURN * index), math.sin(_TURN * index))
+        total += complex(cosine, sine) * cmath.rect(1.0, _TURN * index)
         squares += norm**2
     found.sums[name] = found.sums.get(name, 0j) + total  # gradients may come in pieces
     found.norms[name] = found.norms.get(name, 0.0) + math.sqrt(squares)
@@ -113,7 +118,9 @@ class Misfit:
 
 def tolerances_on(device: torch.device) -> tuple[float, float]:
     """In fp32, which convolutions on GPUs round to TF32, and with 16-bit types."""
-    return (EXACT if device.type == "cpu" else 20 * EXACT), MIXED
+    if device.type == "cpu":
+        return EXACT, MIXED
+    return 20 * EXACT, MIXED
 
 
 def misfit_of(
@@ -128,15 +135,18 @@ def misfit_of(
         largest: norm of any parameter's gradient, where some are on other ranks.
     """
     counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+    runs = [whole, *(part for part, _ in counted)]
     if largest is None:
-        largest = max([*whole.norms.values(), *(n for part, _ in counted for n in part.norms.values())], default=0.0)
-    least = _SMALL * largest
+        largest = max(max(run.norms.values(), default=0.0) for run in runs)
+    least = max(_SMALL * largest, 1e-30)
     worst = Misfit("", 0.0)
-    for name in dict.fromkeys([*whole.sums, *(name for part, _ in counted for name in part.sums)]):
+    for name in dict.fromkeys(chain.from_iterable(run.sums for run in runs)):
         made = sum(weight * part.sums.get(name, 0j) for part, weight in counted)
-        norms = [whole.norms.get(name, 0.0), *(weight * part.norms.get(name, 0.0) for part, weight in counted)]
-        error = abs(made - whole.sums.get(name, 0j)) / max(*norms, least, 1e-30)
-        if not error <= worst.error:
+        size = max([least, whole.norms.get(name, 0.0)])
+        for part, weight in counted:
+            size = max(size, weight * part.norms.get(name, 0.0))
+        error = abs(made - whole.sums.get(name, 0j)) / size
+        if not error <= worst.error:  # also where it is not a number
             worst = Misfit(name, error)
     return worst
 
@@ -169,8 +179,10 @@ class GradientTrial:
             candidates: at least one.
             conceivable: others, by which rows may count differently for a part of the loss.
         """
+        rows = self.rows
         order = self._order([*candidates, *conceivable])
-        rows = self.rows if order is None else self.rows.with_rows_in(order)
+        if order is not None:
+            rows = rows.with_rows_in(order)
         found = self._attempt(rows, candidates, 2, 1.0)
         if not isinstance(found, Misfit):
             return found
@@ -178,7 +190,9 @@ class GradientTrial:
         if misfit_of(first, [again], [1.0]).error > self._tolerance([first, again]):
             return None  # by chance
         confirmed = self._attempt(rows, candidates, 3, 0.5)  # rounding at an activation's kink is elsewhere there
-        return found if confirmed is None else confirmed
+        if confirmed is None:
+            return found
+        return confirmed
 
     def _attempt(
         self, rows: MicroBatch, candidates: Sequence[Weighting], count: int, strictness: float
@@ -198,14 +212,18 @@ class GradientTrial:
             if weights not in known:
                 known[weights] = misfit_of(whole, halves, weights)
             misfits.append(known[weights])
-        best, tolerance = min(misfits, key=lambda misfit: misfit.error), strictness * self._tolerance(runs)
+        best = min(misfits, key=lambda misfit: misfit.error)
+        tolerance = strictness * self._tolerance(runs)
         if best.error > tolerance:
             return best
         limit = min(tolerance, max(_CLEAR * best.error, _NOISE * tolerance))
         return [c for c, misfit in zip(candidates, misfits, strict=True) if misfit.error <= limit]
 
     def _tolerance(self, runs: Sequence[Gradients]) -> float:
-        return self.tolerances[0] if all(run.is_exact for run in runs) else self.tolerances[1]
+        exact, mixed = self.tolerances
+        if all(run.is_exact for run in runs):
+            return exact
+        return mixed
 
     def _order(self, candidates: Sequence[Weighting]) -> list[int] | None:
         """Rows that count less come first, so that halves count differently; None if rows have to stay in place."""
@@ -216,7 +234,9 @@ class GradientTrial:
         if len(rows) < len(order):
             return None
         for candidate in candidates:
-            counts = [candidate.count(row.value) for row in rows] if candidate.kind in ("labels", "entries") else []
+            if candidate.kind not in ("labels", "entries"):
+                continue
+            counts = [candidate.count(row.value) for row in rows]
             numbers = [float(count) for count in counts if count is not None]
             if len(numbers) == len(order) and min(numbers) < max(numbers):
                 return sorted(order, key=numbers.__getitem__)

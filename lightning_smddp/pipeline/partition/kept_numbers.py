@@ -30,8 +30,10 @@ class KeptNumbers:
         self._known = KnownMagnitudes()
         self._kept: list[tuple[dict[str, Any], str]] = []
         for module in modules:
-            is_plain = not isinstance(module, torch.jit.ScriptModule)
-            for own in (vars(module), registered_buffers(module) if is_plain else {}):
+            containers = [vars(module)]
+            if not isinstance(module, torch.jit.ScriptModule):
+                containers.append(registered_buffers(module))
+            for own in containers:
                 self._kept += [(own, name) for name, value in own.items() if is_number(value) or _is_scalar(value)]
         self._last: list[Any] = [None] * len(self._kept)
         self._written: list[int] = [-1] * len(self._kept)
@@ -42,8 +44,9 @@ class KeptNumbers:
     def is_new(self) -> bool:
         """Whether one has another order of magnitude than ever."""
         for index, value in self._changed():
-            number = value.item() if isinstance(value, Tensor) else value
-            self._found[index] = [(magnitude(number),)]
+            if isinstance(value, Tensor):
+                value = value.item()
+            self._found[index] = [(magnitude(value),)]
         return bool(self._found) and self._known.is_new(self._found)
 
     def accept(self) -> None:
@@ -56,8 +59,9 @@ class KeptNumbers:
         """Numbers that are others than when this was asked."""
         for index, (own, name) in enumerate(self._kept):
             value: Any = own.get(name)
-            is_tensor = self._written[index] >= 0
-            if value is self._last[index] and not (is_tensor and write_count(value) != self._written[index]):
+            is_same_object = value is self._last[index]
+            was_scalar = self._written[index] >= 0
+            if is_same_object and not (was_scalar and write_count(value) != self._written[index]):
                 continue
             self._last[index], self._written[index] = value, -1
             if _is_scalar(value):

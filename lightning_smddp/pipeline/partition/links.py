@@ -39,9 +39,10 @@ def find_links(
         return ()
     hosts = gather_json(node_identity(), group, device)
     found = {pair: _link(pair, hosts, group, device) for pair in _in_order(boundaries)}
-    mine = [found.get(_sorted(pair)) or _FREE for pair in boundaries]
-    # each boundary was measured by both its ends, in every pipeline: the largest, of the rates the smallest
-    numbers = [[link.latency_s, -link.bytes_per_s, link.unhidden] for link in mine]
+    known_here = [found.get(_sorted(pair)) or _FREE for pair in boundaries]
+    # Each boundary was measured by both its ends, in every pipeline. One MAX over all ranks: the largest latency, and
+    # of the rates, which are negated, the smallest.
+    numbers = [[link.latency_s, -link.bytes_per_s, link.unhidden] for link in known_here]
     slowest = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=world)
     return tuple(Link(latency, -rate, unhidden) for latency, rate, unhidden in slowest.tolist())
@@ -65,8 +66,10 @@ def _link(pair: tuple[int, int], hosts: Sequence[str], group: dist.ProcessGroup,
     is_one_host = hosts[pair[0]] == hosts[pair[1]]
     if device.type == "cpu" and is_one_host:
         return LOOPBACK
-    other = pair[1] if rank == pair[0] else pair[0]
-    size = _HOST_BYTES if device.type == "cpu" else _DEVICE_BYTES
+    (other,) = set(pair) - {rank}
+    size = _HOST_BYTES
+    if device.type != "cpu":
+        size = _DEVICE_BYTES
     small = round_trips(group, torch.zeros(1, device=device), other, _ROUNDS)[0]
     large = round_trips(group, torch.zeros(size // 4, device=device), other, _ROUNDS)[0]
     rate = 2 * size / max(large - small, 0.1 * large)

@@ -35,7 +35,8 @@ def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ..
         SplitError: a cut is where none may be (:meth:`StepGraph.cuts`).
     """
     for cut in cuts:
-        if obstacle := graph.obstacle_to(cut):
+        obstacle = graph.obstacle_to(cut)
+        if obstacle is not None:
             raise SplitError(f"No stage may begin with {graph.nodes[cut].name}: {obstacle}.")
     live: list[tuple[int, ...]] = []
     again: list[frozenset[int]] = [frozenset()]
@@ -43,16 +44,28 @@ def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ..
     for cut in cuts:
         received = _minimum(graph, cut, received)
         live.append(received)
-        again.append(_repeated(graph, cut, received))
-    # what a stage only passes on needs no repetition, but what it sends may
-    for stage, sent in enumerate(live[1:], start=1):
-        wanted = [v for v in sent if graph.producers[v] < cuts[stage - 1] and v not in live[stage - 1]]
-        again[stage] |= _closure(graph, wanted, set(live[stage - 1]), cuts[stage - 1])
+        again.append(_closure(graph, graph.needed_after(cut), set(received), cut))
+    # What a stage only passes on needs no repetition, but what it sends may: values from before its own first node
+    # that it did not receive.
+    for stage in range(1, len(cuts)):
+        begin, received = cuts[stage - 1], live[stage - 1]
+        wanted = [value for value in live[stage] if graph.producers[value] < begin and value not in received]
+        again[stage] |= _closure(graph, wanted, set(received), begin)
     return live, again
 
 
 def _minimum(graph: StepGraph, cut: int, received: tuple[int, ...]) -> tuple[int, ...]:
+    """The cheapest values to send over ``cut``, of those that the stage before received or can make.
+
+    Each value is an edge ``in -> out`` whose capacity is its bytes. Flow comes from the source into what the stage has
+    anyway, runs from a node's inputs to its outputs where the node can be done again, and ends in what is needed behind
+    the cut. The edges of a minimum cut are what is sent::
+
+        source -> (x in) -x bytes-> (x out) -> (y in) -y bytes-> (y out) -> sink     y = f(x) is needed
+    """
     needed = graph.needed_after(cut)
+    if not needed:
+        return ()
     flow = nx.DiGraph()
     flow.add_nodes_from(("source", "sink"))
     for value in needed:
@@ -75,14 +88,8 @@ def _minimum(graph: StepGraph, cut: int, received: tuple[int, ...]) -> tuple[int
             if used not in seen:
                 seen.add(used)
                 pending.append(used)
-    if not needed:
-        return ()
-    _, (_, right) = nx.minimum_cut(flow, "source", "sink")
-    return tuple(sorted(v for v in seen if (v, "out") in right and (v, "in") not in right))
-
-
-def _repeated(graph: StepGraph, cut: int, received: tuple[int, ...]) -> frozenset[int]:
-    return _closure(graph, graph.needed_after(cut), set(received), cut)
+    _, (_, behind) = nx.minimum_cut(flow, "source", "sink")
+    return tuple(sorted(value for value in seen if (value, "out") in behind and (value, "in") not in behind))
 
 
 def _closure(graph: StepGraph, wanted: Sequence[int], given: set[int], cut: int) -> frozenset[int]:

@@ -36,17 +36,23 @@ class LossCall:
                     yield Weighting("labels", path, skip, self.ignored, self.class_weights)
 
     def _shifted(self, leaf: Tensor, skip: int) -> Iterator[Tensor]:
+        """What a step may make of labels before it calls the loss: shorter ones, or padded with what does not count."""
         if skip == 0:
             yield leaf
-        elif leaf.dim() == 2 and leaf.shape[1] > 1:
-            cut = leaf[:, 1:] if skip == 1 else leaf[:, :-1]
-            yield cut
-            filler = cut.new_full((len(cut), 1), self.ignored)  # or the place is kept, and filled with what counts not
-            yield torch.cat([cut, filler] if skip == 1 else [filler, cut], 1)
+            return
+        if leaf.dim() != 2 or leaf.shape[1] < 2:
+            return
+        filler = leaf.new_full((len(leaf), 1), self.ignored)
+        if skip == 1:
+            yield leaf[:, 1:]
+            yield torch.cat([leaf[:, 1:], filler], 1)
+        else:
+            yield leaf[:, :-1]
+            yield torch.cat([filler, leaf[:, :-1]], 1)
 
 
 class LossCalls(TorchFunctionMode):
-    """Collects them while it is active."""
+    """Collects the calls of classification losses while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +70,9 @@ class LossCalls(TorchFunctionMode):
         target, weight = given["target"], given["weight"]
         if target.is_floating_point() or given["reduction"] != "mean":  # probabilities; or others take the mean
             return
-        weights = () if weight is None else tuple(weight.detach().double().tolist())
+        weights: tuple[float, ...] = ()
+        if weight is not None:
+            weights = tuple(weight.detach().double().tolist())
         self.found.append(LossCall(target.detach().clone(), given["ignore_index"], weights))
 
 

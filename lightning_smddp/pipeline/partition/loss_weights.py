@@ -56,12 +56,16 @@ class Weighting:
             return list(microbatches)
         if self.kind == "sum":
             return [replace(microbatch, weight=1.0) for microbatch in microbatches]
-        leaves = [leaf for m in microbatches if (leaf := self._counted(m.value)) is not None]
-        if len(leaves) < len(microbatches):
-            return list(microbatches)
-        known = [] if host_of is None else [here for leaf in leaves if (here := host_of(leaf)) is not None]
-        if len(known) == len(leaves):
-            leaves = known
+        leaves = []
+        for microbatch in microbatches:
+            leaf = self._counted(microbatch.value)
+            if leaf is None:
+                return list(microbatches)
+            leaves.append(leaf)
+        if host_of is not None:
+            on_host = [here for leaf in leaves if (here := host_of(leaf)) is not None]
+            if len(on_host) == len(leaves):
+                leaves = on_host
         counts: list[float] = torch.stack([self._count(leaf) for leaf in leaves]).tolist()
         total = sum(counts)
         if not total > 0:
@@ -71,15 +75,22 @@ class Weighting:
     def count(self, value: Any) -> Tensor | None:
         """What a micro-batch counts, a scalar on its device; None if it has no such tensor."""
         leaf = self._counted(value)
-        return None if leaf is None else self._count(leaf)
+        if leaf is None:
+            return None
+        return self._count(leaf)
 
     def _counted(self, value: Any) -> Tensor | None:
+        """The tensor at ``path``, if there is one with rows."""
         leaf = next((leaf for path, leaf in items(value) if path == self.path), None)
-        return leaf if isinstance(leaf, Tensor) and leaf.dim() else None
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            return None
+        return leaf
 
     def _count(self, leaf: Tensor) -> Tensor:
-        if leaf.dim() > 1 and self.skip:
-            leaf = leaf[:, self.skip :] if self.skip > 0 else leaf[:, : self.skip]
+        if leaf.dim() > 1 and self.skip > 0:
+            leaf = leaf[:, self.skip :]
+        elif leaf.dim() > 1 and self.skip < 0:
+            leaf = leaf[:, : self.skip]
         if self.kind == "entries":
             return leaf.sum(dtype=torch.float64)
         counts = leaf != self.ignored
@@ -92,19 +103,23 @@ class Weighting:
         """For the table and for messages."""
         shifted = {0: "", 1: ", shifted by one", -1: ", without the last"}[self.skip]
         if self.kind == "labels":
-            weighted = ", by their classes' weights" if self.class_weights else ""
-            return f"labels that are not {self.ignored} in batch{path_text(self.path)}{shifted}{weighted}"
+            text = f"labels that are not {self.ignored} in batch{path_text(self.path)}{shifted}"
+            if self.class_weights:
+                text += ", by their classes' weights"
+            return text
         if self.kind == "entries":
             return f"the sum of batch{path_text(self.path)}{shifted}"
-        return "rows" if self.kind == "rows" else "none: losses are added up"
+        if self.kind == "rows":
+            return "rows"
+        return "none: losses are added up"
 
     def to_json(self) -> Any:
-        """Plain data."""
+        """Numbers, strings and lists, as a checkpoint keeps them."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Weighting:
-        """The inverse."""
+        """The inverse of :meth:`to_json`, which leaves lists where tuples were."""
         return cls(**{**data, "path": tuple(data["path"]), "class_weights": tuple(data["class_weights"])})
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 Magnitude: TypeAlias = tuple[int, int]  # sign and decade
 Magnitudes: TypeAlias = "dict[Hashable, list[tuple[Magnitude, ...]]]"
-"""By place in the code, or by name, those of the numbers there; one entry for each turn of a loop."""
+"""By position in the code, or by name, those of the numbers there; one entry for each turn of a loop."""
 
 _NUMBERS = frozenset((int, float))
 _ZERO, _NOT_FINITE = (0, 0), (2, 0)
@@ -35,8 +35,10 @@ def magnitude(value: Any) -> Magnitude:
     size = abs(value)
     if not size < math.inf:  # integers may be too large for any float
         return _NOT_FINITE
-    sign = 1 if size == value else -1
-    return (sign, math.floor(math.log10(size)))
+    decade = math.floor(math.log10(size))
+    if value < 0:
+        return -1, decade
+    return 1, decade
 
 
 @dataclass
@@ -44,7 +46,7 @@ class KnownMagnitudes:
     """Those that were seen.
 
     Attributes:
-        seen: by place and turn.
+        seen: by position in the code and turn of a loop.
         times: how often there was a new one.
     """
 
@@ -54,21 +56,24 @@ class KnownMagnitudes:
     def is_new(self, numbers: Mapping[Hashable, Sequence[tuple[Magnitude, ...]]]) -> bool:
         """Whether one of them is worth a trial: it never was there, and there were not too many such ones."""
         most = 0
-        for place, turns in numbers.items():
-            seen = self.seen.get(place, {})
+        for position, turns in numbers.items():
+            seen = self.seen.get(position, {})
             for turn, found in enumerate(turns):
                 before = _before(seen, turn)
-                if found not in before:
-                    zeros = {_zeros(others) for others in before}
-                    most = max(most, _MOST_DECADES if _zeros(found) in zeros else _MOST_ZEROS)
+                if found in before:
+                    continue
+                if _zeros(found) in {_zeros(others) for others in before}:
+                    most = max(most, _MOST_DECADES)
+                else:  # a number that was zero, or is now: more often worth a trial
+                    most = max(most, _MOST_ZEROS)
         return self.times < most
 
     def accept(self, everything: Sequence[Mapping[Hashable, Sequence[tuple[Magnitude, ...]]]]) -> None:
         """These, of a batch, are known from here on."""
         self.times += bool(self.seen) and any(map(self.is_new, everything))
         for numbers in everything:
-            for place, turns in numbers.items():
-                seen = self.seen.setdefault(place, {})
+            for position, turns in numbers.items():
+                seen = self.seen.setdefault(position, {})
                 for turn, found in enumerate(turns):
                     seen.setdefault(min(turn, _MOST_TURNS), set()).add(found)
 
@@ -76,7 +81,9 @@ class KnownMagnitudes:
 def _before(seen: Mapping[int, set[tuple[Magnitude, ...]]], turn: int) -> set[tuple[Magnitude, ...]]:
     """What a turn of a loop had; a loop that is longer than ever may go on with what any turn had."""
     of_turn = seen.get(min(turn, _MOST_TURNS))
-    return set().union(*seen.values()) if of_turn is None else of_turn
+    if of_turn is None:
+        return set().union(*seen.values())
+    return of_turn
 
 
 def _zeros(numbers: tuple[Magnitude, ...]) -> tuple[bool, ...]:

@@ -42,7 +42,7 @@ class PipelineMesh:
         Raises:
             ValueError: unknown placement, or sizes that do not fit.
         """
-        order = _NAMES.get(placement, placement.replace("T", "") if isinstance(placement, str) else "")
+        order = _NAMES.get(placement, str(placement).replace("T", ""))
         if order not in _NAMES.values():
             raise ValueError(
                 f"placement={placement!r} is unknown. Valid: 'cluster' (or 'DP': a pipeline on neighbouring ranks), "
@@ -56,10 +56,11 @@ class PipelineMesh:
             )
         replicas = world_size // pipeline_parallel_size
         if order == "DP":
-            rows = [range(r * pipeline_parallel_size, (r + 1) * pipeline_parallel_size) for r in range(replicas)]
+            starts = range(0, world_size, pipeline_parallel_size)
+            pipelines = [range(start, start + pipeline_parallel_size) for start in starts]
         else:
-            rows = [range(r, world_size, replicas) for r in range(replicas)]
-        return cls(tuple(tuple(row) for row in rows))
+            pipelines = [range(replica, world_size, replicas) for replica in range(replicas)]
+        return cls(tuple(map(tuple, pipelines)))
 
     @property
     def num_replicas(self) -> int:
@@ -73,7 +74,10 @@ class PipelineMesh:
 
     def find(self, rank: int) -> tuple[int, int]:
         """Replica of a rank of the job, and its rank in that pipeline."""
-        return next((r, row.index(rank)) for r, row in enumerate(self.pipelines) if rank in row)
+        for replica, ranks in enumerate(self.pipelines):
+            if rank in ranks:
+                return replica, ranks.index(rank)
+        raise ValueError(f"rank {rank} is in none of the pipelines {self.pipelines}")
 
 
 @dataclass(frozen=True)
@@ -105,14 +109,15 @@ class Groups:
         assert dist.group.WORLD is not None
         replica, pipeline_rank = mesh.find(dist.get_rank())
         name, limit = new_name(dist.group.WORLD, device), timeout or _DEFAULT_TIMEOUT
-        mine, equals = list(mesh.pipelines[replica]), list(mesh.data_parallel_ranks[pipeline_rank])
+        members = list(mesh.pipelines[replica])
+        replicas = list(mesh.data_parallel_ranks[pipeline_rank])
         # every rank in this order, so that nobody waits for one that waits for another
-        pipeline = create_group(mine, f"{name}-pipeline-{replica}", limit, device)
+        pipeline = create_group(members, f"{name}-pipeline-{replica}", limit, device)
         neighbours, host = pipeline, Channel(pipeline, device)
         if device.type != "cpu":
-            neighbours = create_group(mine, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
+            neighbours = create_group(members, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
         if is_nccl(pipeline) and dist.is_gloo_available():
             patience = backend_timeout(limit, of_nccl=True)  # who waits for a device here says nothing of who is late
-            host = Channel(new_group_among(mine, f"{name}-host-{replica}", patience, backend="gloo"), _CPU)
-        data_parallel_group = create_group(equals, f"{name}-replicas-{pipeline_rank}", limit, device)
+            host = Channel(new_group_among(members, f"{name}-host-{replica}", patience, backend="gloo"), _CPU)
+        data_parallel_group = create_group(replicas, f"{name}-replicas-{pipeline_rank}", limit, device)
         return cls(mesh, replica, pipeline_rank, pipeline, neighbours, data_parallel_group, host)

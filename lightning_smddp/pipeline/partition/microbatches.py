@@ -22,7 +22,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -91,17 +92,22 @@ def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> l
         batch_size: The number of rows, for batches that do not show it.
 
     Raises:
-        UnclearBatchError: when the number of rows is not clear, or an object cannot be cut; with the places and the
+        UnclearBatchError: when the number of rows is not clear, or an object cannot be cut; with the paths and the
             cure.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
     if num_microbatches == 1:
-        rows = _rows(batch, strict=False) if batch_size is None else batch_size
+        rows = batch_size
+        if rows is None:
+            rows = _rows(batch, strict=False)
         return [MicroBatch(batch, max(1, rows), 1.0)]
     ways = Ways()
-    count = _rows(batch, ways=ways) if batch_size is None else batch_size
-    if batch_size is not None and not _has_rows(batch, batch_size, ways):
+    if batch_size is None:
+        count = _rows(batch, ways=ways)
+    elif _has_rows(batch, batch_size, ways):
+        count = batch_size
+    else:
         raise UnclearBatchError(
             f"batch_size={batch_size}, but no tensor or list has so many rows: {_sizes_text(batch)}"
         )
@@ -114,15 +120,16 @@ def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> l
 
 def _parts(value: Any, rows: int, number: int, paths: frozenset[Path], ways: Ways) -> list[MicroBatch]:
     """``value`` in ``number`` parts, or one for each row if there are fewer."""
-    number = min(number, rows) if paths else 1
-    if number <= 1:
+    number = min(number, rows)
+    if number <= 1 or not paths:
         return [MicroBatch(value, rows, 1.0, paths)]
     size, bigger = divmod(rows, number)
     parts, start = [], 0
     for index in range(number):
         stop = start + size + (index < bigger)
         part = _take(value, slice(start, stop), paths, ways)
-        parts.append(MicroBatch(part, stop - start, (stop - start) / rows, paths))
+        part_rows = stop - start
+        parts.append(MicroBatch(part, part_rows, part_rows / rows, paths))
         start = stop
     return parts
 
@@ -134,7 +141,8 @@ def rows_of(batch: Any) -> int:
 
 def outer_sizes(batch: Any) -> list[tuple[int, ...]]:
     """The first two dimensions of tensors, and the rows of objects, that are in no list of samples."""
-    return list(_outer_sizes(batch, Ways(), not (_is_sequence(batch) and _is_list_of_samples(batch))))
+    is_list_of_samples = _is_sequence(batch) and _is_list_of_samples(batch)
+    return list(_outer_sizes(batch, Ways(), outermost=not is_list_of_samples))
 
 
 def signature(microbatch: Any) -> str:
@@ -142,16 +150,22 @@ def signature(microbatch: Any) -> str:
 
     Equal signatures mean that stages exchange tensors of equal shapes, as far as shapes do not depend on values.
     """
-    value = microbatch.value if isinstance(microbatch, MicroBatch) else microbatch
+    value = microbatch
+    if isinstance(microbatch, MicroBatch):
+        value = microbatch.value
     if isinstance(value, Tensor):
-        grad = ", grad" if value.requires_grad else ""
-        return f"{describe(value)}{grad}"
+        if value.requires_grad:
+            return f"{describe(value)}, grad"
+        return describe(value)
     if isinstance(value, np.ndarray):
         return f"numpy {value.dtype}{list(value.shape)}"
     children = members_of(value)
-    if children is None:
-        return type(value).__name__ if is_plain(value) else describe(value)
-    return f"{type(value).__name__}({', '.join(f'{key}={signature(child)}' for key, child in children)})"
+    if children is not None:
+        texts = [f"{key}={signature(child)}" for key, child in children]
+        return f"{type(value).__name__}({', '.join(texts)})"
+    if is_plain(value):
+        return type(value).__name__
+    return describe(value)
 
 
 # ---- how many rows ---------------------------------------------------------------------------------------------------
@@ -161,17 +175,19 @@ def _rows(batch: Any, strict: bool = True, ways: Ways | None = None) -> int:
     """The number of rows; 1 for a batch without any tensor or list."""
     if _is_sequence(batch) and _is_list_of_samples(batch):
         return len(batch)
-    outside = Counter(sizes[0] for sizes in _outer_sizes(batch, ways or Ways(), outermost=True))
-    inside = Counter(size for sequence in _outer_sequences(batch) for size in _possible_rows(sequence))
-    votes = (outside or inside).most_common(2)
+    votes = Counter(sizes[0] for sizes in _outer_sizes(batch, ways or Ways(), outermost=True))
+    if not votes:
+        for sequence in _outer_sequences(batch):
+            votes.update(_possible_rows(sequence))
     if not votes:
         return 1
-    if strict and len(votes) == 2 and votes[0][1] == votes[1][1]:
+    (rows, most), (other, second) = [*votes.most_common(2), (0, 0)][:2]
+    if strict and most == second:
         raise UnclearBatchError(
-            f"the batch may have {votes[0][0]} or {votes[1][0]} rows: {_sizes_text(batch)}; "
+            f"the batch may have {rows} or {other} rows: {_sizes_text(batch)}; "
             "say which with batch_size_fn=, a function of the batch"
         )
-    return votes[0][0]
+    return rows
 
 
 def _outer_sizes(value: Any, ways: Ways, outermost: bool = False) -> Iterator[tuple[int, ...]]:
@@ -208,24 +224,32 @@ def _possible_rows(sequence: Sequence[Any]) -> set[int]:
     sizes = {_length(array) for array in _arrays(sequence)}
     if len(sizes) != 1:
         return {len(sequence)}
-    return {len(sequence)} | sizes if _alike(sequence) else sizes
+    if not _alike(sequence):
+        return sizes
+    return {len(sequence)} | sizes
 
 
 def _is_list_of_samples(value: Sequence[Any]) -> bool:
     """Whether a whole batch is a list of samples as the dataset returned them: alike, and not fields of one size."""
-    if len(value) < 2 or not all(members_of(entry) is not None for entry in value) or not _alike(value):
+    if len(value) < 2 or not _alike(value):
         return False
-    sizes = {_length(array) for array in _arrays(value)}
-    return len(sizes) != 1 or len(_arrays(value)) != len(leaves(value))
+    if any(members_of(entry) is None for entry in value):
+        return False
+    arrays = _arrays(value)
+    sizes = {_length(array) for array in arrays}
+    are_fields = len(sizes) == 1 and len(arrays) == len(leaves(value))
+    return not are_fields
 
 
 def _has_rows(batch: Any, count: int, ways: Ways) -> bool:
     if isinstance(batch, _ARRAYS):
         return batch.ndim > 0 and _length(batch) == count
-    if (way := ways.of(batch)) is not None and way.rows == count:
+    way = ways.of(batch)
+    if way is not None and way.rows == count:
         return True
-    children = members_of(batch) or []
-    return (_is_sequence(batch) and len(batch) == count) or any(_has_rows(child, count, ways) for _, child in children)
+    if _is_sequence(batch) and len(batch) == count:
+        return True
+    return any(_has_rows(child, count, ways) for _, child in members_of(batch) or [])
 
 
 # ---- cutting ---------------------------------------------------------------------------------------------------------
@@ -266,7 +290,8 @@ class _Cutter:
         """Refuse what may hold rows in a way that is not known here. What is within a row does not matter."""
         if _is_sequence(value) and self._reading(value, outermost=not path) != "fields":
             return
-        if (way := self.ways.of(value)) is not None and way.rows == self.count:
+        way = self.ways.of(value)
+        if way is not None and way.rows == self.count:
             return
         children = members_of(value)
         for key, child in children or []:
@@ -278,22 +303,27 @@ class _Cutter:
                 "batches, or use num_microbatches=1"
             )
 
-    def _reading(self, sequence: Sequence[Any], outermost: bool) -> str:
+    def _reading(self, sequence: Sequence[Any], outermost: bool) -> Literal["rows", "fields", "both"]:
+        """What the entries of a list or tuple are: one for each row, or fields, or either."""
         if len(sequence) != self.count:
             return "fields"
         arrays = _arrays(sequence)
         fitting = sum(_length(array) == self.count for array in arrays)
-        if not fitting or (self.rows_known and _alike(sequence)):
+        if not fitting:
             return "rows"
         if not _alike(sequence):
             return "fields"
-        return "both" if fitting == len(arrays) or outermost else "rows"
+        if self.rows_known:
+            return "rows"
+        if outermost or fitting == len(arrays):
+            return "both"
+        return "rows"
 
 
 def _take(value: Any, rows: Rows, paths: frozenset[Path], ways: Ways, path: Path = ()) -> Any:
     """Some rows of what is at ``paths``, and all of the rest. ``ways`` are those known for objects of the batch."""
     if path in paths:
-        if isinstance(value, (*_ARRAYS, list)) or (isinstance(value, tuple) and _is_sequence(value)):
+        if isinstance(value, _ARRAYS) or _is_sequence(value):
             return take_rows(value, rows)
         way = ways.of(value)
         assert way is not None
@@ -301,7 +331,8 @@ def _take(value: Any, rows: Rows, paths: frozenset[Path], ways: Ways, path: Path
     children = members_of(value)
     if children is None or not any(inner[: len(path)] == path for inner in paths):
         return value
-    return with_members(value, [(key, _take(child, rows, paths, ways, (*path, key))) for key, child in children])
+    taken = [(key, _take(child, rows, paths, ways, (*path, key))) for key, child in children]
+    return with_members(value, taken)
 
 
 def _is_opaque(value: Any) -> bool:
@@ -319,7 +350,7 @@ def _is_opaque(value: Any) -> bool:
 def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, int | None] | None = None) -> Any:
     """What one process would have returned for the whole batch, from what a step returned for each micro-batch.
 
-    ``joins`` says for some places along which dimension their tensors are concatenated, or with None that a value which
+    ``joins`` says for some paths along which dimension their tensors are concatenated, or with None that a value which
     is equal in all micro-batches is the batch's, too: a length of rows, not a count of them. For all others:
 
     ========================================= =========================================================
@@ -333,24 +364,27 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, i
     ========================================= =========================================================
 
     Raises:
-        UncombinableError: naming the place, when there is no rule.
+        UncombinableError: naming the path, when there is no rule.
     """
     if len(outputs) != len(sizes) or not outputs:
         raise ValueError(
             f"{counted(len(outputs), 'output')} for {counted(len(sizes), 'micro-batch')}; give one for each, and at "
             "least one"
         )
-    return outputs[0] if len(outputs) == 1 else _combine(list(outputs), list(sizes), (), joins or {})
+    if len(outputs) == 1:
+        return outputs[0]
+    return _combine(list(outputs), list(sizes), (), joins or {})
 
 
 def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: Mapping[Path, int | None]) -> Any:
     first = values[0]
-    if joins.get(path, _NO_JOIN) is None and all(_equal(value, first) for value in values):
+    if joins.get(path, _NO_JOIN) is None and _are_equal(values):
         return first
     if all(isinstance(value, Tensor) for value in values):
         return _combine_tensors(values, sizes, path, joins.get(path))
     if all(isinstance(value, np.ndarray) for value in values):
-        return _combine_tensors([torch.from_numpy(value) for value in values], sizes, path, joins.get(path)).numpy()
+        tensors = [torch.from_numpy(value) for value in values]
+        return _combine_tensors(tensors, sizes, path, joins.get(path)).numpy()
     if all(isinstance(value, (float, np.floating)) for value in values):
         return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
     if any(type(value) is not type(first) for value in values):
@@ -358,12 +392,13 @@ def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: 
             f"{_where(path)} has types {[type(value).__name__ for value in values]} in the micro-batches"
         )
     if _is_sequence(first) and _one_entry_per_row(values, sizes):
-        return type(first)(entry for value in values for entry in value)
-    if (children := members_of(first)) is not None:
+        return type(first)(chain.from_iterable(values))
+    children = members_of(first)
+    if children is not None:
         return _combine_members(values, sizes, children, path, joins)
     if type(first) is int and values == sizes and max(sizes) > 1:
         return sum(values)
-    if all(_equal(value, first) for value in values):
+    if _are_equal(values):
         return first
     if type(first) is int:
         return sum(values)
@@ -375,19 +410,25 @@ def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: 
 def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ...], join: int | None) -> Tensor:
     if any(value.dim() != values[0].dim() or value.dtype != values[0].dtype for value in values):
         raise UncombinableError(f"{_where(path)} is {[signature(value) for value in values]} in the micro-batches")
-    if values[0].dim() == 0:
+    first = values[0]
+    if first.dim() == 0:
         stacked = torch.stack(values)
         if not (stacked.is_floating_point() or stacked.is_complex()):
             return stacked.sum()
         shares = from_numbers(sizes, torch.float64, stacked.device) / sum(sizes)
         return (stacked * shares.to(stacked.dtype)).sum()
-    if join is not None and join < values[0].dim() and len({_without(value.shape, join) for value in values}) == 1:
-        return torch.cat(values, join)
-    ratios = {divmod(value.shape[0], size) for value, size in zip(values, sizes, strict=True)}
-    if len(ratios) == 1 and next(iter(ratios))[1] == 0 and len({value.shape[1:] for value in values}) == 1:
-        return torch.cat(values)
-    if all(value.shape == values[0].shape and torch.equal(value, values[0]) for value in values):
-        return values[0]
+    if join is not None and join < first.dim():
+        others = {_without(value.shape, join) for value in values}
+        if len(others) == 1:
+            return torch.cat(values, join)
+    entries_a_row = {divmod(value.shape[0], size) for value, size in zip(values, sizes, strict=True)}
+    others = {_without(value.shape, 0) for value in values}
+    if len(entries_a_row) == 1 and len(others) == 1:
+        ((_, rest),) = entries_a_row
+        if rest == 0:
+            return torch.cat(values)
+    if _are_equal(values):
+        return first
     raise UncombinableError(
         f"{_where(path)} has shapes {[list(value.shape) for value in values]} for micro-batches of {sizes} rows: "
         f"its first dimension is no multiple of the rows, or other dimensions differ"
@@ -395,7 +436,7 @@ def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ..
 
 
 def _without(shape: Sequence[int], dimension: int) -> tuple[int, ...]:
-    return tuple(size for place, size in enumerate(shape) if place != dimension)
+    return (*shape[:dimension], *shape[dimension + 1 :])
 
 
 def _combine_members(
@@ -406,28 +447,42 @@ def _combine_members(
         raise UncombinableError(
             f"{_where(path)} has members {[list(member) for member in members]} in the micro-batches"
         )
-    return with_members(
-        values[0],
-        [(key, _combine([member[key] for member in members], sizes, (*path, key), joins)) for key, _ in children],
-    )
+    combined = []
+    for key, _ in children:
+        of_key = [member[key] for member in members]
+        combined.append((key, _combine(of_key, sizes, (*path, key), joins)))
+    return with_members(values[0], combined)
 
 
 def _one_entry_per_row(values: list[Sequence[Any]], sizes: list[int]) -> bool:
-    lengths = [len(value) for value in values]
-    if lengths != sizes:
+    """Whether lists of the micro-batches have entries for rows, and are not fields that happen to be as many."""
+    if [len(value) for value in values] != sizes:
         return False
-    fields = all(
-        bool(arrays := _arrays(value)) and all(_length(array) % size == 0 for array in arrays)
-        for value, size in zip(values, sizes, strict=True)
-    )
-    return len(set(lengths)) > 1 or (isinstance(values[0], list) and not (fields and not _alike(values[0])))
+    if len(set(sizes)) > 1:
+        return True
+    first = values[0]
+    if not isinstance(first, list):
+        return False
+    if _alike(first):
+        return True
+    pairs = zip(values, sizes, strict=True)
+    return not all(_all_have_rows(value, size) for value, size in pairs)
+
+
+def _all_have_rows(value: Sequence[Any], size: int) -> bool:
+    arrays = _arrays(value)
+    return bool(arrays) and all(_length(array) % size == 0 for array in arrays)
+
+
+def _are_equal(values: list[Any]) -> bool:
+    return all(_equal(value, values[0]) for value in values)
 
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     same = one == other
-    return same if isinstance(same, bool) else False
+    return isinstance(same, bool) and same  # an array of results is no answer
 
 
 # ---- structure -------------------------------------------------------------------------------------------------------
@@ -445,7 +500,9 @@ def _arrays(value: Any) -> list[Any]:
 
 def _length(array: Any) -> int:
     """Of the first dimension, which nested tensors tell by ``size`` alone."""
-    return int(array.size(0)) if isinstance(array, Tensor) else len(array)
+    if isinstance(array, Tensor):
+        return int(array.size(0))
+    return len(array)
 
 
 def _alike(sequence: Sequence[Any]) -> bool:
@@ -459,8 +516,9 @@ def _kind(value: Any) -> Any:
     children = members_of(value)
     if children is None:
         return type(value)
-    # Lists within samples may have any lengths.
-    return type(value), None if isinstance(value, list) else tuple((key, _kind(child)) for key, child in children)
+    if isinstance(value, list):  # within samples, of any length
+        return type(value), None
+    return type(value), tuple((key, _kind(child)) for key, child in children)
 
 
 def _where(path: tuple[Any, ...]) -> str:
@@ -469,9 +527,14 @@ def _where(path: tuple[Any, ...]) -> str:
 
 def _sizes_text(value: Any, path: tuple[Any, ...] = ()) -> str:
     """Where the batch's tensors and lists are, and how many rows each could have."""
+    where = _where(path)
+    if isinstance(value, Tensor) and value.is_nested:
+        return f"{where} has shape of {_length(value)} nested tensors"
     if isinstance(value, _ARRAYS):
-        shape = f"of {_length(value)} nested tensors" if getattr(value, "is_nested", False) else list(value.shape)
-        return f"{_where(path)} has shape {shape}"
-    texts = [f"{_where(path)} has {len(value)} entries"] if _is_sequence(value) else []
-    texts += [_sizes_text(child, (*path, key)) for key, child in (members_of(value) or [])[:8]]
-    return ", ".join(text for text in texts if text)
+        return f"{where} has shape {list(value.shape)}"
+    texts = []
+    if _is_sequence(value):
+        texts.append(f"{where} has {len(value)} entries")
+    children = members_of(value) or []
+    texts += [_sizes_text(child, (*path, key)) for key, child in children[:8]]
+    return ", ".join(filter(None, texts))

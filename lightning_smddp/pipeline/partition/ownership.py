@@ -39,7 +39,9 @@ class Ownership:
 
     def owner(self, name: str) -> int:
         """The rank that speaks for a parameter or buffer."""
-        return self.parameters[name][0] if name in self.parameters else self.buffers[name]
+        if name in self.parameters:
+            return self.parameters[name][0]
+        return self.buffers[name]
 
     def held_by(self, rank: int) -> list[str]:
         """Names of the parameters that ``rank`` holds, in the module's order."""

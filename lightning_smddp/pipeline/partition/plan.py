@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Modules, Node, SplitError, StepGraph, build_graph
+from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph, first_difference
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
@@ -31,8 +31,9 @@ from lightning_smddp.pipeline.partition.room import explained_shortage
 from lightning_smddp.pipeline.runtime.own_dropout import without_own_dropout
 from lightning_smddp.pipeline.runtime.replay import ReplayError
 from lightning_smddp.pipeline.runtime.together import StepFailedError, Together
+from lightning_smddp.planner.partition import Partition
 from lightning_smddp.wire.broadcast import broadcast_json
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.gather import all_agree, gather_json
 
 CHECK_SEED = 20240229
 _REFERENCE_RUNS = 3  # of one micro-batch, for its times
@@ -68,10 +69,9 @@ class PartitionPlan:
     decision: Mapping[str, Any]
 
     @property
-    def stage_of_item(self) -> list[int]:
+    def stage_of_node(self) -> list[int]:
         """The stage of each node of the graph."""
-        plans = self.stage_cuts.plans(len(self.graph.nodes))
-        return [next(p.stage for p in plans if p.begin <= node.index < p.end) for node in self.graph.nodes]
+        return [stage for stage, _ in self.stage_cuts.nodes_by_stage(self.graph)]
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,11 @@ def record(
         together.meet(f"parameter {name!r}")
         return fetch(name)
 
+    is_whole = fetch is None
+
     def attempt() -> Trace:
-        with explained_shortage(fetch is None), preserve_state(root, device), kept_parameters(root) as foreign:
-            traced = trace(step, root, device, None if fetch is None else fetch_together)
+        with explained_shortage(is_whole), preserve_state(root, device), kept_parameters(root) as foreign:
+            traced = trace(step, root, device, None if is_whole else fetch_together)
             traced.foreign_writes = tuple(foreign.locations())
             return traced
 
@@ -140,48 +142,60 @@ def divide(
     """
     traced = record(trial.traced, root, device, group, fetch)
     modules = Modules(traced, root)
-    graph = _known_program(known if split is None else None, traced, modules, root, group, device)
-    if graph is None or known is None or len(known["stage_seconds"]) != resources.num_stages:
+    if split is not None or (known is not None and len(known["stage_seconds"]) != resources.num_stages):
+        known = None
+    graph = _known_graph(known, traced, modules, root, group, device)
+    if graph is None:
+        known = None
         units = first_decides(
             lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device
         )
-        graph, known = build_on_all(traced, modules, is_within(units), group, device), None
+        graph = build_on_all(traced, modules, is_within(units), group, device)
     require_same(graph, group, device)
 
     def decide() -> dict[str, Any]:
-        with explained_shortage(is_whole=True), without_own_dropout(root, device):
-            reference = _refer(graph, trial, root, device) if with_reference else None
-        measured = None if reference is None else asdict(reference)
+        reference, measured = None, None
+        if with_reference:
+            with explained_shortage(is_whole=True), without_own_dropout(root, device):
+                reference = _refer(graph, trial, root, device)
+            measured = asdict(reference)
         if known is not None:
             return {**known, "reference": measured}
         found = partition(graph, resources, reference, split, checkpointing)
-        return {
-            "splitting": StageCuts.at(graph, found.cuts).to_json(),
-            "reference": measured,
-            "stage_seconds": found.stage_seconds,
-            "stage_memory": found.stage_memory,
-            "digest": _digest(graph.digest()),
-        }
+        return {**_decision(graph, found), "reference": measured}
 
-    decided = first_decides(decide, group, device)
-    stage_cuts = StageCuts.from_json(decided["splitting"])
-    reference = None if decided["reference"] is None else Reference(**decided["reference"])
-    homes = homes_of(graph, stage_cuts, [name for name, _ in root.named_parameters()])
+    decision = first_decides(decide, group, device)
+    measured = decision.pop("reference")
+    stage_cuts = StageCuts.from_json(decision["splitting"])
+    homes = homes_of(graph, stage_cuts, list(dict(root.named_parameters())))
+    ownership = ownership_of(graph, stage_cuts, homes, resources, list(dict(root.named_buffers())))
     return PartitionPlan(
         graph,
         stage_cuts,
-        ownership_of(graph, stage_cuts, homes, resources, [name for name, _ in root.named_buffers()]),
+        ownership,
         homes,
-        reference,
-        tuple(decided["stage_seconds"]),
-        tuple(decided["stage_memory"]),
-        {key: value for key, value in decided.items() if key != "reference"},
+        None if measured is None else Reference(**measured),
+        tuple(decision["stage_seconds"]),
+        tuple(decision["stage_memory"]),
+        decision,
     )
+
+
+def _decision(graph: StepGraph, found: Partition) -> dict[str, Any]:
+    """What is decided of a step, in JSON. Checkpoints keep it, so keys stay as they are."""
+    return {
+        "splitting": StageCuts.at(graph, found.cuts).to_json(),
+        "stage_seconds": found.stage_seconds,
+        "stage_memory": found.stage_memory,
+        "digest": _digest(graph.digest()),
+    }
 
 
 def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> Reference:
     """The whole step on one micro-batch, a few times: the fastest run; and once as it is, without replay."""
-    kept = kept_parameters if graph.once_a_batch else nullcontext
+    kept: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
+    if graph.once_a_batch:
+        kept = kept_parameters
 
     def refer(step: Callable[[], Any], own_numbers: bool) -> Reference:
         with preserve_state(root, device), kept(root):
@@ -190,19 +204,20 @@ def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device
     step, of_trace = trial.referred, False
     try:
         runs = [refer(step, True)]
-    except ReplayError:  # it takes another course
+    except ReplayError:  # it takes another path
         step, of_trace = trial.traced, True
         runs = [refer(step, True)]
+    can_run_plain = True
     try:
-        again = refer(step, False)
+        runs.append(refer(step, False))
     except ReplayError:
         if not graph.shares_draws:
             raise
-        again = None  # with other random numbers it takes another course: a plain run shows nothing
-    runs += [runs[0] if again is None else again]
+        can_run_plain = False  # with other random numbers it takes another path: a plain run shows nothing
+        runs.append(runs[0])
     runs += [refer(step, True) for _ in range(2, _REFERENCE_RUNS)]
     reference = replace(fastest(runs), of_trace=of_trace)
-    if again is None:
+    if not can_run_plain:
         reference.plain_loss, reference.plain_norms = reference.again_loss, reference.again_norms
         return reference
     with preserve_state(root, device), kept(root):
@@ -211,7 +226,7 @@ def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device
     return reference
 
 
-def _known_program(
+def _known_graph(
     known: Mapping[str, Any] | None,
     traced: Trace,
     modules: Modules,
@@ -219,12 +234,16 @@ def _known_program(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> StepGraph | None:
-    """:func:`_program_of` if it is one on all ranks, which go the same way from there. Collective."""
-    graph = None if known is None else _program_of(known, traced, modules, root)
-    return graph if all(gather_json(graph is not None, group, device)) else None
+    """:func:`_graph_of` if it is one on all ranks, which go the same way from there. Collective."""
+    graph = None
+    if known is not None:
+        graph = _graph_of(known, traced, modules, root)
+    if all_agree(graph is not None, group, device):
+        return graph
+    return None
 
 
-def _program_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> StepGraph | None:
+def _graph_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> StepGraph | None:
     """The step's graph with the units of an earlier decision, if it is the one that was decided on."""
     units = known["splitting"]["units"]
     if not set(units) <= {name for name, _ in root.named_modules()}:
@@ -233,7 +252,9 @@ def _program_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root:
         graph = build_graph(traced, modules, is_within(units))
     except SplitError:
         return None
-    return graph if _digest(graph.digest()) == known["digest"] else None
+    if _digest(graph.digest()) != known["digest"]:
+        return None
+    return graph
 
 
 def _digest(lines: Sequence[str]) -> str:
@@ -254,28 +275,24 @@ def ownership_of(
     """
     ranks = resources.rank_of_stage
     buffers: dict[str, int] = {}
-    for plan in stage_cuts.plans(len(graph.nodes)):
-        for node in graph.nodes[plan.begin : plan.end]:
-            for name in node.buffers:
-                other = buffers.setdefault(name, ranks[plan.stage])
-                if other != ranks[plan.stage]:
-                    raise SplitError(
-                        f"Buffer {name!r} is changed on ranks {other} and {ranks[plan.stage]} of the pipeline: the "
-                        "module that changes it is called in several stages. Cut elsewhere by `split=`."
-                    )
-    units = {node.module: stage for node, stage in _placed_nodes(graph, stage_cuts) if node.module is not None}
+    units: dict[str, int] = {}
+    for stage, node in stage_cuts.nodes_by_stage(graph):
+        if node.module is not None:
+            units[node.module] = stage
+        for name in node.buffers:
+            other = buffers.setdefault(name, ranks[stage])
+            if other != ranks[stage]:
+                raise SplitError(
+                    f"Buffer {name!r} is changed on ranks {other} and {ranks[stage]} of the pipeline: the "
+                    "module that changes it is called in several stages. Cut elsewhere by `split=`."
+                )
     for name in all_buffers:
-        inside = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
-        stage = inside[0] if inside else neighbour_stage(name, homes)
+        stage = next((stage for unit, stage in units.items() if name.startswith(f"{unit}.")), -1)
+        if stage < 0:
+            stage = neighbour_stage(name, homes)
         buffers.setdefault(name, ranks[stage])
-    parameters = {name: tuple(dict.fromkeys(ranks[s] for s in stages)) for name, stages in homes.items()}
+    parameters = {name: tuple(dict.fromkeys(ranks[stage] for stage in stages)) for name, stages in homes.items()}
     return Ownership(parameters, buffers, max(ranks) + 1)
-
-
-def _placed_nodes(graph: StepGraph, stage_cuts: StageCuts) -> Iterator[tuple[Node, int]]:
-    for plan in stage_cuts.plans(len(graph.nodes)):
-        for node in graph.nodes[plan.begin : plan.end]:
-            yield node, plan.stage
 
 
 def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -285,36 +302,39 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.devic
     in Python.
     """
     lines = graph.digest()
-    found = gather_json([_digest(lines), graph.draws, graph.foreign_writes], group, device)
-    digests = [digest for digest, _, _ in found]
-    graph.draws = any(draws for _, draws, _ in found)
-    refuse_foreign_writes([place for _, _, places in found for place in places])
+    gathered = gather_json([_digest(lines), graph.draws, graph.foreign_writes], group, device)
+    digests = [digest for digest, _, _ in gathered]
+    graph.draws = any(draws for _, draws, _ in gathered)
+    for _, _, locations in gathered:
+        refuse_foreign_writes(locations)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is None:
         return
-    everyones = gather_json(lines, group, device)
-    first, second = everyones[0], everyones[other]
-    place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
-    place = min(len(first), len(second)) if place is None else place
-    here, there = (course[place] if place < len(course) else "the end" for course in (first, second))
+    lines_by_rank = gather_json(lines, group, device)
+    position, first, second = first_difference(lines_by_rank[0], lines_by_rank[other])
     raise SplitError(
-        f"The step takes another course on rank {other} than on rank 0: its item {place} is {there}, on rank 0 it is "
-        f"{here}. Control flow may depend neither on the rank nor on random numbers."
+        f"The step takes another course on rank {other} than on rank 0: its item {position} is {second}, on rank 0 it "
+        f"is {first}. Control flow may depend neither on the rank nor on random numbers."
     )
 
 
-def refuse_foreign_writes(places: Sequence[str]) -> None:
-    """Raise ``SplitError`` if a step writes tensors in place that were there before it, at ``places``."""
-    if places:
+def refuse_foreign_writes(locations: Sequence[str]) -> None:
+    """Raise ``SplitError`` if a step writes tensors in place that were there before it (``file:line`` of each)."""
+    if locations:
         raise SplitError(
-            f"The step writes a tensor in place at {places[0]} that was there before it: in a callback, a layer, a "
+            f"The step writes a tensor in place at {locations[0]} that was there before it: in a callback, a layer, a "
             "list, another object or a global variable. Stages would write it for each micro-batch, and not on all "
             "ranks. Keep it in an attribute of the LightningModule itself, with memory of its own, or assign a new one."
         )
 
 
 def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What ``decide`` returns on the first rank, or its error, on every rank. Collective."""
+    """What ``decide`` returns on the first rank, or its error, on every rank. Collective.
+
+    Raises:
+        SplitError: the first rank's ``SplitError`` or ``ReplayError``, with its text.
+        StepFailedError: any other error there; its cause is known on the first rank alone.
+    """
     answer: Any = None
     if group.rank() == 0:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.python_random import seed_torch
 from lightning_smddp.pipeline.partition.live_sets import live_sets
+from lightning_smddp.pipeline.partition.verify import norm_of
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay, Shapes, StagePlan, patched_units
 from lightning_smddp.wire.pytree import tensors
 
@@ -53,10 +55,13 @@ def run_reference(
     """
     live, again = live_sets(graph, [])
     replay = Replay(graph, StagePlan(0, 0, len(graph.nodes), again[0], (), ()), root, device)
-    if not own_numbers:
-        replay.python_random = None  # what units draw in Python, too
-    clock = _Clock(len(graph.nodes), device, seeding(seed) if own_numbers else None)
     assert not live
+    observer = None
+    if own_numbers:
+        observer = seeding(seed)
+    else:
+        replay.python_random = None  # what units draw in Python, too
+    clock = _Clock(len(graph.nodes), device, observer)
     seed_torch(seed)
 
     def replayed() -> Any:
@@ -80,7 +85,10 @@ def _backward(
 ) -> tuple[float, dict[str, float]]:
     """Forward, and backward if there is a loss: the loss, and norms of gradients."""
     norms: dict[str, float] = {}
-    handles = [p.register_post_accumulate_grad_hook(_note_norm(name, norms)) for name, p in _trainable(root)]
+    handles = []
+    for name, parameter in root.named_parameters():
+        if parameter.requires_grad and not parameter.is_meta:
+            handles.append(parameter.register_post_accumulate_grad_hook(_note_norm(name, norms)))
     try:
         loss = loss_of(step())
         if loss is not None and loss.requires_grad:
@@ -90,7 +98,9 @@ def _backward(
     finally:
         for handle in handles:
             handle.remove()
-    return float("nan") if loss is None else float(loss.detach()), norms
+    if loss is None:
+        return math.nan, norms
+    return float(loss.detach()), norms
 
 
 def fastest(references: Sequence[Reference]) -> Reference:
@@ -122,23 +132,21 @@ def seeding(seed: int) -> Callable[[Node, bool, Any], None]:
     return observe
 
 
-def _trainable(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in root.named_parameters() if p.requires_grad and p.device.type != "meta"]
-
-
 def _note_norm(name: str, norms: dict[str, float]) -> Callable[[Tensor], None]:
     def note(parameter: Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        norms[name] = float(values.detach().float().norm())
+        assert parameter.grad is not None
+        norms[name] = norm_of(parameter.grad)
         parameter.grad = None  # the whole model's gradients may be too much for one rank
 
     return note
 
 
 class _Clock:
-    """Times of nodes, forward and backward."""
+    """Seconds of nodes, forward and backward.
+
+    Gradients reach a node's results when the backward of all behind it is done: from then on the time is the node's,
+    until they reach another one's.
+    """
 
     def __init__(self, count: int, device: torch.device, seed: Observer | None) -> None:
         self.device, self.seed = device, seed

@@ -25,7 +25,8 @@ def available_host_bytes() -> float:
     found = math.inf
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found = 1024.0 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        available = next(line for line in lines if line.startswith("MemAvailable:"))  # "MemAvailable:  123 kB"
+        found = 1024.0 * int(available.split()[1])
     with suppress(OSError, ValueError):  # "max" is no limit
         limit, used = (int((_GROUPS / name).read_text()) for name in ("memory.max", "memory.current"))
         found = min(found, max(0, limit - used))
@@ -34,7 +35,9 @@ def available_host_bytes() -> float:
 
 def free_device_bytes(device: torch.device) -> float:
     """Of a CUDA device; inf for others."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    if device.type != "cuda":
+        return math.inf
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def fits_on_devices(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -48,11 +51,12 @@ def fits_on_devices(module: nn.Module, group: dist.ProcessGroup, device: torch.d
 
 def fits_on_hosts(module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks of each host can have the whole ``module`` there. Collective over ``group``, all ranks."""
-    needed = sum(t.numel() * t.dtype.itemsize for t in named_tensors(module).values() if t.device.type != "cpu")
+    elsewhere = [tensor for tensor in named_tensors(module).values() if tensor.device.type != "cpu"]
+    needed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in elsewhere)
     wanted: dict[str, float] = defaultdict(float)
     available: dict[str, float] = defaultdict(lambda: math.inf)
-    for host, theirs, free in gather_json([node_identity(), needed, available_host_bytes()], group, device):
-        wanted[host] += theirs
+    for host, size, free in gather_json([node_identity(), needed, available_host_bytes()], group, device):
+        wanted[host] += size
         available[host] = min(available[host], free)
     return all(_MARGIN * wanted[host] <= available[host] for host in wanted)
 

@@ -33,7 +33,9 @@ def evidence(batch: Any, rows: int, loader_sizes: Collection[int], told: bool = 
     sizes = outer_sizes(batch)
     if rows not in loader_sizes or (not told and any(size[0] != rows for size in sizes)):
         return "doubt"
-    return "square" if any(size == (rows, rows) for size in sizes) else "rows"
+    if (rows, rows) in sizes:
+        return "square"
+    return "rows"
 
 
 def has_time_first(root: nn.Module) -> bool:

@@ -98,11 +98,14 @@ def _declared_rows(value: Any) -> int | None:
     """What the object says of itself: the first of its batch size, or its length."""
     size = getattr(value, "batch_size", None)
     if isinstance(size, Sequence):
-        size = size[0] if len(size) else None
-        return size if isinstance(size, int) else None
+        if len(size) and isinstance(size[0], int):
+            return size[0]
+        return None
     if isinstance(size, int):
         return size
-    return len(value) if hasattr(type(value), "__len__") else None
+    if hasattr(type(value), "__len__"):
+        return len(value)
+    return None
 
 
 def _slices_well(value: Any, count: int) -> bool:
@@ -124,14 +127,18 @@ def _take_packed(packed: PackedSequence, rows: Rows) -> PackedSequence:
 
 
 def _of_list(entries: Sequence[Any], rows: Rows) -> list[Any]:
-    return list(entries[rows]) if isinstance(rows, slice) else [entries[row] for row in rows]
+    if isinstance(rows, slice):
+        return list(entries[rows])
+    return [entries[row] for row in rows]
 
 
 def take_rows(value: Any, rows: Rows) -> Any:
     """Rows of a tensor, an array, a list or a tuple."""
     if isinstance(value, (list, tuple)):
         chosen = _of_list(value, rows)
-        return chosen if isinstance(value, list) else type(value)(chosen)
+        if isinstance(value, list):
+            return chosen
+        return type(value)(chosen)
     return value[rows]
 
 

@@ -46,7 +46,8 @@ class Splitter:
             ValueError: what the user's functions return is wrong.
         """
         told = self.rows(batch)
-        rows = rows if told is None else told
+        if told is not None:
+            rows = told
         if self.split_batch is not None and count > 1:
             return self._by_hook(self.split_batch, batch, count, rows)
         return split(batch, count, rows)
@@ -57,8 +58,14 @@ class Splitter:
 
     def whole(self, batch: Any) -> MicroBatch:
         """All of a batch as one micro-batch."""
+        return MicroBatch(batch, max(1, self._told_or_seen(batch)), 1.0)
+
+    def _told_or_seen(self, batch: Any) -> int:
+        """The number of rows by ``batch_size_fn``, else the one that ``batch`` seems to have."""
         rows = self.rows(batch)
-        return MicroBatch(batch, max(1, rows_of(batch) if rows is None else rows), 1.0)
+        if rows is None:
+            rows = rows_of(batch)
+        return rows
 
     def _by_hook(self, hook: SplitBatch, batch: Any, count: int, rows: int | None) -> list[MicroBatch]:
         parts = list(hook(batch, count))
@@ -75,9 +82,10 @@ class Splitter:
 
     def _sizes(self, parts: Sequence[Any], batch: Any, rows: int | None) -> list[int]:
         """Rows of each part, if they add up to those of the batch."""
-        asked = [self.rows(part) for part in parts]
-        sizes = [rows_of(part) if size is None else size for part, size in zip(parts, asked, strict=True)]
-        expected = rows_of(batch) if rows is None else rows
+        sizes = [self._told_or_seen(part) for part in parts]
+        expected = rows
+        if expected is None:
+            expected = rows_of(batch)
         if sum(sizes) != expected:
             raise ValueError(
                 f"split_batch returned batches that seem to have {sizes} rows, of {expected} in all: their weights in "

@@ -37,10 +37,10 @@ class Finding:
     @property
     def difference(self) -> float:
         """Relative; infinite if one of the two is not finite and the other is."""
-        if math.isnan(self.expected) and math.isnan(self.actual):
+        if self.expected == self.actual or (math.isnan(self.expected) and math.isnan(self.actual)):
             return 0.0
         if not (math.isfinite(self.expected) and math.isfinite(self.actual)):
-            return 0.0 if self.expected == self.actual else math.inf
+            return math.inf
         return abs(self.actual - self.expected) / max(abs(self.expected), _SMALL * self.scale, 1e-30)
 
 
@@ -49,14 +49,20 @@ def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, float]
     norms = {}
     for name, parameter in parameters:
         if parameter.grad is not None:
-            gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
-            norms[name] = float(gradient.detach().float().norm())
+            norms[name] = norm_of(parameter.grad)
     return norms
+
+
+def norm_of(gradient: Tensor) -> float:
+    """The 2-norm, computed in fp32; rows of a sparse gradient count once each."""
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    return float(gradient.detach().float().norm())
 
 
 def compare(
     nodes: Sequence[Node],
-    stage_of_item: Sequence[int],
+    stage_of_node: Sequence[int],
     expected_loss: float,
     actual_loss: float,
     expected: Mapping[str, float],
@@ -69,18 +75,13 @@ def compare(
     for node in nodes:
         names = [name for name in node.parameters if name not in seen]
         seen.update(names)
-        parts = [names] if node.module is not None else [[name] for name in names]
-        for part in parts:
+        parts = {name: [name] for name in names}
+        if node.module is not None:
+            parts = {node.module: names}
+        for title, part in parts.items():
             if any(name in expected or name in actual for name in part):
-                findings.append(
-                    Finding(
-                        node.module if node.module is not None else part[0],
-                        stage_of_item[node.index],
-                        _norm(part, expected),
-                        _norm(part, actual),
-                        total,
-                    )
-                )
+                norms = _norm(part, expected), _norm(part, actual)
+                findings.append(Finding(title, stage_of_node[node.index], *norms, total))
     return findings
 
 
@@ -89,7 +90,8 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
     wrong = [finding for finding in findings if finding.difference > tolerance]
     if not wrong:
         return
-    loss, units = findings[0], [finding for finding in wrong if finding.name != "loss"]
+    loss = findings[0]
+    units = [finding for finding in wrong if finding.name != "loss"]
     lines = [f"the loss is {loss.actual:.7g}, in one process it is {loss.expected:.7g}"]
     if units:
         last = units[-1]
@@ -99,9 +101,10 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
         )
         others = [finding.name for finding in units[:-1]]
         if others:
-            lines.append(
-                f"so have {len(others)} other units: {', '.join(others[:6])}{' ...' if len(others) > 6 else ''}"
-            )
+            names = ", ".join(others[:6])
+            if len(others) > 6:
+                names += " ..."
+            lines.append(f"so have {len(others)} other units: {names}")
     raise VerificationError(
         "The pipeline does not compute what the step computes on one rank: " + "; ".join(lines) + ". Something passes "
         "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, "

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class _Trial:
         predicted = self.predicted(weighting)
         if not (math.isfinite(predicted) and math.isfinite(self.whole)):
             return math.inf
-        return abs(predicted - self.whole) / max(abs(self.whole), *(abs(x) for x in self.losses), 1e-8)
+        scale = max(abs(loss) for loss in (self.whole, *self.losses, 1e-8))
+        return abs(predicted - self.whole) / scale
 
 
 @dataclass
@@ -112,7 +114,7 @@ def find_weighting(
     if not abs(first.whole - loss_of(microbatch)) <= 1e-6 * max(abs(first.whole), 1e-8):
         why = "the loss is another each time that it is computed for the same rows:"
         return Weighting(), warning_without_trial(microbatch, why)
-    observed = [weighting for call in calls.found for weighting in call.weightings(microbatch.value)]
+    observed = chain.from_iterable(call.weightings(microbatch.value) for call in calls.found)
     conceivable = list(dict.fromkeys([*observed, *_conceivable(microbatch)]))
     candidates = _Candidates(conceivable, tolerance)
     candidates.add(first)
@@ -132,7 +134,9 @@ def find_weighting(
             return Weighting(fits=False), _wrong_gradient(microbatch, fitting, may_be_whole)
         candidates.weightings = fitting
     left = candidates.distinct()
-    return candidates.weightings[0], None if len(left) == 1 else _uncertain(microbatch, first, left)
+    if len(left) == 1:
+        return candidates.weightings[0], None
+    return candidates.weightings[0], _uncertain(microbatch, first, left)
 
 
 @contextmanager
@@ -163,7 +167,9 @@ def _attempt(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial | None:
         trial = _try(loss_of, value, size, cut)
     except Exception:  # of user code that was given what it did not expect: there is nothing to learn from it
         return None
-    return trial if math.isfinite(trial.whole) else None
+    if not math.isfinite(trial.whole):
+        return None
+    return trial
 
 
 # ---- candidates ------------------------------------------------------------------------------------------------------
@@ -174,13 +180,15 @@ def _conceivable(microbatch: MicroBatch) -> Iterator[Weighting]:
     yield Weighting()
     yield Weighting("sum")
     for path, leaf in _row_leaves(microbatch):
-        skips = (0, 1, -1) if leaf.dim() == 2 and leaf.shape[1] > 2 else (0,)
-        kinds = [("labels", value) for value in _values(leaf)]
-        if _is_mask(leaf) or (leaf.dim() == 1 and _may_weigh(path, leaf)):
-            kinds.append(("entries", IGNORED))
-        for kind, value in kinds:
+        skips = [0]
+        if leaf.dim() == 2 and leaf.shape[1] > 2:
+            skips = [0, 1, -1]
+        for ignored in _values(leaf):
             for skip in skips:
-                yield Weighting("labels" if kind == "labels" else "entries", path, skip, value)
+                yield Weighting("labels", path, skip, ignored)
+        if _is_mask(leaf) or (leaf.dim() == 1 and _may_weigh(path, leaf)):
+            for skip in skips:
+                yield Weighting("entries", path, skip)
 
 
 def _row_leaves(microbatch: MicroBatch) -> list[tuple[Path, Tensor]]:
@@ -201,15 +209,23 @@ def _values(leaf: Tensor) -> list[int]:
     present = leaf.unique()
     usual = [value for value in (IGNORED, -1, 0, 255) if bool((present == value).any())]
     negative = present[present < 0].tolist()
-    ends = [] if leaf.dim() == 1 else [int(leaf.flatten(1)[:, place].mode().values) for place in (0, -1)]
+    ends: list[int] = []
+    if leaf.dim() > 1:
+        rows = leaf.flatten(1)
+        ends = [int(rows[:, position].mode().values) for position in (0, -1)]
     return list(dict.fromkeys([*usual, *negative, *ends]))[:_MOST_VALUES]
 
 
 def _may_weigh(path: Path, leaf: Tensor) -> bool:
     """Whether numbers of rows are weights of theirs, or lengths; integers are only if they are called so."""
-    name = str(path[-1]).lower() if path else ""
+    name = _last_key(path)
     named = any(part in name for part in ("len", "num", "count", "size", "weight"))
     return bool((leaf > 0).all()) and (leaf.is_floating_point() or named)
+
+
+def _last_key(path: Path) -> str:
+    """What a batch calls the tensor at ``path``, in lower case."""
+    return "".join(map(str, path[-1:])).lower()
 
 
 def _is_mask(leaf: Tensor) -> bool:
@@ -241,13 +257,16 @@ def _changes(microbatch: MicroBatch, candidates: _Candidates) -> Iterator[Any]:
 
 def _thinned(leaf: Tensor, weighting: Weighting) -> Tensor | None:
     """``leaf`` with little that counts in the first half, and nothing at the beginning of rows of the second."""
-    half, flat = max(1, len(leaf) // 2), leaf.clone().reshape(len(leaf), -1)
+    half = max(1, len(leaf) // 2)
+    flat = leaf.clone().reshape(len(leaf), -1)
     if weighting.kind == "entries" and not _is_mask(leaf):
         if not leaf.is_floating_point():
             return None  # lengths: others would not fit to the rest
         flat[:half] *= 0.5
         return flat.reshape(leaf.shape)
-    nothing: Any = 0 if weighting.kind == "entries" else weighting.ignored
+    nothing = 0
+    if weighting.kind == "labels":
+        nothing = weighting.ignored
     if not _may_hold(leaf, weighting, nothing):
         return None
     counting = flat[flat != nothing]
@@ -257,10 +276,14 @@ def _thinned(leaf: Tensor, weighting: Weighting) -> Tensor | None:
     if flat.shape[1] < 4:
         flat[: max(1, half - 1)] = nothing
         return flat.reshape(leaf.shape)
+    # Of five columns (x counts, - does not), so that halves have other shares by rows, labels and shifted labels:
+    #     first half   x x - - -
+    #     second half  - x . . .    as they were from the third on
     first = torch.where(flat == nothing, valid, flat)
     flat[:half] = nothing
     flat[:half, :2] = first[:half, :2]
-    flat[half:, 0], flat[half:, 1] = nothing, first[half:, 1]
+    flat[half:, 0] = nothing
+    flat[half:, 1] = first[half:, 1]
     return flat.reshape(leaf.shape)
 
 
@@ -271,12 +294,17 @@ def _may_hold(leaf: Tensor, weighting: Weighting, value: int) -> bool:
     """
     if weighting.kind == "entries" or bool((leaf == value).any()) or leaf.device.type == "cpu":
         return True
-    name = str(weighting.path[-1]).lower() if weighting.path else ""
+    name = _last_key(weighting.path)
     return "label" in name or "target" in name
 
 
 def _with_leaf(value: Any, old: Tensor, new: Tensor) -> Any:
-    return map_leaves(lambda leaf: new if leaf is old else leaf, value)
+    def replaced(leaf: Any) -> Any:
+        if leaf is old:
+            return new
+        return leaf
+
+    return map_leaves(replaced, value)
 
 
 # ---- what to say -----------------------------------------------------------------------------------------------------
