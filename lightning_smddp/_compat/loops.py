@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
@@ -142,39 +141,6 @@ def skip_indices(iterator: Any) -> None:
     iterator._next_index()
 
 
-def work_is_left(loader: Any) -> bool:
-    """Whether workers of ``loader`` that live through epochs have batches to make that nobody has taken yet."""
-    return getattr(loader._iterator, "_tasks_outstanding", 0) > 0
-
-
-class _LaterIterations:
-    """A sampler without its first iteration."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler, self.begun = sampler, False
-
-    def __iter__(self) -> Iterator[Any]:
-        begun, self.begun = self.begun, True
-        return iter(self.sampler) if begun else iter(())
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
-def iterate_as_later_epoch(loader: DataLoader[Any]) -> Any:
-    """An iterator whose workers are started now, as random numbers go when they were there before.
-
-    The first iterator of a loader with workers draws a seed for them, and begins the sampler twice.
-    """
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    before = {"generator": loader.generator, name: vars(loader)[name]}
-    vars(loader).update({"generator": torch.Generator(), name: _LaterIterations(before[name])})
-    try:
-        return iter(loader)
-    finally:
-        vars(loader).update(before)
-
-
 def fetched_ahead(trainer: Any) -> int:
     """Batches that were fetched, but have not begun to be trained: one, where loaders have no length."""
     fit_loop = trainer.fit_loop
@@ -236,13 +202,6 @@ def set_before_validation(checkpoint: dict[str, Any], validated: dict[str, Any],
             loops["epoch_loop.batch_progress"][counts]["completed"] -= 1
 
 
-def shift_batches(trainer: Any, difference: int) -> None:
-    """Let this epoch's counters of batches be so much higher: other layouts have others."""
-    now = trainer.fit_loop.epoch_loop.batch_progress.current
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(now, name, getattr(now, name) + difference)
-
-
 def is_restarted(trainer: Any) -> bool:
     """Whether a fit goes on from a checkpoint; until its first epoch ends."""
     return bool(trainer.fit_loop._loaded_from_state_dict)
@@ -251,6 +210,11 @@ def is_restarted(trainer: Any) -> bool:
 def continues_epoch(trainer: Any) -> bool:
     """Whether it goes on in the middle of an epoch."""
     return bool(trainer.fit_loop.epoch_loop.restarting)
+
+
+def trained_last_batch(trainer: Any) -> bool:
+    """Whether the latest batch was its epoch's last, in this run or in the one that a checkpoint is from."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 def epoch_has_ended(trainer: Any) -> bool:

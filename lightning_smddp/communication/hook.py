@@ -6,8 +6,7 @@ picks the algorithm for its size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,15 +62,10 @@ class GradientSynchronizer:
         )
         self._loaded: dict[str, dict[str, Tensor]] = {}  # until the first step
         self._steps_since_restore = 0
-        self._steps, self._rehearses = 0, False
-        self._came: dict[str, None] = {}  # names in the order in which gradients came at first
-        self._watching: list[Any] = []
 
     def average(self, bucket: GradBucket) -> Future[Any]:
         """Average ``bucket`` over all ranks; called by DDP during backward, in bucket order."""
         tensor = bucket.buffer()
-        if self._rehearses:
-            return _finished(tensor)
         if bucket.index() == 0:
             self._new_step()
         size = 0 if tensor.is_sparse else tensor.numel() * tensor.dtype.itemsize
@@ -95,37 +89,12 @@ class GradientSynchronizer:
                 return self._algorithms[name]
         return self._algorithms[self.table[-1][1]]
 
-    def bucket_order(self) -> list[str] | None:
-        """Names of the parameters in the order of the buckets, or that DDP will have; None before the first step."""
-        if self._steps < 2:
-            return list(self._came) if self._steps == 1 else None
-        return [piece.name for _, (_, layout) in sorted(self._layouts.items()) for piece in layout.pieces]
-
-    def watch_order(self, module: nn.Module) -> None:
-        """Note in which order gradients come in the first step of ``module``, which DDP goes by."""
-
-        def came(parameter: Tensor) -> None:
-            self._came.setdefault(self._names[id(parameter)])
-
-        mine = [p for p in module.parameters() if id(p) in self._names]
-        self._watching = [p.register_post_accumulate_grad_hook(came) for p in mine]
-
-    @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """In this context a step is not one: its gradients are not averaged, and the next one's buckets are final."""
-        self._rehearses, self._steps = True, 1
-        try:
-            yield
-        finally:
-            self._rehearses = False
-
     def report(self) -> CommunicationReport:
         """What communication cost so far. Collective."""
         return CommunicationReport.collect(self.recorder.read(wait=True), self.communicator)
 
     def close(self) -> None:
         """Free threads and shared memory. The communicator belongs to the caller."""
-        self._forget_order()
         for algorithm in self._algorithms.values():
             algorithm.close()
         self._layouts.clear()
@@ -160,16 +129,8 @@ class GradientSynchronizer:
             exchange.factors = dict(state.get("powersgd", {}))
         self._loaded = {key: dict(value) for key, value in state.items()}
 
-    def _forget_order(self) -> None:
-        for hook in self._watching:
-            hook.remove()
-        self._watching = []
-
     def _new_step(self) -> None:
         self._loaded = {}
-        self._steps += 1
-        if self._steps == 2:
-            self._forget_order()
         self.watch.begin()
         self._steps_since_restore += 1
         if self._steps_since_restore == 2:  # every bucket has taken its part

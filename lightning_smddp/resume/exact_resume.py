@@ -32,16 +32,16 @@ from lightning_smddp._compat.loops import (
     set_back,
     set_before_validation,
     set_cycles,
-    shift_batches,
     steps_fetch,
     trained_batches,
+    trained_last_batch,
     validated_batches,
 )
 from lightning_smddp.resume.auto_resume import continuing
-from lightning_smddp.resume.layouts import Place, Position, Resumption, facts_of, resume_at
+from lightning_smddp.resume.layouts import LayoutRank, Position, Resumption, facts_of, resume_at
 from lightning_smddp.resume.random_states import RandomStates, seed_all
 from lightning_smddp.resume.rank_states import gather_states
-from lightning_smddp.resume.recorded_loader import RecordedLoader
+from lightning_smddp.resume.recorded_loader import RecordedLoader, keeps_workers
 from lightning_smddp.strategies.suppress_warning import without_warning
 
 CHECKPOINT_KEY = "smddp_resume"
@@ -57,7 +57,7 @@ class ExactResume:
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._place = Place(0, 0, 1, 1)
+        self._rank = LayoutRank(0, 0, 1, 1)
         self._device = torch.device("cpu")
         self._states = RandomStates(self._device)
         self._loaders: list[RecordedLoader] = []
@@ -77,10 +77,10 @@ class ExactResume:
         if resume == "auto":
             self._changes.enter_context(continuing(trainer, device))
 
-    def start(self, trainer: Any, place: Place, device: torch.device) -> None:
+    def start(self, trainer: Any, rank: LayoutRank, device: torch.device) -> None:
         """A fit is about to run."""
         self.close()
-        self._trainer, self._place, self._device = trainer, place, device
+        self._trainer, self._rank, self._device = trainer, rank, device
         self._saved = self._resumption = self._last_step = self._validation = None
         self._states, self._point = RandomStates(device), RestartPoint(trainer)
         self._changes.enter_context(around_training_data(trainer, self._prepare, self._reset, self._begin_epoch))
@@ -109,12 +109,12 @@ class ExactResume:
             set_back(checkpoint, point.trained)
         if validated is not None:
             set_before_validation(checkpoint, validated, in_step=point is self._last_step)
-        ranks = gather_states(point.to_plain(self._place), self._device)
+        ranks = gather_states(point.to_plain(self._rank), self._device)
         if not ranks:  # another rank writes it
             return
         checkpoint[CHECKPOINT_KEY] = {
             "version": _VERSION,
-            "layout": self._place.layout,
+            "layout": self._rank.layout,
             "step": trainer.global_step,
             "seed": ranks[0]["seed"],
             "ranks": ranks,
@@ -164,7 +164,7 @@ class ExactResume:
 
     def saved(self, key: str) -> Any:
         """What :meth:`add_to` got as ``more[key]``, if this run has the layout of that one; else None."""
-        if self._saved is None or self._saved["layout"] != self._place.layout:
+        if self._saved is None or self._saved["layout"] != self._rank.layout:
             return None
         return json.loads(self._saved.get(key, "null"))
 
@@ -177,7 +177,7 @@ class ExactResume:
         if resumption is not None and resumption.now is not None:
             self._states.restore(resumption.now)
         elif resumption is not None and self._saved is not None:
-            seed_all(self._saved["seed"], self._place.replica, self._saved["step"])
+            seed_all(self._saved["seed"], self._rank.replica, self._saved["step"])
 
     def _prepare(self, combined: Any) -> None:
         """Lightning has loaders, and is about to make iterators of them."""
@@ -194,21 +194,28 @@ class ExactResume:
             return
         self._resumption = resume_at(
             self._saved,
-            self._place,
+            self._rank,
             self._originals,
             trained_batches(self._trainer),
             self._trainer.accumulate_grad_batches,
         )
-        shift_batches(self._trainer, self._resumption.shift)
         for loader in self._loaders:
             loader.holds = True  # until it is time
         self._changes.enter_context(without_warning("You're resuming from a checkpoint that ended before"))
 
     def _warn(self, resumption: Resumption, in_epoch: bool) -> None:
         """One line of what is not as in the unbroken run."""
-        differs = resumption.differs + (resumption.in_epoch if in_epoch else [])
-        if any(course.uncertain if in_epoch else course.work_left for course in resumption.courses):
-            differs.append("random numbers in persistent workers, as an epoch ended before their data")
+        differs = list(resumption.differs)
+        if in_epoch:
+            differs += resumption.in_epoch
+        for loader, course in zip(self._originals, resumption.courses, strict=True):
+            # Workers that have begun in this epoch begin in it again.
+            if keeps_workers(loader) and (course.workers_live or not in_epoch and course.created is not None):
+                differs.append(
+                    "random numbers that are drawn in persistent workers, which are started anew, and by samplers that "
+                    "draw in `__iter__` itself"
+                )
+                break
         if differs and _is_first_rank():
             warnings.warn("The run is not continued exactly: " + "; ".join(differs) + ".", stacklevel=2)
 
@@ -224,9 +231,10 @@ class ExactResume:
             return
         continues = continues_epoch(trainer)
         ended = continues and epoch_has_ended(trainer)
+        # Epochs may have fewer batches than in the checkpoint: then this one has ended without all of its samples.
+        self._warn(resumption, in_epoch=continues and not trained_last_batch(trainer))
         assert self._point is not None
         self._point.begin()
-        self._warn(resumption, continues and not ended)
         if self._loaders:
             for loader, course in zip(self._loaders, resumption.courses, strict=True):
                 loader.holds = ended
@@ -255,8 +263,6 @@ class ExactResume:
 
     def _release(self) -> None:
         """Give Lightning its loaders back."""
-        for loader in self._loaders:
-            loader.close()
         if self._combined is not None:
             iterate_over(self._combined, self._originals)
         self._loaders, self._originals, self._combined = [], [], None

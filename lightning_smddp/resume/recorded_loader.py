@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from lightning_smddp._compat.loops import skip_indices, skips_indices, work_is_left
+from lightning_smddp._compat.loops import skip_indices, skips_indices
 from lightning_smddp.resume.random_states import RandomStates, from_plain, to_plain
-from lightning_smddp.resume.worker_states import WorkerStates, keeps_workers
 from lightning_smddp.wording import counted
+
+_STATES = ("created", "first", "latest")
 
 
 @dataclass
@@ -21,73 +22,42 @@ class Course:
 
     Attributes:
         count: batches that it has given.
-        created: random states before the iterator was made.
+        created: random states before the iterator was made; None if there was none.
         first: before its first batch was asked for, which is when most samplers draw; None before that.
         latest: before the latest batch was asked for.
-        begin: samples of each replica that an earlier run with another layout has left out in front.
-        workers: for workers that live through epochs, their random states before this iterator's first batches.
-        workers_live: whether they were at work before it.
-        workers_now: their states after their last batches.
-        work_left: whether they have been asked for more batches than they have given.
-        exhausted: whether there are no more.
-        uncertain: whether that was so before this iterator, and some have not said yet what came of it.
+        workers_live: whether workers that live through epochs were at work before it.
     """
 
     count: int = 0
     created: dict[str, Any] | None = None
     first: dict[str, Any] | None = None
     latest: dict[str, Any] | None = None
-    begin: int = 0
-    workers: dict[int, bytes] = field(default_factory=dict)
     workers_live: bool = False
-    workers_now: dict[int, bytes] = field(default_factory=dict)
-    work_left: bool = False
-    exhausted: bool = False
-    uncertain: bool = False
 
     def to_plain(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        states = {"created": self.created, "first": self.first, "latest": self.latest}
-        return {
-            "count": self.count,
-            "begin": self.begin,
-            "workers": _to_tensors(self.workers),
-            "workers_live": self.workers_live,
-            "workers_now": _to_tensors(self.workers_now),
-            "work_left": self.work_left,
-            "exhausted": self.exhausted,
-            "uncertain": self.uncertain,
-            **{name: None if state is None else to_plain(state) for name, state in states.items()},
-        }
+        """Tensors, numbers and strings, for a checkpoint."""
+        plain: dict[str, Any] = {"count": self.count, "workers_live": self.workers_live}
+        for name in _STATES:
+            state = getattr(self, name)
+            plain[name] = None if state is None else to_plain(state)
+        return plain
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Course:
-        """The inverse of :meth:`to_plain`."""
-        states = {name: plain[name] and from_plain(plain[name]) for name in ("created", "first", "latest")}
-        workers = {name: _from_tensors(plain[name]) for name in ("workers", "workers_now")}
-        return cls(**{**plain, **states, **workers})
+        """The inverse of :meth:`to_plain`; of what earlier versions have noted beside it, nothing is taken."""
+        course = cls(plain["count"], workers_live=plain["workers_live"])
+        for name in _STATES:
+            if plain[name] is not None:
+                setattr(course, name, from_plain(plain[name]))
+        return course
 
 
-def _to_tensors(states: Mapping[int, bytes]) -> list[list[Any]]:
-    return [[worker, torch.frombuffer(bytearray(state), dtype=torch.uint8)] for worker, state in sorted(states.items())]
+def keeps_workers(loader: Any) -> bool:
+    """Whether its workers live through epochs."""
+    return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
 
 
-def _from_tensors(plain: list[list[Any]]) -> dict[int, bytes]:
-    return {int(worker): state.numpy().tobytes() for worker, state in plain}
-
-
-_OWN = {
-    "loader",
-    "states",
-    "course",
-    "holds",
-    "workers",
-    "before_fetch",
-    "_resumed",
-    "_ahead",
-    "_workers_start",
-    "_leaves_work",
-}
+_OWN = {"loader", "states", "course", "holds", "before_fetch", "_resumed", "_ahead", "_had_workers", "_starts_workers"}
 
 
 class RecordedLoader:
@@ -107,11 +77,10 @@ class RecordedLoader:
     ) -> None:
         self.loader, self.states, self.course, self.holds = loader, states, Course(), False
         self.before_fetch = before_fetch
-        self.workers = WorkerStates(loader) if keeps_workers(loader) else None
         self._resumed: Course | None = None
         self._ahead = 0
-        self._workers_start: dict[int, bytes] = {}
-        self._leaves_work = False  # of an earlier epoch, to workers
+        self._had_workers = False  # in the unbroken run, before the next iterator
+        self._starts_workers = True  # the next iterator, if it needs any
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loader, name)
@@ -131,24 +100,11 @@ class RecordedLoader:
 
     def begin_anew(self, course: Course) -> None:
         """Let the next iterator be the first one after that of ``course``."""
-        self._workers_start = course.workers_now
+        self._had_workers = course.created is not None
 
     def now(self) -> Course:
         """The course so far, which changes no more."""
-        if self.workers is None:
-            return replace(self.course)
-        return replace(
-            self.course,
-            workers=dict(self.course.workers),
-            workers_now=dict(self.workers.latest),
-            work_left=work_is_left(self.loader) and not self.course.exhausted,
-            uncertain=self.course.uncertain and len(self.workers.seen) < self.loader.num_workers,
-        )
-
-    def close(self) -> None:
-        """Leave the loader as it was."""
-        if self.workers is not None:
-            self.workers.close()
+        return replace(self.course)
 
     def __iter__(self) -> Iterator[Any]:
         if self.holds:
@@ -156,19 +112,13 @@ class RecordedLoader:
         if self._resumed is not None:
             course, self._resumed = self._resumed, None
             return self._continue(course)
-        self._leaves_work = self.now().work_left
-        self.course = Course(created=self.states.capture())
         return self._iterator()
 
     def _continue(self, course: Course) -> Iterator[Any]:
         """An iterator that has given ``course.count - ahead`` batches already, like the one that has."""
         if course.created is not None:  # else there is nothing to take again
             self.states.restore(course.created)
-        self._workers_start = course.workers if course.workers_live else {}
-        self._leaves_work = False
-        self.course = Course(created=self.states.capture(), begin=course.begin)
-        if course.begin:
-            _leave_out(self.loader, course.begin)
+        self._had_workers = course.workers_live
         iterator = self._iterator()
         if course.first is not None:
             self.states.restore(course.first)
@@ -179,13 +129,28 @@ class RecordedLoader:
 
     def _iterator(self) -> _RecordedIterator:
         """A new one of the loader's, recorded in the course."""
-        if self.workers is None:
-            return _RecordedIterator(self, iter(self.loader))
-        start, self._workers_start = self._workers_start, {}
-        self.course.workers = dict(start or self.workers.latest)
-        self.course.workers_live = bool(self.course.workers)
-        self.course.uncertain = self._leaves_work
-        return _RecordedIterator(self, self.workers.iterate_from(start) if start else self.workers.iterate())
+        lives = self._had_workers and keeps_workers(self.loader)
+        self.course = Course(created=self.states.capture(), workers_live=lives)
+        starts = lives and self._starts_workers
+        iterator = _iterate_without_drawing(self.loader) if starts else iter(self.loader)
+        self._had_workers, self._starts_workers = True, False
+        return _RecordedIterator(self, iterator)
+
+
+def _iterate_without_drawing(loader: DataLoader[Any]) -> Iterator[Any]:
+    """An iterator whose workers are started, where the unbroken run's were there already.
+
+    Starting them takes a seed from the generator by which the sampler draws next. Here it comes from a copy of that
+    generator, so that samples have the order of the unbroken run.
+    """
+    original = loader.generator
+    copy = torch.Generator()
+    copy.set_state(torch.get_rng_state() if original is None else original.get_state())
+    loader.generator = copy
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = original
 
 
 class _RecordedIterator(Iterator[Any]):
@@ -198,51 +163,24 @@ class _RecordedIterator(Iterator[Any]):
         course.latest = now
         if course.first is None:
             course.first = now
-        try:
-            batch = self._fetch(self._iterator)
-        except StopIteration:
-            course.exhausted = True
-            raise
+        batch = next(self._iterator)
         course.count += 1
         return batch
-
-    def _fetch(self, iterator: Iterator[Any]) -> Any:
-        workers = self._owner.workers
-        return next(iterator) if workers is None else workers.told(next(iterator), self._course.workers)
 
     def skip(self, count: int) -> None:
         """Go on as if ``count`` batches had been given. Loads them where the random numbers of workers go by that."""
         if count > 0:
             self._course.first = self._owner.states.capture()
         by_index = skips_indices(self._owner.loader, self._iterator)
-        skip = skip_indices if by_index else self._fetch
         for done in range(count):
             try:
-                skip(self._iterator)
+                if by_index:
+                    skip_indices(self._iterator)
+                else:
+                    next(self._iterator)
             except StopIteration:
                 raise ValueError(
                     f"The checkpoint was saved after {counted(count, 'batch')} of an epoch, but the training data "
-                    "has only "
-                    f"{done}. Resume with the data that it was saved with."
+                    f"has only {done}. Resume with the data that it was saved with."
                 ) from None
         self._course.count = count
-
-
-class _From:
-    """A sampler without its first samples, for one iteration; then ``owner`` has its own again."""
-
-    def __init__(self, owner: Any, begin: int) -> None:
-        self.owner, self.sampler, self.begin = owner, owner.sampler, begin
-        owner.sampler = self
-
-    def __iter__(self) -> Iterator[int]:
-        self.owner.sampler = self.sampler
-        return itertools.islice(iter(self.sampler), self.begin, None)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
-def _leave_out(loader: Any, samples: int) -> None:
-    """Let the next iteration begin ``samples`` later."""
-    _From(loader.batch_sampler, samples)

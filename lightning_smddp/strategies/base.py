@@ -29,7 +29,7 @@ from typing_extensions import override
 from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
-from lightning_smddp.resume.layouts import Place
+from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.reliability import ReliabilityOptions
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
@@ -124,7 +124,7 @@ class TrainerStrategy(_Base):
             self._saving.require_no_links(trainer)
         self._set_up_model(trainer)
         if fits:
-            self._exact_resume.start(trainer, self._place, self.root_device)
+            self._exact_resume.start(trainer, self._layout_rank, self.root_device)
         self._supervision.take_over(trainer)
         self._watch_hooks(trainer)
 
@@ -315,7 +315,7 @@ class TrainerStrategy(_Base):
         super().setup(trainer)
 
     @property
-    def _place(self) -> Place:
+    def _layout_rank(self) -> LayoutRank:
         """Where this rank is among all that have the same data or the same part of the module."""
         raise NotImplementedError
 
@@ -354,7 +354,7 @@ class TrainerStrategy(_Base):
 
     def _decisions(self) -> Mapping[str, Any]:
         """What was chosen in this run, and a resumed one has to choose as well; anything that JSON carries."""
-        raise NotImplementedError
+        return {}
 
     def _add_state(self, checkpoint: dict[str, Any]) -> None:
         """Add what the communication remembers. Collective."""

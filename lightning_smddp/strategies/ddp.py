@@ -21,7 +21,7 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.resume.layouts import Place
+from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
@@ -182,12 +182,11 @@ class DataParallel(TrainerStrategy):
 
     @property
     @override
-    def _place(self) -> Place:
-        return Place(self.global_rank, 0, self.world_size, 1)
+    def _layout_rank(self) -> LayoutRank:
+        return LayoutRank(self.global_rank, 0, self.world_size, 1)
 
     @override
     def _training_starts(self) -> None:
-        self._session.settle_buckets(self.model, self._exact_resume.saved("bucket_order"))
         if self._session.options.verbose and self.is_global_zero and self._session.communicator is not None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
@@ -201,10 +200,6 @@ class DataParallel(TrainerStrategy):
             self._last_report = self._session.report()
             if self._session.options.verbose and self.is_global_zero and self.world_size > 1:
                 say(str(self._last_report), self.lightning_module.trainer)
-
-    @override
-    def _decisions(self) -> Mapping[str, Any]:
-        return {"bucket_order": self._session.bucket_order()}
 
     @override
     def _add_state(self, checkpoint: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ from lightning_smddp.pipeline.partition.verify import Finding
 from lightning_smddp.pipeline.runtime.separate_draws import join_draws
 from lightning_smddp.pipeline.state.full_state import broadcast_initial, load_full_state_dict
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
-from lightning_smddp.resume.layouts import Place
+from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.option_checks import refuse_all, require_arguments_of_ddp
@@ -186,9 +186,9 @@ class PipelineParallel(TrainerStrategy):
 
     @property
     @override
-    def _place(self) -> Place:
+    def _layout_rank(self) -> LayoutRank:
         assert self._groups is not None
-        return Place.of(self._groups)
+        return LayoutRank.of(self._groups)
 
     @override
     def _set_up_model(self, trainer: Trainer) -> None:

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_smddp._compat.torch import is_nccl, set_group_timeout
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
-from lightning_smddp.communication.bucket_order import settle_buckets
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import METHODS, Compression
 from lightning_smddp.communication.consistency import (
@@ -165,7 +164,6 @@ class GradientCommunication:
     def attach(self, model: DistributedDataParallel) -> None:
         """Put our hook into the module that :meth:`prepare` was called for last."""
         synchronizer = self.synchronizers[-1]
-        synchronizer.watch_order(model)
 
         def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
             return synchronizer.average(bucket)
@@ -184,15 +182,6 @@ class GradientCommunication:
         """Continue from a saved :meth:`state_dict`."""
         if self.synchronizers and self.options.compression is not None:
             self.synchronizers[-1].load_state_dict(state)
-
-    def bucket_order(self) -> list[str] | None:
-        """See :meth:`GradientSynchronizer.bucket_order`."""
-        return self.synchronizers[-1].bucket_order() if self.synchronizers else None
-
-    def settle_buckets(self, model: Any, order: list[str] | None) -> None:
-        """See :func:`settle_buckets`; nothing without an ``order``."""
-        if self.synchronizers and order is not None:
-            settle_buckets(model, self.synchronizers[-1], order)
 
     def close(self) -> None:
         """Free everything; the next :meth:`prepare` starts anew."""

@@ -25,8 +25,8 @@ def augmented(x: Tensor) -> Tensor:
 
 
 class Pictures(Dataset[Any]):
-    def __init__(self, count: int) -> None:
-        self.data = samples(count)
+    def __init__(self, count: int, augment: bool = True) -> None:
+        self.data, self.augment = samples(count), augment
         self.loaded = 0
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class Pictures(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.loaded += 1
         x, y = self.data[index]
-        return augmented(x), y, index
+        return augmented(x) if self.augment else x, y, index
 
 
 class Stream(IterableDataset[Any]):
@@ -79,6 +79,7 @@ class Scenario:
     data: str = "map"
     workers: int = 0
     persistent: bool = False
+    augment: bool = True
     accumulate: int = 1
     validate: int | None = None
     epochs: int = 3
@@ -107,7 +108,7 @@ class Scenario:
         if self.data == "two":
             short = DataLoader(Pictures(self.count // 3), size, shuffle=True, **more)
             return {"long": DataLoader(Pictures(self.count), size, shuffle=True, **more), "short": short}
-        return DataLoader(Pictures(self.count), size, shuffle=True, **more)
+        return DataLoader(Pictures(self.count, self.augment), size, shuffle=True, **more)
 
 
 class Drops:
@@ -167,7 +168,8 @@ def make_strategy(kind: Any) -> Any:
         return kind
     if isinstance(kind, dict):
         return PipelineStrategy(verbose=False, tuning_cache=False, algorithm="native", **kind)
-    return SMDDPStrategy(verbose=False, algorithm="native", gradient_as_bucket_view=True)
+    algorithm = "native" if kind == "smddp" else kind
+    return SMDDPStrategy(verbose=False, algorithm=algorithm, gradient_as_bucket_view=True)
 
 
 def run(
@@ -179,7 +181,8 @@ def run(
     checkpoint_class: Any = ModelCheckpoint,
     **options: Any,
 ) -> Run:
-    """Train under the strategy ``kind``: "smddp", "ddp", arguments of a pipeline, or a strategy.
+    """Train under the strategy ``kind``: "smddp", "ddp", arguments of a pipeline, an algorithm of ``smddp``, or
+    a strategy.
 
     With a ``directory`` it saves after each step, epoch and validation.
     """
