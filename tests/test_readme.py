@@ -301,6 +301,14 @@ def test_tests_that_a_page_names_exist(page: Path) -> None:
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
+def test_files_that_the_design_names_exist() -> None:
+    """By their paths in the package, or within the pipeline's rooms."""
+    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "design.md").read_text()))
+    assert len(named) > 20
+    roots = (ROOT, ROOT / "lightning_smddp", ROOT / "lightning_smddp" / "pipeline")
+    assert {name for name in named if not any((root / name).exists() for root in roots)} == set()
+
+
 def test_no_snippet_is_left_out() -> None:
     programs = [snippets(README, "python")[0], snippets(PIPELINE_GUIDE, "python")[0]]
     everything = [text for page in PAGES for text in snippets(page, "python")]
