@@ -156,14 +156,13 @@ def _strategy(**kwargs: Any) -> Any:
     """The strategy as a user gets it, but for what it prints and caches. Fabric's works without a Trainer."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
-    from lightning_smddp import SMDDPFabricStrategy
+    from lightning_smddp import CommunicationOptions, SMDDPFabricStrategy
 
     devices = [torch.device("cpu")] * dist.get_world_size()
     return SMDDPFabricStrategy(
         parallel_devices=devices,
         cluster_environment=LightningEnvironment(),
-        verbose=False,
-        tuning_cache=False,
+        communication=CommunicationOptions(tuning_cache=False, verbose=False),
         **kwargs,
     )
 

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_smddp import PipelineStrategy, SMDDPStrategy
+from lightning_smddp import CommunicationOptions, PipelineStrategy, SMDDPStrategy
 
 STEP_S = 0.05
 BLOCK = 10
@@ -89,9 +89,9 @@ def _switch(strategy: Any, supervisor: Any) -> None:
 def rank_main(strategy: str, steps: int) -> dict[str, Any]:
     """Medians of wall and CPU milliseconds with and without, and the share of a CPU that the watching thread took."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    turns = Turns()
+    turns, communication = Turns(), CommunicationOptions(tuning_cache=False, verbose=False)
     trainer = Trainer(
-        strategy=STRATEGIES[strategy](verbose=False, tuning_cache=False), accelerator="cpu", devices=2,
+        strategy=STRATEGIES[strategy](communication=communication), accelerator="cpu", devices=2,
         max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, callbacks=[turns],
     )  # fmt: skip

@@ -25,7 +25,7 @@ from pipeline_models import cross_entropy
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_smddp import PipelineStrategy
+from lightning_smddp import CommunicationOptions, PipelineStrategy
 
 MIB = 2**20
 STEPS = 2
@@ -156,7 +156,8 @@ def rank_main(
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     ranks, callback = dist.get_world_size(), StateBytes()
-    options: dict[str, Any] = {"num_microbatches": 8, "meta_init": True, "verbose": False}
+    options: dict[str, Any] = {"num_microbatches": 8, "meta_init": True}
+    options["communication"] = CommunicationOptions(verbose=False)
     strategy = PipelineStrategy(**options, activation_checkpointing=checkpointing) if ranks > 1 else "auto"
     torch.manual_seed(0)
     trainer = Trainer(

@@ -26,7 +26,7 @@ from pipeline_models import WORKLOADS, Workload
 from torch import Tensor, cat, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from lightning_smddp import PipelineStrategy
+from lightning_smddp import CommunicationOptions, PipelineStrategy
 from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
 
 RANKS = 2
@@ -197,7 +197,8 @@ def _describe(overhead: dict[str, list[float]]) -> str:
 
 
 def _strategy(count: int, split: list[str] | None, schedule: str = "1f1b") -> Any:
-    return PipelineStrategy(num_microbatches=count, split=split, schedule=schedule, verbose=False)
+    communication = CommunicationOptions(verbose=False)
+    return PipelineStrategy(num_microbatches=count, split=split, schedule=schedule, communication=communication)
 
 
 def _milliseconds(arm: Callable[[], object]) -> float:

@@ -5,12 +5,13 @@ import lightning as L
 from models import GPT, standard_library
 from torch.utils.data import DataLoader
 
-from lightning_smddp import SMDDPStrategy
+from lightning_smddp import CommunicationOptions, SMDDPStrategy
 
 
 def main() -> None:
     L.seed_everything(0)
-    strategy = SMDDPStrategy(algorithm="auto", tuning_cache=False, collective_timeout=60)
+    communication = CommunicationOptions(tuning_cache=False, collective_timeout=60)
+    strategy = SMDDPStrategy(algorithm="auto", communication=communication)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=30, log_every_n_steps=10)
     trainer.fit(GPT(), DataLoader(standard_library(samples=4096), batch_size=8, shuffle=True))
     report = strategy.communication_report  # on every rank: all of them answer

@@ -5,7 +5,7 @@ import lightning as L
 from digits import DigitsData
 from pipeline_mlp import Classifier
 
-from lightning_smddp import PipelineStrategy
+from lightning_smddp import CommunicationOptions, PartitionOptions, PipelineStrategy
 
 
 def main() -> None:
@@ -13,11 +13,9 @@ def main() -> None:
     strategy = PipelineStrategy(
         pipeline_parallel_size=2,  # 4 ranks / 2 = 2 replicas, which average their gradients
         schedule="interleaved_1f1b",
-        stages_per_rank=2,
         num_microbatches=8,
-        placement="cluster",  # a pipeline on neighbouring ranks
-        tuning_cache=False,
-        collective_timeout=60,
+        partition=PartitionOptions(stages_per_rank=2, placement="cluster"),  # a pipeline on neighbouring ranks
+        communication=CommunicationOptions(tuning_cache=False, collective_timeout=60),
     )
     trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=3)
     trainer.fit(Classifier(), DigitsData(batch_size=32))  # of each replica: the global batch is 64

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_smddp._registration import install
 
 if TYPE_CHECKING:
+    from lightning_smddp.bridge.pipeline_options import PartitionOptions
     from lightning_smddp.checkpoint.errors import CheckpointError
     from lightning_smddp.communication.compression import Compression
     from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
@@ -27,19 +28,23 @@ if TYPE_CHECKING:
         SMDDPFabricStrategy,
         SMDDPStrategy,
     )
+    from lightning_smddp.strategies.options import CommunicationOptions, ReliabilityOptions
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
     "CommunicationMonitor",
+    "CommunicationOptions",
     "CommunicationReport",
     "Compression",
     "MPIRunEnvironment",
+    "PartitionOptions",
     "PipelineStrategy",
     "PipelineTimeline",
     "RankFailedError",
     "RankTimeoutError",
+    "ReliabilityOptions",
     "SMDDPFabricStrategy",
     "SMDDPStrategy",
     "SafeCheckpointIO",
@@ -50,13 +55,16 @@ __all__ = [
 _HOMES = {
     "CheckpointError": "checkpoint.errors",
     "CommunicationMonitor": "strategies.{namespace}",
+    "CommunicationOptions": "strategies.options",
     "CommunicationReport": "communication.report",
     "Compression": "communication.compression",
     "MPIRunEnvironment": "strategies.{fabric}",
+    "PartitionOptions": "bridge.pipeline_options",
     "PipelineStrategy": "strategies.{namespace}",
     "PipelineTimeline": "strategies.{namespace}",
     "RankFailedError": "communication.errors",
     "RankTimeoutError": "communication.errors",
+    "ReliabilityOptions": "strategies.options",
     "SMDDPFabricStrategy": "strategies.{fabric}",
     "SMDDPStrategy": "strategies.{namespace}",
     "SafeCheckpointIO": "strategies.{namespace}",

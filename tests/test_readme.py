@@ -8,6 +8,8 @@ import inspect
 import os
 import re
 import types
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +22,20 @@ from lightning.pytorch.demos.boring_classes import RandomDataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_smddp import Compression, PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
+from lightning_smddp import (
+    CommunicationOptions,
+    Compression,
+    PartitionOptions,
+    PipelineStrategy,
+    ReliabilityOptions,
+    SMDDPFabricStrategy,
+    SMDDPStrategy,
+)
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
+from lightning_smddp.strategies.pipeline import FromDDP
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
 
@@ -176,27 +187,44 @@ def test_yaml_names_arguments_that_exist() -> None:
 # ---- options ----
 
 
-TRAINER_ONLY = {"stop_grace", "resume", "async_save", "sharded"}
+def defaults_of(signature: Iterable[inspect.Parameter]) -> dict[str, str]:
+    """Of the keyword arguments, as a page writes them."""
+    written = {}
+    for parameter in signature:
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            group = is_dataclass(parameter.default)
+            text = f"{type(parameter.default).__name__}()" if group else repr(parameter.default)
+            written[parameter.name] = text.replace("'", '"')
+    return written
+
+
+def documented(heading: str) -> dict[str, str]:
+    rows = first_cells(OPTIONS, heading)
+    return {name: row[1].strip("`") for row in rows for name in re.findall(r"`(\w+)`", row[0])}
 
 
 def test_options_table_is_the_signature() -> None:
-    documented = {row[0].strip("`"): row[1].strip("`") for row in first_cells(OPTIONS, "## Data parallelism")}
-    for strategy, lacks in ((SMDDPStrategy, set()), (SMDDPFabricStrategy, TRAINER_ONLY)):
-        signature = inspect.signature(strategy.__init__).parameters.values()
-        own = [p for p in signature if p.kind is p.KEYWORD_ONLY or p.name == "process_group_backend"]
-        expected = {p.name: repr(p.default).replace("'", '"') for p in own}
-        assert {name: default for name, default in documented.items() if name not in lacks} == expected
+    ours = defaults_of(inspect.signature(SMDDPStrategy.__init__).parameters.values())
+    assert documented("## Data parallelism") == ours
+    of_fabric = defaults_of(inspect.signature(SMDDPFabricStrategy.__init__).parameters.values())
+    assert of_fabric == {name: text for name, text in ours.items() if name not in LACKS}
+
+
+LACKS = {"resume", "gradient_as_bucket_view"}  # Fabric's; the second is DDP's own, and taken
 
 
 def test_pipeline_arguments_are_the_signature() -> None:
-    rows = first_cells(OPTIONS, "## Pipelines")
-    documented = {name: row[1].strip("`") for row in rows for name in re.findall(r"`(\w+)`", row[0])}
     parameters = inspect.signature(PipelineStrategy.__init__).parameters.values()
-    expected = {p.name: repr(p.default).replace("'", '"') for p in parameters if p.name not in ("self", "unknown")}
-    by_position = ["accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"]
-    assert list(expected)[:5] == by_position
-    assert [name for name in documented if name not in by_position] == list(expected)[5:]
-    assert {name: text for name, text in documented.items() if not text.startswith("as of")}.items() <= expected.items()
+    found = documented("## Pipelines")
+    assert list(found) == [*defaults_of(parameters), *FromDDP.__annotations__]
+    own = {name: text for name, text in found.items() if not text.startswith("as of")}
+    assert own.items() <= defaults_of(parameters).items()
+
+
+@pytest.mark.parametrize("group", [CommunicationOptions, ReliabilityOptions, PartitionOptions])
+def test_tables_of_groups_are_their_fields(group: type[Any]) -> None:
+    expected = {field.name: repr(field.default).replace("'", '"') for field in fields(group)}
+    assert documented(f"### {group.__name__.removesuffix('Options')}") == expected
 
 
 def test_schedules_table_is_what_schedules_say() -> None:

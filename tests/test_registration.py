@@ -22,6 +22,7 @@ import lightning_smddp.strategies.lightning
 import lightning_smddp.strategies.lightning_fabric
 import lightning_smddp.strategies.pytorch_lightning  # here, as torch sets environment variables
 from lightning_smddp import _registration
+from tests.strategies.grouped import grouped
 
 NAMES = [
     f"{name}{flag}"
@@ -252,6 +253,6 @@ def test_public_names() -> None:
 
 
 def test_strategies_pickle() -> None:
-    strategy = lightning_smddp.SMDDPStrategy(algorithm="native", compression="int8", collective_timeout=5)
+    strategy = lightning_smddp.SMDDPStrategy(**grouped(algorithm="native", compression="int8", collective_timeout=5))
     copied = pickle.loads(pickle.dumps(strategy))
     assert copied._session.options == strategy._session.options

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from tests.ranks import run_ranks, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer, silent
 
 PACKAGE = Path(__file__).parent.parent / "lightning_smddp"
@@ -133,7 +134,7 @@ def broadcast_both(kind: str) -> list[Any]:
 
         from lightning_smddp import SMDDPFabricStrategy
 
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(verbose=False))
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(**grouped(verbose=False)))
         fabric.launch()
         strategy: Any = fabric.strategy
     else:

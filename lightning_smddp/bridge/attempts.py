@@ -125,7 +125,7 @@ def run_rounds(
         microbatches: of the batch.
         courses: of each.
     """
-    size = options.active_microbatches or len(microbatches)
+    size = options.partition.active_microbatches or len(microbatches)
     looks = divided.looks(step, microbatches)
     outputs: list[Any] = []
     with _casting_once(divided, step, options, context, courses):

@@ -56,8 +56,8 @@ class BatchCutter:
             module, options, groups, device, num_stages
         )  # fmt: skip
         self._values = values
-        hook = options.split_batch or getattr(module, "split_batch", None)
-        self.splitter = Splitter(options.batch_size_fn, hook if callable(hook) else None)
+        hook = options.partition.split_batch or getattr(module, "split_batch", None)
+        self.splitter = Splitter(options.partition.batch_size_fn, hook if callable(hook) else None)
         self.looks_across_rows = False  # the loss: no weights make it of those of micro-batches
         self._rows_first: dict[Any, bool] = {}  # by step: what was found for it
         self.parts_fail = False  # the training step, run on a part of a batch: so others are likely to

@@ -95,7 +95,7 @@ class EvaluationTrials:
         self, divided: PartitionedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
     ) -> None:
         """Try ``step`` on a ``batch`` that was cut so, if it did there what it never did. Collective."""
-        if not divided.take_unforeseen(step) or not divided.options.check or self.cutter.is_whole(step):
+        if not divided.take_unforeseen(step) or not divided.options.partition.check or self.cutter.is_whole(step):
             return
         rows = self.cutter.pair(batch, microbatches)
         if rows is None:

@@ -56,7 +56,7 @@ def resources_for(
         tuple(rank_of_stage),
         tuple(in_flight(options, rank_of_stage, num_microbatches)),
         sizes,
-        options.memory_limit,
+        options.partition.memory_limit,
         links,
     )
 
@@ -71,7 +71,7 @@ def _state_copies(optimizer: Optimizer) -> int:
 def in_flight(options: PipelineOptions, rank_of_stage: Sequence[int], num_microbatches: int) -> list[int]:
     """For each stage the most micro-batches between their forward and their backward."""
     most = [0] * len(rank_of_stage)
-    active = min(num_microbatches, options.active_microbatches or num_microbatches)
+    active = min(num_microbatches, options.partition.active_microbatches or num_microbatches)
     for actions in orders(options.schedule, max(rank_of_stage) + 1, len(rank_of_stage), active).values():
         held = [0] * len(rank_of_stage)
         for action in map(parse_action, actions):
@@ -172,7 +172,7 @@ def _schedule(options: PipelineOptions, resources: Resources, microbatches: Sequ
 
 def _bound(options: PipelineOptions, resources: Resources, count: int) -> float:
     ranks, stages = max(resources.rank_of_stage) + 1, resources.num_stages
-    active = min(count, options.active_microbatches or count)
+    active = min(count, options.partition.active_microbatches or count)
     played = orders(options.schedule, ranks, stages, active)
     return simulated_bound({rank: [parse_action(text) for text in actions] for rank, actions in played.items()})
 

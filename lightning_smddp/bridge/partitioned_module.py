@@ -154,7 +154,7 @@ class PartitionedModule:
         except SplitError as error:  # on every rank of a pipeline
             self._undo()
             raise VerificationError(str(error), self.findings) from None
-        if step.trains and options.check and self.division.reference is not None:
+        if step.trains and options.partition.check and self.division.reference is not None:
             self._check_together(step, len(microbatches) - 1 if self.division.reference.of_trace else 0, microbatches)
 
     # ---- steps ----
@@ -220,7 +220,7 @@ class PartitionedModule:
 
     def looks(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> KeptNumbers | None:
         """The numbers to look at while these run; None where nothing is weighted, or nobody cares."""
-        if len(microbatches) < 2 or not self.options.check or (step.trains and not self.weighting.fits):
+        if len(microbatches) < 2 or not self.options.partition.check or (step.trains and not self.weighting.fits):
             return None
         return self._variants[step.key].kept
 
@@ -334,7 +334,7 @@ class PartitionedModule:
         world = dist.group.WORLD
         assert world is not None
         self.doubts = WeightDoubts()
-        if pair is None or not self.options.check:
+        if pair is None or not self.options.partition.check:
             self.doubts.next_look = 0  # the next one that is cut
             return Weighed()
         if not is_whole(self.module, self.device):
@@ -418,7 +418,7 @@ class PartitionedModule:
         self._weights = {}
 
     def _replicas(self, held: dict[str, nn.Parameter], timeout: timedelta) -> ReplicaGradients:
-        options = self.options.communication
+        options = self.options.gradients
         return ReplicaGradients(
             held,
             self.groups.data_parallel_group,
@@ -427,7 +427,7 @@ class PartitionedModule:
             options.algorithm,
             options.compression,
             options.bucket_cap_mb,
-            options.tuning_cache,
+            options.communication.cache,
         )
 
     # ---- the check ----

@@ -1,98 +1,111 @@
-"""The arguments of ``PipelineStrategy``, checked."""
+"""The options of ``PipelineStrategy``, checked where they are made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lightning_smddp.pipeline.partition.mesh import PipelineMesh
 from lightning_smddp.pipeline.partition.splitter import SplitBatch
-from lightning_smddp.pipeline.runtime.schedules import Schedule, check, parse
+from lightning_smddp.pipeline.runtime.schedules import Schedule, check
 from lightning_smddp.strategies.option_checks import is_positive, require_bools
-from lightning_smddp.strategies.session import Options
+from lightning_smddp.strategies.options import GradientOptions
 from lightning_smddp.wording import counted
 
 FALLBACKS = ("replicate", "error")
 
 
 @dataclass(frozen=True)
+class PartitionOptions:
+    """How the module is divided into stages, and batches into micro-batches.
+
+    Args:
+        stages_per_rank: ``"auto"`` is 1, and 2 for the schedules that have several.
+        placement: ``"cluster"`` (``"DP"``) puts a pipeline on neighbouring ranks, ``"spread"`` (``"PD"``) puts the
+            replicas of a stage there.
+        memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
+        check: compare the pipeline's loss and gradients on one micro-batch with the whole step's before training.
+        fallback: for a training step that cannot be pipelined: ``"replicate"`` runs it as a whole on every rank,
+            ``"error"`` refuses it.
+        active_microbatches: at most so many micro-batches at a time; a step then has several rounds.
+        batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
+        split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
+            of a batch and its number of rows; None asks the module's method of this name, if it has one.
+
+    Raises:
+        ValueError: a value is none of the valid ones, which the message lists.
+    """
+
+    stages_per_rank: int | Literal["auto"] = "auto"
+    placement: str = "cluster"
+    memory_limit_gb: float | None = None
+    check: bool = True
+    fallback: Literal["replicate", "error"] = "replicate"
+    active_microbatches: int | None = None
+    batch_size_fn: Callable[[Any], int] | None = None
+    split_batch: SplitBatch | None = None
+
+    def __post_init__(self) -> None:
+        if self.stages_per_rank != "auto":
+            _check_count("stages_per_rank", self.stages_per_rank, "'auto'")
+        PipelineMesh.of(1, 1, self.placement)
+        if self.memory_limit_gb is not None and not is_positive(self.memory_limit_gb):
+            raise ValueError(f"memory_limit_gb={self.memory_limit_gb!r} has to be positive (GiB a rank), or None.")
+        require_bools(check=self.check)
+        if self.fallback not in FALLBACKS:
+            raise ValueError(
+                f"fallback={self.fallback!r} is unknown. Valid: 'replicate' (a training step that cannot be pipelined "
+                "runs as a whole on every rank), 'error' (it is refused)."
+            )
+        _check_count("active_microbatches", self.active_microbatches, "None for no limit")
+        _check_function("batch_size_fn", self.batch_size_fn, "the number of rows of a batch, which it is called with")
+        _check_function("split_batch", self.split_batch, "a list of batches, called with a batch and a number")
+
+    @property
+    def memory_limit(self) -> float | None:
+        """Bytes of a rank."""
+        return None if self.memory_limit_gb is None else self.memory_limit_gb * 2**30
+
+
+@dataclass(frozen=True)
 class PipelineOptions:
-    """See ``PipelineStrategy`` for the meaning."""
+    """All options of a pipeline: arguments of ``PipelineStrategy``, see there for their meaning, and its groups.
+
+    Attributes:
+        num_microbatches: None is ``"auto"``.
+
+    Raises:
+        ValueError: a value is none of the valid ones, which the message lists.
+    """
 
     pipeline_parallel_size: int | None
-    num_microbatches: int | None  # None: auto
+    num_microbatches: int | None
     schedule: Schedule
-    stages_per_rank: int
-    split: tuple[str, ...] | None
-    placement: str
-    active_microbatches: int | None
+    split: Sequence[str] | None
     activation_checkpointing: bool
     meta_init: bool
-    memory_limit: float | None  # bytes
-    check: bool
-    batch_size_fn: Callable[[Any], int] | None
-    split_batch: SplitBatch | None
-    fallback: str
-    communication: Options
+    partition: PartitionOptions
+    gradients: GradientOptions
 
-    @classmethod
-    def parse(
-        cls,
-        pipeline_parallel_size: int | None,
-        num_microbatches: int | str,
-        schedule: str,
-        stages_per_rank: int | str,
-        split: Sequence[str] | None,
-        placement: str,
-        active_microbatches: int | None,
-        activation_checkpointing: bool,
-        meta_init: bool,
-        memory_limit_gb: float | None,
-        check: bool,
-        batch_size_fn: Callable[[Any], int] | None,
-        split_batch: SplitBatch | None,
-        fallback: str,
-        communication: Options,
-    ) -> PipelineOptions:
-        """Check what can be checked before the number of ranks is known. Raises ``ValueError`` with the cure."""
-        known = parse(schedule)
-        _check_count("pipeline_parallel_size", pipeline_parallel_size, "None for all ranks")
-        _check_count("active_microbatches", active_microbatches, "None for no limit")
-        if num_microbatches != "auto":
-            _check_count("num_microbatches", num_microbatches, "'auto'")
-        if stages_per_rank != "auto":
-            _check_count("stages_per_rank", stages_per_rank, "'auto'")
-        if split is not None and not _is_list_of_names(split):
-            raise ValueError(f"split={split!r} has to be a list of names: the first unit of each stage but the first.")
-        require_bools(activation_checkpointing=activation_checkpointing, meta_init=meta_init, check=check)
-        _check_function("batch_size_fn", batch_size_fn, "the number of rows of a batch, which it is called with")
-        _check_function("split_batch", split_batch, "a list of batches, called with a batch and a number")
-        if memory_limit_gb is not None and not is_positive(memory_limit_gb):
-            raise ValueError(f"memory_limit_gb={memory_limit_gb!r} has to be positive (GiB a rank), or None.")
-        _check_fallback(fallback)
-        PipelineMesh.of(1, 1, placement)
-        return cls(
-            pipeline_parallel_size=pipeline_parallel_size,
-            num_microbatches=None if isinstance(num_microbatches, str) else num_microbatches,
-            schedule=known,
-            stages_per_rank=known.default_stages_per_rank if isinstance(stages_per_rank, str) else stages_per_rank,
-            split=None if split is None else tuple(split),
-            placement=placement,
-            active_microbatches=active_microbatches,
-            activation_checkpointing=activation_checkpointing,
-            meta_init=meta_init,
-            memory_limit=None if memory_limit_gb is None else memory_limit_gb * 2**30,
-            check=check,
-            batch_size_fn=batch_size_fn,
-            split_batch=split_batch,
-            fallback=fallback,
-            communication=communication,
-        )
+    def __post_init__(self) -> None:
+        _check_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")
+        _check_count("num_microbatches", self.num_microbatches, "'auto'")
+        if self.split is not None and not _is_list_of_names(self.split):
+            raise ValueError(
+                f"split={self.split!r} has to be a list of names: the first unit of each stage but the first."
+            )
+        require_bools(activation_checkpointing=self.activation_checkpointing, meta_init=self.meta_init)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """As given, or as the schedule has it."""
+        given = self.partition.stages_per_rank
+        return self.schedule.default_stages_per_rank if isinstance(given, str) else given
 
     def grid(self, world_size: int) -> PipelineMesh:
         """The ranks' arrangement, and a last look at what depends on their number. Raises ``ValueError``."""
-        grid = PipelineMesh.of(world_size, self.pipeline_parallel_size or world_size, self.placement)
+        grid = PipelineMesh.of(world_size, self.pipeline_parallel_size or world_size, self.partition.placement)
         size = len(grid.pipelines[0])
         if self.num_microbatches is not None and self.num_microbatches > 1:  # 1: for batches that cannot be cut
             check(self.schedule, size, self.stages_per_rank, self.num_microbatches)
@@ -109,14 +122,6 @@ class PipelineOptions:
 
 def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(name, str) for name in value)
-
-
-def _check_fallback(fallback: Any) -> None:
-    if fallback not in FALLBACKS:
-        raise ValueError(
-            f"fallback={fallback!r} is unknown. Valid: 'replicate' (a training step that cannot be pipelined runs "
-            "as a whole on every rank), 'error' (it is refused)."
-        )
 
 
 def _check_count(name: str, value: Any, otherwise: str) -> None:

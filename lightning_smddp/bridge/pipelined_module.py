@@ -184,7 +184,7 @@ class PipelinedModule:
             return self.replicated.train(step.whole(batch), f"{step.hook} of {step.place()}", accumulates)
         divided = self.divided
         assert divided is not None
-        find = functools.partial(find_courses, divided, self.cutter, step, batch, self.options.check)
+        find = functools.partial(find_courses, divided, self.cutter, step, batch, self.options.partition.check)
         try:
             found = find(is_first)
             if self.second is not None and not continues:
@@ -226,7 +226,7 @@ class PipelinedModule:
                 self.trials.keep_whole(step, f"it fails on a part ({own_error(error)!r})")
         except (SplitError, VerificationError) as error:
             self.divided = None
-            if self.options.fallback == "error" or not is_whole(self.module, self.device):
+            if self.options.partition.fallback == "error" or not is_whole(self.module, self.device):
                 raise own_error(error) from None
             self.replicate(str(error))
 
@@ -246,7 +246,7 @@ class PipelinedModule:
             states, self._states = self._states, None
             self.load_optimizer_states(states)
         if dist.get_rank() == 0:
-            if self.options.communication.verbose:
+            if self.options.gradients.communication.verbose:
                 print_replicated(reason, self.module)
             warnings.warn(self.replicated.warning(), stacklevel=2)
 
@@ -315,7 +315,8 @@ class PipelinedModule:
             self.lockstep.take(step, own_error(error))
             return self._in_lockstep(step, batch)
         self._traced.add(step.key)
-        if self.options.check and not self.trials.has(step) and (rows := self.cutter.pair(batch, microbatches)):
+        tries = self.options.partition.check and not self.trials.has(step)
+        if tries and (rows := self.cutter.pair(batch, microbatches)):
             self.trials.run(divided, step, rows)
             divided.take_unforeseen(step)
             return self._evaluate(step, batch)
@@ -470,7 +471,7 @@ class PipelinedModule:
             self.second = SecondCheck(self.divided, self.inside_view, self.module.trainer.global_step)
         is_shown = step.trains or not self.shown
         self.shown.add(step.hook)
-        if is_shown and self.options.communication.verbose and dist.get_rank() == 0:
+        if is_shown and self.options.gradients.communication.verbose and dist.get_rank() == 0:
             weighting = None if step.trains and self.cutter.is_whole(step) else self.divided.weighting
             print_partition(step.hook, self.divided, resources, parts, weighting)
         for warning in self.divided.warnings if dist.get_rank() == 0 else ():

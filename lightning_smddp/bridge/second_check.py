@@ -49,7 +49,7 @@ class SecondCheck:
         self, divided: PartitionedModule, inside_view: Callable[[], AbstractContextManager[Any]], steps: int
     ) -> None:
         self.divided, self.inside_view, self._steps = divided, inside_view, steps
-        self.is_over = not divided.options.check
+        self.is_over = not divided.options.partition.check
 
     def run(self, step: LightningStep, microbatch: MicroBatch, steps: int) -> list[Finding]:
         """Compare if it is time to. Collective over the pipeline.

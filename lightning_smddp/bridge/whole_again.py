@@ -79,7 +79,7 @@ def require_whole_possible(
         options: the strategy's.
     """
     obstacle = None
-    if options.fallback == "error" or options.meta_init:
+    if options.partition.fallback == "error" or options.meta_init:
         obstacle = "meta_init=True" if options.meta_init else "fallback='error'"
     if obstacle is None and groups.mesh.num_replicas > 1:
         obstacle = "there are several replicas, and others may go on as they are"

@@ -6,7 +6,7 @@ Compression pays between nodes on links slower than some 10 Gbit/s; inside a nod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -52,12 +52,23 @@ class Compression:
 
     @classmethod
     def parse(cls, value: str | dict[str, Any] | Compression | None) -> Compression | None:
-        """What users write (a method's name, the arguments as a mapping, an object, None) as an object."""
+        """What users write (a method's name, the arguments as a mapping, an object, None) as an object.
+
+        Raises:
+            ValueError: it is none of these.
+        """
         if value is None or isinstance(value, Compression):
             return value
         if isinstance(value, str):
             return cls(value)  # type: ignore[arg-type]  # checked in __post_init__
-        return cls(**value)
+        try:
+            return cls(**value)
+        except TypeError as error:
+            raise ValueError(
+                f"compression={value!r} does not describe a compression ({error}). Valid: None, "
+                f"{', '.join(map(repr, METHODS))}, or the arguments of `Compression` "
+                f"({', '.join(field.name for field in fields(cls))}), of which `method` is required."
+            ) from error
 
     def codec(self) -> Codec | None:
         """The codec of this method; None for ``powersgd``, which compresses whole matrices."""

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -45,7 +45,7 @@ class Translation:
 
     Attributes:
         strategy: ``"smddp"`` or ``"smddp_pipeline"``.
-        options: arguments of the strategy's class.
+        options: arguments of the strategy's class; those in a group as a dictionary.
         notes: what else the configuration says, and what becomes of it, in sentences.
     """
 
@@ -59,11 +59,15 @@ class Translation:
         Raises:
             ValueError: an option of pipelines is given, but there is no pipeline.
         """
-        from lightning_smddp import PipelineStrategy, SMDDPStrategy
+        from lightning_smddp import PartitionOptions, PipelineStrategy, SMDDPStrategy
 
         if self.strategy == "smddp_pipeline":
-            return PipelineStrategy(**{**self.options, **overrides})
+            options = {**self.options, **overrides}
+            if "partition" in self.options and "partition" in overrides:
+                options["partition"] = _completed(overrides["partition"], self.options["partition"])
+            return PipelineStrategy(**options)
         pipelines = set(signature(PipelineStrategy).parameters) - set(signature(SMDDPStrategy).parameters)
+        pipelines |= {field.name for field in fields(PartitionOptions)}
         misplaced = sorted(pipelines & set(overrides) - set(signature(_ddp_strategy(SMDDPStrategy)).parameters))
         if misplaced:
             raise ValueError(
@@ -71,6 +75,17 @@ class Translation:
                 "pipeline_parallel_size as well, or leave it out."
             )
         return SMDDPStrategy(**{**self.options, **overrides})
+
+
+def _completed(given: Any, asked: Mapping[str, Any]) -> Any:
+    """A group of options as the user gives it, a dictionary or a dataclass; what it leaves open is as ``asked``."""
+    if isinstance(given, Mapping):
+        return {**asked, **given}
+    if not is_dataclass(given):
+        return given  # which the strategy refuses
+    defaults = {field.name: field.default for field in fields(given)}
+    open_ones = {name: value for name, value in asked.items() if getattr(given, name) == defaults[name]}
+    return replace(given, **open_ones)  # type: ignore[type-var]
 
 
 def _ddp_strategy(strategy: type[Any]) -> Any:
@@ -85,7 +100,8 @@ def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:
         distribution: SDK 2's dictionary; SDK 3's ``Torchrun`` or ``MPI`` object, or its JSON; None inside a job, which
             says in its environment how it was started.
         **overrides: options of the strategy, which win over the configuration, and settle keys that have no equivalent:
-            ``split`` for cuts by hand, ``pipeline_parallel_size`` for sharding.
+            ``split`` for cuts by hand, ``pipeline_parallel_size`` for sharding. What a group leaves at its default is
+            as in the configuration.
 
     Returns:
         ``SMDDPStrategy`` for data parallelism, ``PipelineStrategy`` for a pipeline; of ``lightning`` where

@@ -108,10 +108,11 @@ def read(parameters: Mapping[str, Any], reading: Reading) -> str:
         reading.options["process_group_backend"] = backend
     if stages is None or parts is None or (stages == 1 and parts == 1):
         return "smddp"  # or more is wrong
-    reading.options |= {"pipeline_parallel_size": stages, "num_microbatches": parts, "placement": placement}
+    partition: dict[str, Any] = {"placement": placement}
+    reading.options |= {"pipeline_parallel_size": stages, "num_microbatches": parts, "partition": partition}
     reading.options["schedule"] = "gpipe" if 1 < parts < stages else schedule  # 1f1b is for as many as stages
     if active is not None:
-        reading.options["active_microbatches"] = active
+        partition["active_microbatches"] = active
         reading.notes.append("active_microbatches: a round drains before the next one fills")
     return "smddp_pipeline"
 

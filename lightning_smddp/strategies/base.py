@@ -30,12 +30,12 @@ from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.resume.layouts import LayoutRank
-from lightning_smddp.strategies.reliability import ReliabilityOptions
+from lightning_smddp.strategies.options import GradientOptions, ReliabilityOptions
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
 from lightning_smddp.strategies.sanity_checks import SanityChecks
 from lightning_smddp.strategies.saving import Saving
-from lightning_smddp.strategies.session import GradientCommunication, Options, check_devices
+from lightning_smddp.strategies.session import GradientCommunication, check_devices
 from lightning_smddp.strategies.start import start_process_group
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.wire.values import broadcast_value
@@ -61,10 +61,11 @@ class TrainerStrategy(_Base):
     verified_checkpoint: str | None = None
     _last_report: CommunicationReport | None = None
 
-    def _hold_parts(self, communication: Options, reliability: ReliabilityOptions) -> None:
+    def _hold_parts(self, gradients: GradientOptions, reliability: ReliabilityOptions, resume: str | None) -> None:
         """The last thing that a constructor does."""
         self._reliability = reliability
-        self._session = GradientCommunication(communication)
+        self._resume = resume
+        self._session = GradientCommunication(gradients)
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)
         self._checks = SanityChecks(self)
@@ -106,14 +107,14 @@ class TrainerStrategy(_Base):
         self._sagemaker.start()
         self._session.process_group_started()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            self._exact_resume.before_setup(self.lightning_module.trainer, self._reliability.resume, self.root_device)
+            self._exact_resume.before_setup(self.lightning_module.trainer, self._resume, self.root_device)
         self._make_groups()
 
     @override
     def setup_distributed(self) -> None:
         """Start the process group, which Lightning then finds."""
         self.set_world_ranks()
-        start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.init_timeout)
+        start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.start_limit)
         super().setup_distributed()
 
     @override

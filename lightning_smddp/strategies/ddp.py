@@ -7,12 +7,9 @@ top of their ``DDPStrategy``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -24,10 +21,15 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
-from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
+from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
+from lightning_smddp.strategies.options import (
+    CommunicationOptions,
+    GradientOptions,
+    ReliabilityOptions,
+    require_resume,
+)
 from lightning_smddp.strategies.reductions import mean_by_sum
-from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.session import Options, finish_wrapping
+from lightning_smddp.strategies.session import finish_wrapping
 from lightning_smddp.strategies.tables import print_table, say
 from lightning_smddp.wire.pytree import copied
 
@@ -41,6 +43,7 @@ class DataParallel(TrainerStrategy):
     """Data parallelism with optimized all-reduce; a drop-in for ``DDPStrategy``.
 
     Args:
+        *args: arguments of ``DDPStrategy``, in its order.
         algorithm: how gradients are summed: ``"native"`` (the backend's all-reduce), ``"shared_memory"`` (CPU ranks
             of one node, without copies), ``"hierarchical"`` (inside nodes first, then between ranks of equal local
             rank), ``"balanced"`` (balanced fusion buffers between nodes), or ``"auto"``: the fastest on this
@@ -48,85 +51,50 @@ class DataParallel(TrainerStrategy):
         compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, or a
             :class:`~lightning_smddp.Compression` with details.
         bucket_cap_mb: size of DDP's buckets in MiB; None has it chosen with the algorithm.
-        process_group_backend: ``"auto"`` is ``nccl`` on CUDA and ``gloo`` on CPU.
-        collective_timeout: how long a rank waits for the others in a collective, in seconds or as a timedelta; None
-            is DDP's ``timeout``, which also bounds the start.
-        tuning_cache: file for what ``"auto"`` measured; True is ``~/.cache/lightning_smddp/plans.json``, False
-            measures at each start.
-        verbose: print a table at the start of fit and a report at its end.
-        init_timeout: how long ranks wait for each other at the start, in seconds or as a timedelta; None is 10
-            minutes, or ``timeout`` if that is less.
-        stop_grace: seconds from SIGTERM to the end of the process, checkpoint included.
+        gradient_as_bucket_view: as of DDP; None is True, unless there is a ``ddp_comm_hook``.
         resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
             by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
             job, else ``"never"``.
-        on_nonfinite: when a gradient is NaN or infinite on any rank: ``"error"`` names rank, step and parameter,
-            ``"skip"`` leaves this step out on all ranks, ``"ignore"`` does not look.
-        async_save: write checkpoints in the background, from a copy.
-        sharded: save a directory with a file of each rank, instead of one file gathered on rank 0.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, ddp_comm_state,
-            ddp_comm_hook, ddp_comm_wrapper, model_averaging_period, timeout, start_method: as of ``DDPStrategy``, in
-            its order; only they can be given by position.
-        **kwargs: all arguments of ``DistributedDataParallel``. ``gradient_as_bucket_view`` is on unless given.
+        communication: timeouts, the cache of measurements, what is printed.
+        reliability: faults, stops and checkpoints.
+        **kwargs: arguments of ``DDPStrategy`` and of ``DistributedDataParallel``, by name.
 
     Raises:
+        TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
+    _option_groups: ClassVar[OptionGroups] = {
+        "communication": CommunicationOptions,
+        "reliability": ReliabilityOptions,
+    }
+
     def __init__(
         self,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Any = None,
-        ddp_comm_wrapper: Any = None,
-        model_averaging_period: int | None = None,
-        process_group_backend: str | None = "auto",
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        *,
+        *args: Any,
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
         bucket_cap_mb: float | None = None,
-        collective_timeout: timedelta | float | None = None,
-        tuning_cache: str | Path | bool = True,
-        verbose: bool = True,
-        init_timeout: timedelta | float | None = None,
-        stop_grace: timedelta | float = 90.0,
+        gradient_as_bucket_view: bool | None = None,
         resume: Literal["auto", "never"] | None = None,
-        on_nonfinite: OnNonfinite = "error",
-        async_save: bool = False,
-        sharded: bool = False,
+        communication: CommunicationOptions = CommunicationOptions(),
+        reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        options = Options.parse(
-            algorithm,
-            compression,
-            bucket_cap_mb,
-            process_group_backend,
-            collective_timeout,
-            tuning_cache,
-            verbose,
-        )
-        reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
-        if ddp_comm_hook is not None and (algorithm != "auto" or compression is not None):
+        require_known(self, kwargs, self._option_groups)
+        require_resume(resume)
+        reliability = group_of("reliability", ReliabilityOptions, reliability)
+        gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
+        kwargs = by_name(super().__init__, args, kwargs)
+        if kwargs.get("ddp_comm_hook") is not None and (algorithm != "auto" or compression is not None):
             raise ValueError(
                 f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
                 f"compression={compression!r} would have no effect. Give either the hook or these."
             )
-        require_known(self, kwargs)
-        require_arguments_of_ddp(accelerator, timeout)
-        super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook, ddp_comm_wrapper=ddp_comm_wrapper,
-            model_averaging_period=model_averaging_period, process_group_backend=options.process_group_backend,
-            timeout=timeout, start_method=start_method, **kwargs,
-        )  # fmt: skip
-        self._hold_parts(options, reliability)
+        if gradient_as_bucket_view is not None:
+            kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
+        super().__init__(**kwargs)
+        self._hold_parts(gradients, reliability, resume)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
 
     @property
@@ -187,7 +155,8 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _training_starts(self) -> None:
-        if self._session.options.verbose and self.is_global_zero and self._session.communicator is not None:
+        speaks = self._session.options.communication.verbose and self.is_global_zero
+        if speaks and self._session.communicator is not None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
@@ -198,7 +167,7 @@ class DataParallel(TrainerStrategy):
         if self._session.synchronizers:
             assert self.lightning_module is not None
             self._last_report = self._session.report()
-            if self._session.options.verbose and self.is_global_zero and self.world_size > 1:
+            if self._session.options.communication.verbose and self.is_global_zero and self.world_size > 1:
                 say(str(self._last_report), self.lightning_module.trainer)
 
     @override

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp.communication.algorithms import AlgorithmName
@@ -16,10 +13,10 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
-from lightning_smddp.strategies.option_checks import require_arguments_of_ddp, require_known
+from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
+from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions, ReliabilityOptions
 from lightning_smddp.strategies.reductions import mean_by_sum
-from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.session import GradientCommunication, Options, check_devices, finish_wrapping
+from lightning_smddp.strategies.session import GradientCommunication, check_devices, finish_wrapping
 from lightning_smddp.strategies.start import start_process_group
 from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wire.values import broadcast_value
@@ -31,54 +28,38 @@ else:
 
 
 class FabricDataParallel(_Base):
-    """Data parallelism with optimized all-reduce, for Fabric. Arguments as those of ``SMDDPStrategy``.
+    """Data parallelism with optimized all-reduce, for Fabric. Arguments as those of ``SMDDPStrategy``, but ``resume``.
 
-    By position only those of Fabric's ``DDPStrategy`` can be given, in its order.
+    By position those of Fabric's ``DDPStrategy`` can be given, in its order. Of ``reliability`` what is about stops and
+    checkpoints is the Trainer's, and refused.
 
     Compression's memory is not in the checkpoint by itself: save ``strategy.communication_state()`` beside the
     model and give it back to ``strategy.load_communication_state(...)``.
     """
 
+    _option_groups: ClassVar[OptionGroups] = {
+        "communication": CommunicationOptions,
+        "reliability": ReliabilityOptions,
+    }
+
     def __init__(
         self,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        process_group_backend: str | None = "auto",
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        *,
+        *args: Any,
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
         bucket_cap_mb: float | None = None,
-        collective_timeout: timedelta | float | None = None,
-        tuning_cache: str | Path | bool = True,
-        verbose: bool = True,
-        init_timeout: timedelta | float | None = None,
-        on_nonfinite: OnNonfinite = "error",
+        communication: CommunicationOptions = CommunicationOptions(),
+        reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
-        options = Options.parse(
-            algorithm,
-            compression,
-            bucket_cap_mb,
-            process_group_backend,
-            collective_timeout,
-            tuning_cache,
-            verbose,
-        )
-        require_known(self, kwargs)
-        require_arguments_of_ddp(accelerator, timeout)
-        super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io, precision=precision, timeout=timeout, start_method=start_method,
-            process_group_backend=options.process_group_backend, **kwargs,
-        )  # fmt: skip
-        self._session = GradientCommunication(options)
-        reliability = ReliabilityOptions.parse(init_timeout, 90.0, None, on_nonfinite, False, False)
-        self._guard, self._init_timeout = NonFiniteGuard(reliability.on_nonfinite), reliability.init_timeout
+        require_known(self, kwargs, self._option_groups)
+        self._reliability = group_of("reliability", ReliabilityOptions, reliability)
+        _refuse_of_trainer(self._reliability)
+        gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
+        kwargs = by_name(super().__init__, args, kwargs)
+        super().__init__(**kwargs)
+        self._session = GradientCommunication(gradients)
+        self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
 
     @property
@@ -103,7 +84,7 @@ class FabricDataParallel(_Base):
 
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
-        start_process_group(self, self._get_process_group_backend(), self._timeout, self._init_timeout)
+        start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.start_limit)
         super()._setup_distributed()
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +117,7 @@ class FabricDataParallel(_Base):
         model = super().setup_module(module)
         finish_wrapping(self.root_device)
         self._session.attach(model)
-        if self._session.options.verbose and self.global_rank == 0:
+        if self._session.options.communication.verbose and self.global_rank == 0:
             print_table("smddp: data parallelism", self._session.summary())
         return model
 
@@ -148,3 +129,14 @@ class FabricDataParallel(_Base):
         """Free shared memory, threads and sockets."""
         self._session.close()
         super().teardown()
+
+
+def _refuse_of_trainer(reliability: ReliabilityOptions) -> None:
+    """Raise ``ValueError`` for what Fabric, whose loop is the user's own, does not do."""
+    for name in ("stop_grace", "async_save", "sharded"):
+        value = getattr(reliability, name)
+        if value != getattr(ReliabilityOptions, name):
+            raise ValueError(
+                f"reliability={reliability!r}: {name}={value!r} is for the Trainer's strategies. With Fabric stops and "
+                f"checkpoints are the script's own: leave {name} out."
+            )

@@ -12,21 +12,19 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.torch import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp._compat.torch_steps import default_group
 from lightning_smddp.bridge.deferred_backward import arrives_as_expected, connected, factor_of
 from lightning_smddp.bridge.hook_view import HookView
-from lightning_smddp.bridge.pipeline_options import PipelineOptions
+from lightning_smddp.bridge.pipeline_options import PartitionOptions, PipelineOptions
 from lightning_smddp.bridge.pipelined_module import PipelinedModule
 from lightning_smddp.bridge.whole_again import require_whole
 from lightning_smddp.communication.algorithms import AlgorithmName
@@ -36,13 +34,20 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.verify import Finding
+from lightning_smddp.pipeline.runtime.schedules import parse
 from lightning_smddp.pipeline.runtime.separate_draws import join_draws
 from lightning_smddp.pipeline.state.full_state import broadcast_initial, load_full_state_dict
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
-from lightning_smddp.strategies.option_checks import refuse_all, require_arguments_of_ddp
+from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
+from lightning_smddp.strategies.options import (
+    CommunicationOptions,
+    GradientOptions,
+    ReliabilityOptions,
+    require_resume,
+)
 from lightning_smddp.strategies.pipeline_checks import (
     callback_against_pipelining,
     callbacks_of,
@@ -53,8 +58,7 @@ from lightning_smddp.strategies.pipeline_checks import (
     zeroes_as_usual,
 )
 from lightning_smddp.strategies.reductions import mean_by_sum
-from lightning_smddp.strategies.reliability import OnNonfinite, ReliabilityOptions
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT, Options
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -67,6 +71,23 @@ _STEP_CONTEXTS = {
 }
 
 
+_BY_POSITION = 5  # up to `precision_plugin`; what follows in DDPStrategy is about its hook
+
+
+class FromDDP(TypedDict, total=False):
+    """Arguments of ``DDPStrategy`` and ``DistributedDataParallel`` that a pipeline has as well, by name."""
+
+    accelerator: Any
+    parallel_devices: Any
+    cluster_environment: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    bucket_cap_mb: float | None
+
+
 class PipelineParallel(TrainerStrategy):
     """Pipeline parallelism of any LightningModule, split automatically, with data parallelism over the other ranks.
 
@@ -74,32 +95,25 @@ class PipelineParallel(TrainerStrategy):
     keeps the parameters of its own, and runs the step's own code on one micro-batch after the other.
 
     Args:
+        *args: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io`` and
+            ``precision_plugin``, as of ``DDPStrategy``.
         pipeline_parallel_size: ranks of a pipeline; None for all. The rest of the world are replicas.
         num_microbatches: in how many parts a batch goes through the pipeline; ``"auto"`` is up to four for each rank.
             Parts may differ in size: gradients are weighted by it.
         schedule: ``"1f1b"``, ``"gpipe"`` (``"simple"``), ``"interleaved_1f1b"`` (``"interleaved"``), ``"looped_bfs"``,
             ``"interleaved_zero_bubble"``, ``"zbv_zero_bubble"``, ``"dualpipev"``.
-        stages_per_rank: ``"auto"`` is 1, and 2 for the schedules that have several.
         split: names of the modules that the stages, but the first, begin with; None finds the best ones.
-        placement: ``"cluster"`` puts a pipeline on neighbouring ranks, ``"spread"`` puts replicas there.
-        active_microbatches: at most so many micro-batches at a time; a step then has several rounds.
         activation_checkpointing: keep only the inputs of modules for backward, and run them again in it.
         meta_init: layers made in ``configure_model`` get no memory until it is known which rank keeps them; their
             first values come from ``reset_parameters``, the same for any number of ranks.
-        memory_limit_gb: GiB of a rank for parameters, gradients, optimizer state and activations, when cutting.
-        check: compare the pipeline's loss and gradients on one micro-batch with the whole step's before training.
-        batch_size_fn: called with a batch, returns its number of rows, for batches that do not show it.
-        split_batch: called with a batch and a number of micro-batches, returns them as a list of batches, or of pairs
-            of a batch and its number of rows; None asks the module's method of this name, if it has one.
-        fallback: for a training step that cannot be pipelined: ``"replicate"`` runs it as a whole on every rank,
-            ``"error"`` refuses it.
-        algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose: as of
-            ``SMDDPStrategy``; they apply to the gradients of replicas.
-        init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded: as of ``SMDDPStrategy``.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, timeout, start_method: as
-            of ``DDPStrategy``; the first five can be given by position, as there.
+        partition: how the module and batches are divided, in more detail.
+        algorithm, compression, communication: as of ``SMDDPStrategy``; of the gradients of replicas.
+        resume, reliability: as of ``SMDDPStrategy``.
+        **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout``, ``start_method``; and
+            ``bucket_cap_mb``, as of ``SMDDPStrategy``.
 
     Raises:
+        TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
@@ -112,62 +126,51 @@ class PipelineParallel(TrainerStrategy):
     _in_step = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
 
-    def __init__(
+    _option_groups: ClassVar[OptionGroups] = {
+        "partition": PartitionOptions,
+        "communication": CommunicationOptions,
+        "reliability": ReliabilityOptions,
+    }
+
+    def __init__(  # what users write: 12 at most, the rest in groups
         self,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        *,
+        *args: Any,
         pipeline_parallel_size: int | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: str = "1f1b",
-        stages_per_rank: int | Literal["auto"] = "auto",
         split: Sequence[str] | None = None,
-        placement: str = "cluster",
-        active_microbatches: int | None = None,
         activation_checkpointing: bool = False,
         meta_init: bool = False,
-        memory_limit_gb: float | None = None,
-        check: bool = True,
-        batch_size_fn: Any = None,
-        split_batch: Any = None,
-        fallback: Literal["replicate", "error"] = "replicate",
+        partition: PartitionOptions = PartitionOptions(),
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
-        bucket_cap_mb: float | None = None,
-        process_group_backend: str | None = "auto",
-        collective_timeout: timedelta | float | None = None,
-        tuning_cache: str | Path | bool = True,
-        verbose: bool = True,
-        init_timeout: timedelta | float | None = None,
-        stop_grace: timedelta | float = 90.0,
+        communication: CommunicationOptions = CommunicationOptions(),
         resume: Literal["auto", "never"] | None = None,
-        on_nonfinite: OnNonfinite = "error",
-        async_save: bool = False,
-        sharded: bool = False,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **unknown: Any,
+        reliability: ReliabilityOptions = ReliabilityOptions(),
+        **kwargs: Unpack[FromDDP],
     ) -> None:
-        refuse_all(self, unknown)
-        communication = Options.parse(
-            algorithm, compression, bucket_cap_mb, process_group_backend, collective_timeout, tuning_cache, verbose
+        require_known_to_pipeline(self, kwargs, FromDDP.__annotations__, self._option_groups)
+        require_resume(resume)
+        reliability = group_of("reliability", ReliabilityOptions, reliability)
+        bucket_cap_mb = kwargs.pop("bucket_cap_mb", None)
+        gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
+        self.options = PipelineOptions(
+            pipeline_parallel_size=pipeline_parallel_size,
+            num_microbatches=None if num_microbatches == "auto" else num_microbatches,
+            schedule=parse(schedule),
+            split=split,
+            activation_checkpointing=activation_checkpointing,
+            meta_init=meta_init,
+            partition=group_of("partition", PartitionOptions, partition),
+            gradients=gradients,
         )
-        self.options = PipelineOptions.parse(
-            pipeline_parallel_size, num_microbatches, schedule, stages_per_rank, split, placement, active_microbatches,
-            activation_checkpointing, meta_init, memory_limit_gb, check, batch_size_fn, split_batch, fallback,
-            communication,
-        )  # fmt: skip
-        require_arguments_of_ddp(accelerator, timeout)
-        reliability = ReliabilityOptions.parse(init_timeout, stop_grace, resume, on_nonfinite, async_save, sharded)
-        super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, timeout=timeout, start_method=start_method,
-            process_group_backend=communication.process_group_backend,
-        )  # fmt: skip
-        self._hold_parts(communication, reliability)
+        if len(args) > _BY_POSITION:
+            raise TypeError(
+                f"{type(self).__name__} takes {_BY_POSITION} arguments by position, as DDPStrategy does, but "
+                f"{len(args)} were given. Give the others by name."
+            )
+        super().__init__(**by_name(super().__init__, args, kwargs))
+        self._hold_parts(gradients, reliability, resume)
         self._changes = ExitStack()  # of Lightning, until teardown
         self._hook_view = HookView(self, self._current)
 
@@ -181,7 +184,7 @@ class PipelineParallel(TrainerStrategy):
     def _make_groups(self) -> None:
         if self._groups is None:
             grid = self.options.grid(self.num_nodes * self.num_processes)
-            limit = self.options.communication.collective_timeout or self._timeout
+            limit = self.options.gradients.communication.limit or self._timeout
             self._groups = Groups.create(grid, limit, self.root_device)
 
     @property
@@ -204,7 +207,7 @@ class PipelineParallel(TrainerStrategy):
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
         require_whole(self.lightning_module)
-        require_supported(self.lightning_module, callbacks_of(trainer), fits, self.options.fallback)
+        require_supported(self.lightning_module, callbacks_of(trainer), fits, self.options.partition.fallback)
         if fits and self._layer_sync and self._groups.mesh.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
@@ -239,7 +242,8 @@ class PipelineParallel(TrainerStrategy):
 
     def _callback_against_pipelining(self, trainer: Trainer) -> str | None:
         assert self.lightning_module is not None
-        return callback_against_pipelining(callbacks_of(trainer), self.lightning_module, self.options.fallback)
+        fallback = self.options.partition.fallback
+        return callback_against_pipelining(callbacks_of(trainer), self.lightning_module, fallback)
 
     def _current(self) -> PipelinedModule | None:
         return self._staged
@@ -567,4 +571,4 @@ class PipelineParallel(TrainerStrategy):
 
     @property
     def _limit(self) -> timedelta:
-        return self.options.communication.collective_timeout or self._timeout or DEFAULT_TIMEOUT
+        return self.options.gradients.communication.limit or self._timeout or DEFAULT_TIMEOUT

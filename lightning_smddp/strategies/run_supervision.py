@@ -92,11 +92,11 @@ class RunSupervision:
             default_store(),
             strategy.global_rank,
             strategy.world_size,
-            strategy._session.options.collective_timeout or strategy._timeout or DEFAULT_TIMEOUT,
+            strategy._session.options.communication.limit or strategy._timeout or DEFAULT_TIMEOUT,
             parent_pid=launcher_pid(),
             address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-            start_timeout=start_limit(reliability.init_timeout, strategy._timeout),
-            stop_grace=reliability.stop_grace,
+            start_timeout=start_limit(reliability.start_limit, strategy._timeout),
+            stop_grace=reliability.stop_limit,
         )
         if strategy.root_device.type == "cuda":
             self._device_watch = DeviceWatch(strategy.root_device, self.supervisor.progress)
@@ -205,7 +205,7 @@ class RunSupervision:
         owners: list[Any] = [module, trainer.datamodule, *trainer.callbacks]
         if not any(hasattr(owner, "on_exception") and is_changed_hook(owner, "on_exception") for owner in owners):
             return 0.0
-        return self.strategy._reliability.stop_grace.total_seconds()
+        return self.strategy._reliability.stop_limit.total_seconds()
 
     def _follow(self, failure: Failure) -> None:
         """Let the rank that failed end first, and say why this one does, should it not come to its traceback."""
@@ -223,7 +223,7 @@ class RunSupervision:
             trainer.save_checkpoint(path)
             self.strategy._saving.finish()
             how = "Start the script again"
-            if self.strategy._reliability.resume != "auto":
+            if self.strategy._resume != "auto":
                 how = "Give it to `fit` as `ckpt_path`, or use resume='auto',"
             text = f"saved to {path}. {how} to go on"
         else:

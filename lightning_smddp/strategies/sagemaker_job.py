@@ -9,7 +9,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -74,10 +73,10 @@ class SageMakerJob:
     def _begin_fit(self, folders: Folders, moved: bool) -> None:
         """Go on from an earlier start of the job in the Trainer's first fit; a second one has weights already."""
         strategy = self.strategy
-        by_default = self._resumes_by_default and strategy._reliability.resume is None and (moved or self._number == 1)
+        by_default = self._resumes_by_default and strategy._resume is None and (moved or self._number == 1)
         self._resumes_by_default = False
         if by_default or self._resumed_by_default:
-            strategy._reliability = replace(strategy._reliability, resume="auto" if by_default else None)
+            strategy._resume = "auto" if by_default else None
         self._resumed_by_default = by_default
         if strategy.is_global_zero:
             where = folders.checkpoints if moved else "the script's own directories"

@@ -1,4 +1,4 @@
-"""What the Trainer's and Fabric's strategy share: options, and the life of the gradient communication."""
+"""What the Trainer's and Fabric's strategies share: the life of the gradient communication."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import gc
 import os
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_smddp._compat.torch import is_nccl, set_group_timeout
-from lightning_smddp.communication.algorithms import NAMES
-from lightning_smddp.communication.autotune import Plan, choose_plan, default_cache, given_plan
+from lightning_smddp.communication.autotune import Plan, choose_plan, given_plan
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.compression import METHODS, Compression
+from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.consistency import (
     check_compression,
     check_same_model,
@@ -32,7 +29,7 @@ from lightning_smddp.communication.groups import backend_timeout, close_all, end
 from lightning_smddp.communication.hook import GradientSynchronizer
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder, recorder_for
-from lightning_smddp.strategies.option_checks import is_positive, require_bools, require_cache
+from lightning_smddp.strategies.options import GradientOptions
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
@@ -41,72 +38,10 @@ _LEAVE_S = 60.0  # for the groups to end
 _LEAVE_AFTER_FAILURE_S = 5.0
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of ``SMDDPStrategy`` that are not ``DDPStrategy``'s, checked. See there for their meaning."""
-
-    algorithm: str
-    compression: Compression | None
-    bucket_cap_mb: float | None
-    process_group_backend: str | None
-    collective_timeout: timedelta | None
-    tuning_cache: Path | None
-    verbose: bool
-
-    @classmethod
-    def parse(
-        cls,
-        algorithm: str,
-        compression: str | dict[str, Any] | Compression | None,
-        bucket_cap_mb: float | None,
-        process_group_backend: str | None,
-        collective_timeout: timedelta | float | None,
-        tuning_cache: str | Path | bool,
-        verbose: bool,
-    ) -> Options:
-        """Check what the user wrote. Raises ``ValueError`` with the valid values."""
-        if algorithm not in NAMES:
-            raise ValueError(f"algorithm={algorithm!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
-        require_bools(verbose=verbose)
-        require_cache(tuning_cache)
-        if process_group_backend == "smddp":
-            raise ValueError(
-                "process_group_backend='smddp' is AWS's closed library, whose last build is for PyTorch 2.4; this "
-                "package needs 2.11. Leave process_group_backend out: strategy='smddp' does not need it."
-            )
-        if bucket_cap_mb is not None and not is_positive(bucket_cap_mb):
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} has to be positive (MiB), or None to have it tuned.")
-        if isinstance(collective_timeout, timedelta):
-            collective_timeout = collective_timeout.total_seconds()
-        if collective_timeout is not None and not is_positive(collective_timeout):
-            raise ValueError(
-                f"collective_timeout={collective_timeout!r} has to be positive (seconds or a timedelta), or None for "
-                "DDP's `timeout`."
-            )
-        try:
-            parsed = Compression.parse(compression)
-        except TypeError as error:
-            raise ValueError(
-                f"compression={compression!r} does not describe a compression ({error}). Valid: None, "
-                f"{', '.join(map(repr, METHODS))}, or the arguments of `Compression` "
-                f"({', '.join(field.name for field in fields(Compression))}), of which `method` is required."
-            ) from error
-        cache = None if isinstance(tuning_cache, bool) else Path(tuning_cache)
-        return cls(
-            algorithm=algorithm,
-            compression=parsed,
-            bucket_cap_mb=bucket_cap_mb,
-            process_group_backend=None if process_group_backend == "auto" else process_group_backend,
-            collective_timeout=None if collective_timeout is None else timedelta(seconds=collective_timeout),
-            tuning_cache=default_cache() if tuning_cache is True else cache,
-            verbose=verbose,
-        )
-
-
 class GradientCommunication:
     """Gradient communication of one strategy object: groups for its process group, a hook for each DDP module."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: GradientOptions) -> None:
         self.options = options
         self.communicator: Communicator | None = None
         self.synchronizers: list[GradientSynchronizer] = []
@@ -118,8 +53,9 @@ class GradientCommunication:
         """Give the default group the collective timeout, now that everyone has started, and see to its end."""
         if not dist.is_initialized():
             return
-        if self.options.collective_timeout is not None:
-            set_group_timeout(backend_timeout(self.options.collective_timeout, is_nccl()))
+        limit = self.options.communication.limit
+        if limit is not None:
+            set_group_timeout(backend_timeout(limit, is_nccl()))
         atexit.register(_leave, weakref.ref(self))
 
     def prepare(
@@ -145,7 +81,7 @@ class GradientCommunication:
         if self.communicator is None or self.recorder is None:
             self.recorder = recorder_for(device)
             size = sum(p.numel() * p.dtype.itemsize for p in module.parameters() if p.requires_grad)
-            limit = self.options.collective_timeout or timeout or DEFAULT_TIMEOUT
+            limit = self.options.communication.limit or timeout or DEFAULT_TIMEOUT
             self.communicator = Communicator(group, device, limit, self.recorder.on_wait, size)
         self._check_same_options(self.communicator)
         check_same_model(module, group, device, self.communicator.topology)
@@ -238,7 +174,7 @@ class GradientCommunication:
         options = self.options
         if options.algorithm != "auto":
             return given_plan(options.algorithm, options.bucket_cap_mb)
-        return choose_plan(communicator, module, compression, options.bucket_cap_mb, options.tuning_cache)
+        return choose_plan(communicator, module, compression, options.bucket_cap_mb, options.communication.cache)
 
     def _wire(self) -> str:
         compression = self.options.compression

@@ -33,7 +33,7 @@ def start_process_group(
     forget_spoiled()
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
-    before_start(strategy, strategy._session.options.verbose)
+    before_start(strategy, strategy._session.options.communication.verbose)
     rank, world_size = environment.global_rank(), environment.world_size()
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)

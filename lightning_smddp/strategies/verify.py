@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_smddp.bridge.pipeline_options import PartitionOptions
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError
 from lightning_smddp.strategies.lightning import PipelineStrategy
 from lightning_smddp.strategies.run_differences import Difference, compare_runs
@@ -81,7 +82,13 @@ class _Recorder(Callback):
             show(exception.findings)
 
 
-def verify(module: LightningModule, data: LightningDataModule | None, ranks: int, **options: Any) -> int:
+def verify(
+    module: LightningModule,
+    data: LightningDataModule | None,
+    ranks: int,
+    stages_per_rank: int | Literal["auto"] = "auto",
+    **options: Any,
+) -> int:
     """Train some batches under ``PipelineStrategy(**options)`` on ``ranks`` CPU processes, and print the comparison.
 
     Replicas get the same batches. Dropout is turned off, as its random numbers are others in a pipeline.
@@ -99,7 +106,8 @@ def verify(module: LightningModule, data: LightningDataModule | None, ranks: int
     with tempfile.TemporaryDirectory(prefix="smddp_verify_") as directory:
         alone, loaders = _alone(module, data, Path(directory) / "alone", {}, seed=0)
         again, _ = _alone(module, data, Path(directory) / "again", loaders, seed=1)
-        strategy = PipelineStrategy(start_method="spawn", fallback="error", **options)
+        partition = PartitionOptions(stages_per_rank=stages_per_rank, fallback="error")
+        strategy = PipelineStrategy(start_method="spawn", partition=partition, **options)
         recorder = _Recorder(Path(directory) / "pipeline")
         _give(module if data is None else data, loaders)
         try:

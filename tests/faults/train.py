@@ -24,6 +24,7 @@ from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from tests.faults import journal
 from tests.faults.case import Case
 from tests.faults.injection import Injection
+from tests.strategies.grouped import grouped
 
 INPUTS, WIDTH, CLASSES, BATCH = 8, 160, 2, 4
 
@@ -138,7 +139,7 @@ def make_strategy(case: Case) -> Any:
         return DDPStrategy(timeout=timedelta(seconds=case.timeout), start_method=method)  # type: ignore[arg-type]
     kind = RecordedDataParallel if case.strategy == "smddp" else RecordedPipeline
     quiet = {"verbose": False, "tuning_cache": False, "collective_timeout": case.timeout, "start_method": method}
-    return kind(**{**quiet, **case.options})
+    return kind(**grouped(**{**quiet, **case.options}))
 
 
 def make_trainer(case: Case, where: Path) -> Trainer:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_smddp import PipelineStrategy
 from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer
 from tests.strategies.pipeline_learners import assert_same
 
@@ -159,7 +160,9 @@ def train(case: Case, pipelined: bool) -> dict[str, Any]:
     seed_everything(2, verbose=False)
     strategy: Any = "auto"
     if pipelined:
-        strategy = PipelineStrategy(**{"verbose": False, "tuning_cache": False, "resume": "never", **case.pipeline})
+        strategy = PipelineStrategy(
+            **grouped(**{"verbose": False, "tuning_cache": False, "resume": "never", **case.pipeline})
+        )
     losses = Losses()
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, **case.trainer}
     options["callbacks"] = [make() for make in options.pop("callbacks", [])] + [losses]

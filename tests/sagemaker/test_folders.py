@@ -23,6 +23,7 @@ from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, places
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
 from lightning_smddp.strategies import sagemaker_job
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer
 from tests.strategies.pipeline_learners import Net
 
@@ -99,7 +100,7 @@ def test_pointer(tmp_path: Path) -> None:
 
 def test_resuming_looks_where_newest_points(tmp_path: Path) -> None:
     """Whatever directories this start's callbacks have."""
-    strategy = SMDDPStrategy(verbose=False)
+    strategy = SMDDPStrategy(**grouped(verbose=False))
     trainer = make_trainer(strategy, default_root_dir=tmp_path)
     strategy._sagemaker.newest_in = tmp_path
     (tmp_path / "old").mkdir()
@@ -135,7 +136,7 @@ class Start:
         sagemaker_job._trainers = count(number)
         code = base / "code"
         code.mkdir(parents=True, exist_ok=True)
-        strategy = strategy or SMDDPStrategy(verbose=False, algorithm="native")
+        strategy = strategy or SMDDPStrategy(**grouped(verbose=False, algorithm="native"))
         with chdir(code):
             trainer = make_trainer(strategy, **{"enable_checkpointing": True, "max_epochs": 1, **options})
             trainer.fit(self.model)
@@ -196,7 +197,7 @@ def given_directories(base: Path) -> list[dict[str, Any]]:
 
 def given_resume(base: Path) -> list[dict[str, Any]]:
     Start(base)
-    return [Start(base, SMDDPStrategy(verbose=False, algorithm="native", resume="never")).seen()]
+    return [Start(base, SMDDPStrategy(**grouped(verbose=False, algorithm="native", resume="never"))).seen()]
 
 
 def weights_alone(base: Path) -> list[dict[str, Any]]:
@@ -213,8 +214,8 @@ def weights_alone(base: Path) -> list[dict[str, Any]]:
 def best_or_last(base: Path) -> list[dict[str, Any]]:
     best: dict[str, Any] = {"model": Monitored(), "callbacks": [ModelCheckpoint(monitor="score")], "max_epochs": 2}
     every: dict[str, Any] = {"every_n_train_steps": 4, "save_on_train_epoch_end": False}
-    background = SMDDPStrategy(verbose=False, algorithm="native", async_save=True)
-    directories = SMDDPStrategy(verbose=False, algorithm="native", sharded=True)
+    background = SMDDPStrategy(**grouped(verbose=False, algorithm="native", async_save=True))
+    directories = SMDDPStrategy(**grouped(verbose=False, algorithm="native", sharded=True))
     return [
         Start(base / "best", **best).seen(),
         Start(base / "sparse", callbacks=[ModelCheckpoint(**every)]).seen(),
@@ -225,7 +226,9 @@ def best_or_last(base: Path) -> list[dict[str, Any]]:
 
 
 def pipeline(base: Path) -> list[dict[str, Any]]:
-    return [Start(base, PipelineStrategy(verbose=False), Net(), max_epochs=epochs).seen() for epochs in (1, 2)]
+    return [
+        Start(base, PipelineStrategy(**grouped(verbose=False)), Net(), max_epochs=epochs).seen() for epochs in (1, 2)
+    ]
 
 
 EVERYDAY = [defaults, several_fits, given_directories]
@@ -342,7 +345,7 @@ def test_failure_names_the_first_cause(tmp_path: Path) -> None:
 def test_failure_before_there_is_a_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in job(tmp_path, hosts=2).items():
         monkeypatch.setenv(name, value)
-    trainer = make_trainer(SMDDPStrategy(verbose=False))
+    trainer = make_trainer(SMDDPStrategy(**grouped(verbose=False)))
     with pytest.raises(ValueError, match="has 2 nodes") as caught:
         trainer.fit(Learner())
     assert (tmp_path / "output" / "failure").read_text() == f"ValueError: {caught.value}"[:1024]
@@ -391,7 +394,7 @@ def test_sharded_checkpoints_need_a_folder_that_all_hosts_see(tmp_path: Path) ->
 
 
 def sharded_on_two_hosts() -> str:
-    trainer = make_trainer(SMDDPStrategy(verbose=False, sharded=True), enable_checkpointing=True)
+    trainer = make_trainer(SMDDPStrategy(**grouped(verbose=False, sharded=True)), enable_checkpointing=True)
     with pytest.raises((ValueError, RankFailedError)) as caught:
         trainer.fit(Learner())
     return str(caught.value)

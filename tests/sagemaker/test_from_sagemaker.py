@@ -19,6 +19,7 @@ from lightning_smddp.pipeline.partition.mesh import PipelineMesh
 from lightning_smddp.sagemaker import smp_v1, smp_v2, translate
 from lightning_smddp.sagemaker.jobs import distribution_of
 from tests.launchers.cases import FIXTURES, NAMES, environ
+from tests.strategies.grouped import grouped
 
 ON = {"enabled": True}
 V1_DEFAULTS: dict[str, Any] = {
@@ -73,10 +74,10 @@ def v2(**parameters: Any) -> dict[str, Any]:
 def test_data_parallelism(distribution: dict[str, Any], options: dict[str, Any]) -> None:
     found = translate(distribution)
     assert (found.strategy, dict(found.options)) == ("smddp", options)
-    strategy = from_sagemaker(distribution, verbose=False)
+    strategy = from_sagemaker(distribution, **grouped(verbose=False))
     assert type(strategy) is SMDDPStrategy
     assert strategy._session.options.algorithm == options.get("algorithm", "auto")
-    assert not strategy._session.options.verbose
+    assert not strategy._session.options.communication.verbose
 
 
 def test_smp_v1_is_a_pipeline() -> None:
@@ -85,14 +86,13 @@ def test_smp_v1_is_a_pipeline() -> None:
     assert found.options == {
         "pipeline_parallel_size": 4,
         "num_microbatches": 8,
-        "placement": "cluster",
+        "partition": {"placement": "cluster", "active_microbatches": 6},
         "schedule": "1f1b",
-        "active_microbatches": 6,
     }
     strategy = from_sagemaker(v1(**V1_DEFAULTS), activation_checkpointing=True, num_microbatches=16)
     assert type(strategy) is PipelineStrategy
     assert strategy.options.activation_checkpointing
-    assert (strategy.options.num_microbatches, strategy.options.active_microbatches) == (16, 6)
+    assert (strategy.options.num_microbatches, strategy.options.partition.active_microbatches) == (16, 6)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def groups_of(letters: str, size: int, degrees: dict[str, int]) -> list[list[int
 def test_placements_are_sagemakers(letters: str) -> None:
     """With the facts' vectors of 8 ranks, but no tensor parallelism: DPT has neighbours in a pipeline."""
     order = {"cluster": "DPT", "spread": "TPD"}.get(letters, letters)
-    placement = translate(v1(partitions=4, placement_strategy=letters)).options["placement"]
+    placement = translate(v1(partitions=4, placement_strategy=letters)).options["partition"]["placement"]
     expected = groups_of(order, 8, {"D": 2, "P": 4, "T": 1})
     assert [sorted(pipeline) for pipeline in PipelineMesh.of(8, 4, placement).pipelines] == expected
 

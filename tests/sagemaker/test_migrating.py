@@ -47,12 +47,12 @@ def test_the_after_parts_train() -> None:
     found = run_trainer_ranks(run_all, 2, texts, timeout=110)
     assert found[0] == found[1]
     data, pipeline = "SMDDPStrategy", "PipelineStrategy"
-    assert found[0] == [data, data, pipeline, pipeline, pipeline, data, pipeline, pipeline, data]
+    assert found[0] == [data, data, pipeline, pipeline, pipeline, data, pipeline, pipeline, data, pipeline]
 
 
 def test_before_parts_are_python() -> None:
     before = snippets(PAGE, "py")
-    assert len(before) == 8
+    assert len(before) == 9
     for text in before:
         ast.parse(text)
 

@@ -91,7 +91,8 @@ def test_the_job_reads_what_was_asked_for(sdk: str, mode: str, monkeypatch: pyte
         monkeypatch.setenv(name, value)
     found = translate()
     if mode == "smp":
-        expected = {"pipeline_parallel_size": 2, "num_microbatches": 8, "placement": "cluster", "schedule": "1f1b"}
+        expected = {"pipeline_parallel_size": 2, "num_microbatches": 8, "schedule": "1f1b"}
+        expected |= {"partition": {"placement": "cluster"}}
         assert (found.strategy, found.options) == ("smddp_pipeline", expected)
     else:
         assert (found.strategy, found.options) == ("smddp", {})

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer
 from tests.strategies.pipeline_learners import Block
 
@@ -191,7 +192,7 @@ def train(run: Run) -> tuple[list[float], Any]:
         "num_sanity_val_steps": 0,
     }
     quiet = {"verbose": False, "tuning_cache": False, "sharded": run.sharded}
-    chosen = "auto" if strategy is None else strategy(**quiet, **options)
+    chosen = "auto" if strategy is None else strategy(**grouped(**quiet, **options))
     trainer = make_trainer(chosen, callbacks=[watch, within, between], **more)
     trainer.fit(Model(run.kind), ckpt_path=run.ckpt_path)
     return watch.losses, watch.start

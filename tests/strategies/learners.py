@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests import devices
+from tests.strategies.grouped import grouped
 
 INPUTS, CLASSES = 8, 3
 QUIET = {
@@ -111,7 +112,7 @@ def silent(**options: Any) -> Any:
     """An ``SMDDPStrategy`` that prints nothing."""
     from lightning_smddp import SMDDPStrategy
 
-    return SMDDPStrategy(**{"verbose": False, **options})
+    return SMDDPStrategy(**grouped(**{"verbose": False, **options}))
 
 
 def assert_equal(actual: Outcome, expected: Outcome, tolerance: float = 1e-6) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_smddp import PipelineStrategy
 from tests import devices
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer, samples
 
 
@@ -40,7 +41,7 @@ class Bench:
         strategy: Any = "auto"
         if self.pipeline is not None:
             quiet = {"verbose": False, "tuning_cache": False}
-            strategy = PipelineStrategy(**{**quiet, **self.pipeline, **(pipeline or {})})
+            strategy = PipelineStrategy(**grouped(**{**quiet, **self.pipeline, **(pipeline or {})}))
         return make_trainer(strategy, **options)
 
     def fit(self, model: LightningModule, pipeline: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer, samples
 
 
@@ -167,9 +168,9 @@ def make_strategy(kind: Any) -> Any:
     if kind in ("ddp", "auto"):
         return kind
     if isinstance(kind, dict):
-        return PipelineStrategy(verbose=False, tuning_cache=False, algorithm="native", **kind)
+        return PipelineStrategy(**grouped(verbose=False, tuning_cache=False, algorithm="native", **kind))
     algorithm = "native" if kind == "smddp" else kind
-    return SMDDPStrategy(verbose=False, algorithm=algorithm, gradient_as_bucket_view=True)
+    return SMDDPStrategy(**grouped(verbose=False, algorithm=algorithm, gradient_as_bucket_view=True))
 
 
 def run(

@@ -17,6 +17,7 @@ from lightning_smddp import CheckpointError, PipelineStrategy, SMDDPStrategy
 from lightning_smddp.checkpoint import sharded
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, places, stop_checkpoint
 from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer
 from tests.strategies.resuming import Run, Scenario, differences, run
 
@@ -34,7 +35,7 @@ SPLIT = ["net.3"]  # two runs that measure their modules may find two splits
 
 def strategy(pipeline: bool, sharded: bool = False) -> Any:
     options: dict[str, Any] = {"verbose": False, "algorithm": "native", "resume": "auto", "sharded": sharded}
-    return PipelineStrategy(split=SPLIT, **options) if pipeline else SMDDPStrategy(**options)
+    return PipelineStrategy(**grouped(split=SPLIT, **options)) if pipeline else SMDDPStrategy(**grouped(**options))
 
 
 class KillAt(Callback):

@@ -12,8 +12,10 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
-from lightning_smddp.strategies.session import GradientCommunication, Options
+from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions
+from lightning_smddp.strategies.session import GradientCommunication
 from tests.ranks import run_ranks, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, Outcome, assert_equal, fit, make_trainer, silent
 
 # ---- backend ----
@@ -52,7 +54,7 @@ def reduce_values(backend_name: str) -> dict[str, Any]:
         return all_reduce(tensor, op, *args, **kwargs)
 
     rank = dist.get_rank()
-    trainer, fabric = silent(), SMDDPFabricStrategy(verbose=False)
+    trainer, fabric = silent(), SMDDPFabricStrategy(**grouped(verbose=False))
     trainer.parallel_devices = [CPU] * 2
     trainer.cluster_environment = LightningEnvironment()
     trainer.set_world_ranks()
@@ -167,7 +169,8 @@ def test_collective_timeout_is_that_of_the_default_group_and_of_shared_memory(al
 
 
 def _leave_in_order() -> tuple[bool, bool]:
-    strategy = GradientCommunication(Options.parse("auto", None, None, "auto", None, False, False))
+    communication = CommunicationOptions(tuning_cache=False, verbose=False)
+    strategy = GradientCommunication(GradientOptions("auto", None, None, communication))
     strategy.process_group_started()
     registered = []
     with pytest.MonkeyPatch.context() as patch:

@@ -20,6 +20,7 @@ from lightning_smddp import PipelineStrategy
 from lightning_smddp.strategies import session
 from tests import devices, rank_processes, simulated_cuda
 from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, fit, silent
 from tests.strategies.pipeline_learners import Net
 
@@ -90,7 +91,7 @@ def run(strategy: str, kind: str, directory: Path, monkeypatch: pytest.MonkeyPat
 def strategy_and_module(strategy: str, limit_s: float) -> tuple[Any, Any]:
     if strategy == "smddp":
         return silent(collective_timeout=limit_s), Learner()
-    return PipelineStrategy(verbose=False, tuning_cache=False, collective_timeout=limit_s), Net()
+    return PipelineStrategy(**grouped(verbose=False, tuning_cache=False, collective_timeout=limit_s)), Net()
 
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["smddp", "smddp_pipeline"])
@@ -141,7 +142,7 @@ def test_a_host_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.Mo
 def train_four(layout: dict[str, Any], directory: str) -> None:
     simulated_cuda.limit_waits(100.0)
     os.dup2(os.open(f"{directory}/{os.environ['RANK']}.err", os.O_WRONLY | os.O_CREAT), 2)
-    strategy = PipelineStrategy(verbose=False, tuning_cache=False, collective_timeout=LIMIT_S, **layout)
+    strategy = PipelineStrategy(**grouped(verbose=False, tuning_cache=False, collective_timeout=LIMIT_S, **layout))
     faulty = Faulty("hangs in a kernel", Path(directory), faulty=2)
     fit(strategy, Net(layers=10, count=64, batch_size=8), max_epochs=1, callbacks=[faulty])
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, Learner, make_trainer, outcome, samples, silent
 
 
@@ -19,7 +20,11 @@ def strategy_of(name: str) -> Any:
 
     sizes = {"stages": 2, "replicas": 1}
     common = {"verbose": False, "algorithm": "native"}
-    return silent(**common) if name == "smddp" else PipelineStrategy(pipeline_parallel_size=sizes[name], **common)
+    return (
+        silent(**common)
+        if name == "smddp"
+        else PipelineStrategy(**grouped(pipeline_parallel_size=sizes[name], **common))
+    )
 
 
 class Sampled(Learner):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_smddp import PipelineStrategy
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer, silent
 from tests.strategies.pipeline_learners import Evaluated
 
@@ -31,7 +32,7 @@ def trainer_for(name: str, **options: Any) -> Any:
     strategies: dict[str, Callable[[], Any]] = {
         "ddp": lambda: "ddp",
         "smddp": lambda: silent(tuning_cache=False, algorithm="native"),
-        "pipeline": lambda: PipelineStrategy(verbose=False, tuning_cache=False, check=False),
+        "pipeline": lambda: PipelineStrategy(**grouped(verbose=False, tuning_cache=False, check=False)),
     }
     return make_trainer(strategies[name](), **options)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_smddp import PipelineStrategy, SMDDPFabricStrategy, SMDDPStrategy
 from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, Learner, make_trainer, silent
 
 CLASSES_OF_BOTH = [SMDDPStrategy, SMDDPFabricStrategy]
@@ -55,7 +56,7 @@ CLASSES_OF_BOTH = [SMDDPStrategy, SMDDPFabricStrategy]
 )
 def test_arguments(strategy: type, arguments: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ValueError, match=r"\w") as caught:
-        strategy(**arguments)
+        strategy(**grouped(**arguments))
     for part in parts:
         assert part in str(caught.value)
 
@@ -77,7 +78,7 @@ def test_arguments(strategy: type, arguments: dict[str, Any], parts: list[str]) 
 )
 def test_arguments_of_a_pipeline(arguments: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(ValueError, match=r"\w") as caught:
-        PipelineStrategy(**arguments)
+        PipelineStrategy(**grouped(**arguments))
     for part in parts:
         assert part in str(caught.value)
 
@@ -106,15 +107,21 @@ def test_a_hook_and_our_communication(arguments: dict[str, str]) -> None:
 )
 def test_arguments_by_position_are_those_of_ddp(ours: type, stock: type) -> None:
     """In its order; all of ours are keywords."""
-    expected = [
-        p.name for p in inspect.signature(stock.__init__).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
-    ]  # type: ignore[misc]
-    actual = [p.name for p in inspect.signature(ours.__init__).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]  # type: ignore[misc]
-    assert actual == expected
-    accelerator, devices = object(), [torch.device("cpu")]
-    strategy = ours(accelerator, devices)
-    assert strategy._accelerator is accelerator
-    assert strategy.parallel_devices == devices
+    parameters = inspect.signature(stock.__init__).parameters.values()  # type: ignore[misc]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    given: dict[str, Any] = {name: object() for name in names}
+    given |= {"parallel_devices": [torch.device("cpu")], "timeout": timedelta(seconds=7), "start_method": "fork"}
+    if "ddp_comm_hook" not in given:
+        del given["checkpoint_io"]  # of a type that is looked at
+        given = {name: given.get(name) for name in names}
+    strategy = ours(*given.values())
+    assert strategy._accelerator is given["accelerator"]
+    assert strategy.parallel_devices == given["parallel_devices"]
+    kept = set(names) - {"accelerator", "parallel_devices", "precision_plugin", "precision", "checkpoint_io"}
+    for name in kept:
+        assert getattr(strategy, f"_{name}", getattr(strategy, name, None)) is given[name], name
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        ours(*given.values(), "native")
 
 
 @pytest.mark.parametrize(
@@ -272,8 +279,12 @@ def test_the_strategys_own_check_of_devices(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (lambda: SMDDPStrategy(static_graf=True), "Did you mean 'static_graph'?"),
         (
-            lambda: SMDDPFabricStrategy(sharded=True),
-            "has no argument 'sharded'. Valid: .*on_nonfin",
+            lambda: SMDDPFabricStrategy(resume="auto"),
+            "has no argument 'resume'. Valid: .*reliability",
+        ),
+        (
+            lambda: SMDDPStrategy(tunning_cache=False),
+            r"Did you mean communication=CommunicationOptions\(tuning_cache=...\)\?",
         ),
     ],
 )
@@ -296,7 +307,7 @@ def test_arguments_of_ddp_and_of_subclasses_are_known() -> None:
 
 def wrong_numbers(devices: int) -> str:
     with pytest.raises(ValueError, match="torchrun") as caught:
-        make_trainer(SMDDPStrategy(verbose=False), devices=devices).fit(Learner())
+        make_trainer(silent(), devices=devices).fit(Learner())
     return str(caught.value)
 
 

@@ -30,6 +30,7 @@ from lightning_smddp.resume.rank_states import gather_states, pack, unpack
 from lightning_smddp.resume.recorded_loader import Course
 from lightning_smddp.strategies import checkpoint_io
 from tests.ranks import run_in_threads, run_ranks, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples, silent
 from tests.strategies.resuming import (
     Dropping,
@@ -138,7 +139,7 @@ def of_twin(directory: str) -> list[str]:
             self.build(scenario)
 
     def train(**options: Any) -> Any:
-        strategy = SMDDPStrategy(verbose=False, algorithm="native")
+        strategy = SMDDPStrategy(**grouped(verbose=False, algorithm="native"))
         twin = {"make_model": Module, "trainer_class": pl.Trainer, "checkpoint_class": pl.callbacks.ModelCheckpoint}
         return run(strategy, OFTEN, **twin, **options)
 
@@ -534,5 +535,5 @@ def both_with_links(directory: str) -> list[str]:
     return [
         with_links(silent(async_save=True), directory),
         with_links(silent(), directory, plugins=[SafeCheckpointIO(asynchronous=True)]),
-        with_links(PipelineStrategy(verbose=False, async_save=True), directory),
+        with_links(PipelineStrategy(**grouped(verbose=False, async_save=True)), directory),
     ]

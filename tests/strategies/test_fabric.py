@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_smddp import Compression, SMDDPFabricStrategy
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, local_devices, num_nodes, samples
 
 
@@ -69,7 +70,7 @@ def test_equals_ddp(package: str) -> None:
 
 
 def new_strategy(compression: Any) -> Any:
-    return SMDDPFabricStrategy(compression=compression, algorithm="hierarchical", verbose=False)
+    return SMDDPFabricStrategy(**grouped(compression=compression, algorithm="hierarchical", verbose=False))
 
 
 def save_and_continue(compression: Any) -> dict[str, Any]:

@@ -101,10 +101,11 @@ strategy:
   init_args:
     algorithm: native
     compression: {compression}
-    collective_timeout: 45.5
     bucket_cap_mb: 3
-    tuning_cache: false
-    verbose: false
+    communication:
+      collective_timeout: 45.5
+      tuning_cache: false
+      verbose: false
     find_unused_parameters: true
 """
 
@@ -142,7 +143,7 @@ def test_cli(config: str, compression: Compression | None, tmp_path: Path, monke
         assert options.compression == compression
         if config is not BY_NAME:
             assert (options.algorithm, options.bucket_cap_mb) == ("native", 3)
-            assert options.collective_timeout == timedelta(seconds=45.5)
-            assert (options.tuning_cache, options.verbose) == (None, False)
+            assert options.communication.limit == timedelta(seconds=45.5)
+            assert (options.communication.cache, options.communication.verbose) == (None, False)
             assert ddp["find_unused_parameters"] is True
             assert ddp["bucket_cap_mb"] == 3

@@ -19,6 +19,7 @@ from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from lightning_smddp.checkpoint.sharded import is_sharded, load_sharded
 from lightning_smddp.cli import main
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.layouts import BETWEEN, LAYOUTS, STEPS, WITHIN, Model, Result, Run, execute
 from tests.strategies.learners import make_trainer
 
@@ -215,7 +216,9 @@ def of_the_users_own(directory: str) -> list[int]:
     """Steps at the end of runs that go on from a directory of theirs, and from one of ours."""
 
     def fit(steps: int, path: str | None = None) -> Any:
-        strategy = SMDDPStrategy(verbose=False, tuning_cache=False, algorithm="native", checkpoint_io=Directories())
+        strategy = SMDDPStrategy(
+            **grouped(verbose=False, tuning_cache=False, algorithm="native", checkpoint_io=Directories())
+        )
         trainer = make_trainer(strategy, max_steps=steps)
         trainer.fit(Model("net"), ckpt_path=path)
         return trainer
@@ -300,4 +303,4 @@ def test_directories_of_another_checkpoint_io(cases: Any) -> None:
 
 def test_sharded_and_async_save_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="async_save=True cannot be used with sharded=True"):
-        SMDDPStrategy(sharded=True, async_save=True)
+        SMDDPStrategy(**grouped(sharded=True, async_save=True))

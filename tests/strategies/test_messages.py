@@ -18,6 +18,7 @@ from rich.file_proxy import FileProxy
 from lightning_smddp import CommunicationMonitor, PipelineStrategy, SMDDPStrategy
 from lightning_smddp.strategies import tables
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, silent
 from tests.strategies.pipeline_learners import Evaluated, Net
 
@@ -150,7 +151,7 @@ def test_plain_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def fit_then_validate() -> str:
-    trainer, model = make_trainer(PipelineStrategy(check=False)), Evaluated()
+    trainer, model = make_trainer(PipelineStrategy(**grouped(check=False))), Evaluated()
     with contextlib.redirect_stdout(io.StringIO()) as text:
         trainer.fit(model)
         trainer.validate(model)

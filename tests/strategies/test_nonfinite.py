@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_smddp.communication.errors import NonFiniteGradientError, RankFailedError
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
 
 BAD_STEP = 2
@@ -61,8 +62,8 @@ def strategy_of(name: str, **options: Any) -> Any:
     from lightning_smddp import PipelineStrategy, SMDDPStrategy
 
     if name == "smddp":
-        return SMDDPStrategy(**{**COMMON, **options})
-    return PipelineStrategy(check=False, **{**COMMON, **options})
+        return SMDDPStrategy(**grouped(**{**COMMON, **options}))
+    return PipelineStrategy(**grouped(check=False, **{**COMMON, **options}))
 
 
 def fails(name: str, options: dict[str, Any], rank: int, value: float, trainer_options: dict[str, Any]) -> Any:
@@ -340,7 +341,7 @@ def own_hook() -> str:
 
     model = Spoiler(1, float("nan"))
     with pytest.raises(NonFiniteGradientError) as caught:
-        make_trainer(SMDDPStrategy(verbose=False, ddp_comm_hook=allreduce_hook)).fit(model)
+        make_trainer(SMDDPStrategy(**grouped(verbose=False, ddp_comm_hook=allreduce_hook))).fit(model)
     return str(caught.value)
 
 
@@ -356,7 +357,9 @@ def with_fabric() -> str:
 
     from lightning_smddp import SMDDPFabricStrategy
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(verbose=False, algorithm="native"))
+    fabric = Fabric(
+        accelerator="cpu", devices=2, strategy=SMDDPFabricStrategy(**grouped(verbose=False, algorithm="native"))
+    )
     fabric.launch()
     net = torch.nn.Linear(2, 1)
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))

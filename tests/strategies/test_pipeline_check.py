@@ -22,6 +22,7 @@ from lightning_smddp import PipelineStrategy
 from lightning_smddp.bridge.second_check import SecondCheck
 from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import QUIET
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 24, 8, 11, 6
@@ -181,7 +182,7 @@ def train(model: type[Chain], strategy: Any = "auto", devices: int = 1, **option
 
 
 def pipelined(model: type[Chain], callbacks: Any = None, **options: Any) -> Any:
-    strategy = PipelineStrategy(**{"num_microbatches": 4, "verbose": False, **options})
+    strategy = PipelineStrategy(**grouped(**{"num_microbatches": 4, "verbose": False, **options}))
     ranks = int(os.environ["WORLD_SIZE"])
     return train(model, strategy, ranks, callbacks=None if callbacks is None else callbacks())
 
@@ -242,7 +243,7 @@ def compared(model: str) -> tuple[int, list[tuple[str, float, float]]]:
 
     SecondCheck.run = noted  # type: ignore[method-assign]
     try:
-        strategy = PipelineStrategy(num_microbatches=2, pipeline_parallel_size=2, verbose=False)
+        strategy = PipelineStrategy(**grouped(num_microbatches=2, pipeline_parallel_size=2, verbose=False))
         train(globals()[model], strategy, 4, accumulate_grad_batches=2, max_epochs=3)
     finally:
         SecondCheck.run = run  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_smddp import PipelineStrategy
 from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, make_trainer
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome
 
@@ -71,7 +72,7 @@ def saving(directory: str, name: str = "{epoch}") -> dict[str, Any]:
 def train(strategy: Any, directory: str, name: str = "{epoch}", ckpt_path: str | None = None) -> dict[str, Any]:
     """Body of a rank, and of one process: three epochs, or what is left of them from a checkpoint on."""
     if isinstance(strategy, dict):
-        strategy = PipelineStrategy(verbose=False, **strategy)
+        strategy = PipelineStrategy(**grouped(verbose=False, **strategy))
     model = Trained()
     trainer = make_trainer(strategy, **saving(directory, name))
     trainer.fit(model, ckpt_path=ckpt_path)

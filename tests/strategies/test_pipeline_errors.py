@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import samples
 from tests.strategies.pipeline_learners import Bench, Evaluated, Net
 
@@ -146,7 +147,7 @@ def test_layouts(expected: str, options: dict[str, Any], ranks: int) -> None:
 )
 def test_arguments(expected: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=expected):
-        PipelineStrategy(**options)
+        PipelineStrategy(**grouped(**options))
 
 
 # ---- while running ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +90,17 @@ strategy:
     pipeline_parallel_size: 2
     num_microbatches: 4
     schedule: interleaved_1f1b
-    stages_per_rank: 2
     split: [net.2, net.4, net.6]
-    placement: spread
+    bucket_cap_mb: 3
+    partition:
+      stages_per_rank: 2
+      placement: spread
     compression: null
-    collective_timeout: 45.5
-    verbose: false
+    communication:
+      class_path: lightning_smddp.CommunicationOptions
+      init_args:
+        collective_timeout: 45.5
+        verbose: false
 """
 
 
@@ -119,8 +125,10 @@ def test_cli(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert_same(result, expected)
         if config is BY_CLASS:
             assert (options.num_microbatches, options.schedule.name) == (4, "interleaved_1f1b")
-            assert options.split == ("net.2", "net.4", "net.6")
-            assert options.placement == "spread"
+            assert options.split == ["net.2", "net.4", "net.6"]
+            assert options.partition.placement == "spread"
+            assert options.gradients.bucket_cap_mb == 3
+            assert options.gradients.communication.limit == timedelta(seconds=45.5)
 
 
 # ---- the other package ----

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import QUIET
 
 WIDTH = 8
@@ -82,7 +83,7 @@ def saved(
     torch.manual_seed(7)
     module, checkpoint = Configured(), ModelCheckpoint(directory)
     trainer = Trainer(
-        strategy=PipelineStrategy(num_microbatches=4, verbose=False, **options),
+        strategy=PipelineStrategy(**grouped(num_microbatches=4, verbose=False, **options)),
         devices=int(os.environ["WORLD_SIZE"]),
         callbacks=[checkpoint],
         **{**QUIET, "enable_checkpointing": True, "max_epochs": 2, **(trainer_options or {})},
@@ -132,7 +133,9 @@ def checkpointed(activation_checkpointing: bool, schedule: str) -> Any:
     torch.manual_seed(7)
     module = Configured()
     strategy = PipelineStrategy(
-        num_microbatches=4, verbose=False, schedule=schedule, activation_checkpointing=activation_checkpointing
+        **grouped(
+            num_microbatches=4, verbose=False, schedule=schedule, activation_checkpointing=activation_checkpointing
+        )
     )
     trainer = Trainer(strategy=strategy, devices=2, **{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0})
     trainer.fit(module)

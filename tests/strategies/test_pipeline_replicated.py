@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, INPUTS, make_trainer
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of, outcome
 
@@ -581,7 +582,7 @@ def train_alike(strategy: str, size: int) -> list[Any]:
         torch.manual_seed(7)
         model = make()
         quiet: Any = {"pipeline_parallel_size": size, "verbose": False, "tuning_cache": False}
-        trainer = make_trainer(PipelineStrategy(**quiet) if size > 1 else strategy, **options)
+        trainer = make_trainer(PipelineStrategy(**grouped(**quiet)) if size > 1 else strategy, **options)
         trainer.fit(model)
         results.append(outcome(model, trainer))
     return results

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, make_trainer
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of, outcome
 from tests.strategies.test_pipeline_features import scaled
@@ -206,7 +207,7 @@ def test_as_in_one_process(case: Case, tmp_path_factory: pytest.TempPathFactory)
 
 def nonfinite() -> str:
     try:
-        make_trainer(PipelineStrategy(verbose=False)).fit(Overflowing())
+        make_trainer(PipelineStrategy(**grouped(verbose=False))).fit(Overflowing())
     except Exception as error:
         return str(error)
     return "nothing"
@@ -222,12 +223,12 @@ def test_gradients_that_are_not_finite_are_named() -> None:
 def gone_on_in_parts(directory: str) -> Any:
     results = []
     for begun, sharded in ((False, False), (True, True)):
-        strategy = PipelineStrategy(verbose=False, sharded=sharded)
+        strategy = PipelineStrategy(**grouped(verbose=False, sharded=sharded))
         if begun:
             first = make_trainer(strategy, max_epochs=1)
             first.fit(Queue())
             first.save_checkpoint(f"{directory}/parts")
-        model, trainer = Queue(), make_trainer(PipelineStrategy(verbose=False), max_epochs=2)
+        model, trainer = Queue(), make_trainer(PipelineStrategy(**grouped(verbose=False)), max_epochs=2)
         trainer.fit(model, ckpt_path=f"{directory}/parts" if begun else None)
         results.append([dict(model.state_dict()), trainer.optimizers[0].state_dict()["state"]])
     return results

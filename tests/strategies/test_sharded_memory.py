@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_smddp import PipelineStrategy
 from lightning_smddp.checkpoint.sharded import load_sharded
 from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer
 
 WIDTH, LAYERS, RANKS = 512, 32, 2
@@ -103,13 +104,13 @@ def measure(directory: str) -> Any:
     options: dict[str, Any] = {"meta_init": True, "verbose": False, "sharded": True, "num_microbatches": 2}
     options["split"] = [f"layers.{LAYERS // RANKS}"]  # not by measured times, which are seldom those of equal layers
     saves = Saves(directory)
-    trainer = make_trainer(PipelineStrategy(**options), max_steps=3, callbacks=[saves])
+    trainer = make_trainer(PipelineStrategy(**grouped(**options)), max_steps=3, callbacks=[saves])
     trainer.fit(Wide())
     held = sum(p.nbytes for p in trainer.lightning_module.parameters() if not p.is_meta) / 2**20
     del trainer
     growth = Growth()
     started = Started(growth)
-    again = make_trainer(PipelineStrategy(**options), max_steps=4, max_epochs=9, callbacks=[started])
+    again = make_trainer(PipelineStrategy(**grouped(**options)), max_steps=4, max_epochs=9, callbacks=[started])
     with growth.watching():
         again.fit(Wide(), ckpt_path=f"{directory}/True.ckpt")
     states = [again.strategy.optimizer_state(optimizer)["state"] for optimizer in again.optimizers]

@@ -23,13 +23,14 @@ from lightning_smddp import SMDDPStrategy
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.strategies.launchers import _watch_start
 from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer
 
 TIMEOUT_S = 25.0
 
 
 def strategy(**options: Any) -> SMDDPStrategy:
-    return SMDDPStrategy(verbose=False, tuning_cache=False, algorithm="native", **options)
+    return SMDDPStrategy(**grouped(verbose=False, tuning_cache=False, algorithm="native", **options))
 
 
 # ---- at the end ----

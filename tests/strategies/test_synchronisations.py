@@ -16,6 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
 from tests.simulated_cuda.synchronisations import counted, table
+from tests.strategies.grouped import grouped
 from tests.strategies.learners import CLASSES, fit, samples, silent
 from tests.strategies.pipeline_learners import Net
 
@@ -112,7 +113,7 @@ def count_data_parallel() -> list[Any]:
 def count_pipeline(module: type[Net], layout: dict[str, Any], options: dict[str, Any]) -> list[Any]:
     quiet = {"verbose": False, "tuning_cache": False}
     return [
-        count_steps(PipelineStrategy(num_microbatches=count, **quiet, **layout), module(), **options)
+        count_steps(PipelineStrategy(**grouped(num_microbatches=count, **quiet, **layout)), module(), **options)
         for count in (2, 4)
     ]
 

@@ -1,0 +1,24 @@
+"""Options of the strategies in one dict, put into the groups that they belong to."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from lightning_smddp import CommunicationOptions, PartitionOptions, ReliabilityOptions
+
+GROUPS = {
+    "communication": CommunicationOptions,
+    "partition": PartitionOptions,
+    "reliability": ReliabilityOptions,
+}
+
+
+def grouped(**options: Any) -> dict[str, Any]:
+    """``grouped(verbose=False)`` is ``{"communication": CommunicationOptions(verbose=False)}``."""
+    result = dict(options)
+    for name, kind in GROUPS.items():
+        inside = {field.name: result.pop(field.name) for field in fields(kind) if field.name in result}
+        if inside:
+            result[name] = kind(**inside)  # type: ignore[arg-type]
+    return result

@@ -1,0 +1,248 @@
+"""Groups of options: the same in all strategies, checked where they are made, shown and read by LightningCLI."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_smddp.strategies.lightning_fabric
+import lightning_smddp.strategies.pytorch_lightning
+from lightning_smddp import (
+    CommunicationOptions,
+    PartitionOptions,
+    PipelineStrategy,
+    ReliabilityOptions,
+    SMDDPFabricStrategy,
+    SMDDPStrategy,
+)
+from tests.strategies.grouped import GROUPS, grouped
+
+OTHERS = lightning_smddp.strategies.pytorch_lightning
+STRATEGIES: dict[str, tuple[type, set[str]]] = {
+    "smddp": (SMDDPStrategy, {"communication", "reliability"}),
+    "smddp_pipeline": (PipelineStrategy, set(GROUPS)),
+    "fabric": (SMDDPFabricStrategy, {"communication", "reliability"}),
+    "pytorch_lightning smddp": (OTHERS.SMDDPStrategy, {"communication", "reliability"}),
+    "pytorch_lightning smddp_pipeline": (OTHERS.PipelineStrategy, set(GROUPS)),
+    "lightning_fabric": (
+        lightning_smddp.strategies.lightning_fabric.SMDDPFabricStrategy,
+        {"communication", "reliability"},
+    ),
+}
+MOVED = [
+    (strategy, group, field.name)
+    for strategy, (_, groups) in STRATEGIES.items()
+    for group in sorted(groups)
+    for field in fields(GROUPS[group])
+]
+
+
+def rows_of(batch: Any) -> int:
+    return len(batch)
+
+
+# ---- a group ----
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: CommunicationOptions(collective_timeout=-1), "collective_timeout=-1 has to be positive"),
+        (lambda: CommunicationOptions(tuning_cache=3), "tuning_cache=3 has to be the path of a file"),  # type: ignore[arg-type]
+        (lambda: CommunicationOptions(verbose="no"), "verbose='no' has to be True or False"),  # type: ignore[arg-type]
+        (lambda: ReliabilityOptions(init_timeout=0), "init_timeout=0 has to be positive"),
+        (lambda: ReliabilityOptions(stop_grace=timedelta(0)), "stop_grace=datetime.timedelta"),
+        (lambda: ReliabilityOptions(on_nonfinite="stop"), "on_nonfinite='stop' is unknown. Valid: 'error'"),  # type: ignore[arg-type]
+        (lambda: ReliabilityOptions(sharded=1), "sharded=1 has to be True or False"),  # type: ignore[arg-type]
+        (lambda: ReliabilityOptions(async_save=True, sharded=True), "Choose one"),
+        (lambda: PartitionOptions(stages_per_rank=0), "stages_per_rank=0 has to be a number from 1, or 'auto'"),
+        (lambda: PartitionOptions(placement="near"), "placement='near' is unknown"),
+        (lambda: PartitionOptions(memory_limit_gb=0), "memory_limit_gb=0 has to be positive"),
+        (lambda: PartitionOptions(check=None), "check=None has to be True or False"),  # type: ignore[arg-type]
+        (lambda: PartitionOptions(fallback="stop"), "fallback='stop' is unknown"),  # type: ignore[arg-type]
+        (lambda: PartitionOptions(active_microbatches=1.5), "active_microbatches=1.5 has to be a number"),  # type: ignore[arg-type]
+        (lambda: PartitionOptions(batch_size_fn=3), "batch_size_fn=3 has to be a function"),  # type: ignore[arg-type]
+        (lambda: PartitionOptions(split_batch="rows"), "split_batch='rows' has to be a function"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_bad_value_is_refused_where_the_group_is_made(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make()
+
+
+@pytest.mark.parametrize("kind", GROUPS.values())
+def test_a_group_is_frozen_and_keeps_what_was_written(kind: type[Any]) -> None:
+    group = kind()
+    with pytest.raises(FrozenInstanceError):
+        setattr(group, fields(kind)[0].name, 1)
+    assert group == kind()
+    assert CommunicationOptions(collective_timeout=5).collective_timeout == 5
+    assert CommunicationOptions(collective_timeout=5).limit == timedelta(seconds=5)
+
+
+# ---- in a strategy ----
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_groups_are_the_same_in_all_strategies(name: str) -> None:
+    kind, groups = STRATEGIES[name]
+    given: dict[str, Any] = {
+        "communication": CommunicationOptions(collective_timeout=9, verbose=False),
+        "reliability": ReliabilityOptions(on_nonfinite="skip", init_timeout=5),
+        "partition": PartitionOptions(check=False),
+    }
+    strategy = kind(**{group: given[group] for group in groups})
+    assert strategy._session.options.communication is given["communication"]
+    assert strategy._reliability is given["reliability"]
+    if "partition" in groups:
+        assert strategy.options.partition is given["partition"]
+        assert strategy.options.gradients is strategy._session.options
+    written = kind(communication={"collective_timeout": 9, "verbose": False})
+    assert written._session.options.communication == given["communication"]
+
+
+@pytest.mark.parametrize(("name", "group", "option"), MOVED)
+def test_an_old_name_says_where_it_went(name: str, group: str, option: str) -> None:
+    kind, _ = STRATEGIES[name]
+    value: Any = {"batch_size_fn": rows_of, "split_batch": rows_of}.get(option, "x y")
+    written = "rows_of" if value is rows_of else "'x y'"
+    with pytest.raises(TypeError) as caught:
+        kind(**{option: value})
+    text = str(caught.value)
+    assert text.startswith(f"{kind.__name__} takes {option!r} in a group of options.")
+    assert text.endswith(f"Write {group}={GROUPS[group].__name__}({option}={written}).")
+
+
+def test_old_names_together_are_one_line_to_write() -> None:
+    with pytest.raises(TypeError) as caught:
+        PipelineStrategy(verbose=False, tuning_cache="plans.json", check=False, num_microbatches=4)  # type: ignore[call-arg]
+    line = "partition=PartitionOptions(check=False), communication=CommunicationOptions(tuning_cache='plans.json', "
+    assert f"Write {line}verbose=False)." in str(caught.value)
+    made: PipelineStrategy = eval(f"PipelineStrategy({line}verbose=False))")  # as the line says
+    assert made.options.partition.check is False
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("native", "communication='native' has to be a group of options: communication=CommunicationOptions(...)"),
+        (None, "communication=None has to be a group"),
+        ({"verbos": False}, "CommunicationOptions has no 'verbos'. Did you mean 'verbose'?"),
+        ({"verbose": 1}, "verbose=1 has to be True or False"),
+    ],
+)
+def test_what_is_no_group_is_refused(name: str, value: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        STRATEGIES[name][0](communication=value)
+
+
+@pytest.mark.parametrize("option", [{"stop_grace": 5}, {"async_save": True}, {"sharded": True}])
+def test_fabric_refuses_what_is_the_trainers(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(option))}=.* is for the Trainer's strategies"):
+        SMDDPFabricStrategy(**grouped(**option))
+
+
+def test_by_position_a_pipeline_takes_five() -> None:
+    accelerator = object()
+    assert PipelineStrategy(accelerator, None, None, None, None)._accelerator is accelerator
+    with pytest.raises(TypeError, match="takes 5 arguments by position, as DDPStrategy does, but 6 were given"):
+        PipelineStrategy(None, None, None, None, None, None)
+    strategy = PipelineStrategy(bucket_cap_mb=3, start_method="fork", timeout=timedelta(seconds=7))
+    assert (strategy.options.gradients.bucket_cap_mb, strategy._start_method) == (3, "fork")
+    assert strategy._timeout == timedelta(seconds=7)
+
+
+# ---- LightningCLI ----
+
+
+def parse(*arguments: str, package: str = "lightning.pytorch") -> Any:
+    """The strategy that LightningCLI makes of ``arguments``."""
+    cli = import_module(f"{package}.cli").LightningCLI
+    model = import_module(f"{package}.demos.boring_classes").BoringModel
+    made = cli(model, run=False, save_config_callback=None, seed_everything_default=False, args=list(arguments))
+    return made.trainer.strategy
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, package: str = "lightning.pytorch") -> str:
+    """What LightningCLI prints, and ends."""
+    with pytest.raises(SystemExit):
+        parse(*arguments, package=package)
+    printed = capsys.readouterr()
+    return printed.out + printed.err
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_cli_shows_groups_and_arguments_of_ddp(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for strategy, absent in (("SMDDPStrategy", "--trainer.strategy.partition"), ("PipelineStrategy", "static_graph")):
+        text = said(capsys, "--trainer.strategy.help", strategy, package=package)
+        shown = set(GROUPS) if strategy == "PipelineStrategy" else {"communication", "reliability"}
+        for group in shown:
+            for field in fields(GROUPS[group]):
+                assert f"--trainer.strategy.{group}.{field.name} " in text
+        for name in ("algorithm", "compression", "bucket_cap_mb", "resume", "timeout", "start_method"):
+            assert f"--trainer.strategy.{name} " in text
+        assert ("--trainer.strategy.find_unused_parameters " in text) == (strategy == "SMDDPStrategy")
+        assert absent not in text
+        assert "file for what" in text  # the docstring of a group
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  logger: false
+  strategy:
+    class_path: lightning_smddp.{strategy}
+    init_args:
+      bucket_cap_mb: 3
+      timeout: 0:10:00
+      communication:
+        collective_timeout: 45.5
+        tuning_cache: plans.json
+      reliability: {{on_nonfinite: skip, stop_grace: 20}}
+      {more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [("SMDDPStrategy", "static_graph: true"), ("PipelineStrategy", "partition: {check: false}")],
+)
+def test_cli_reads_groups_and_a_saved_configuration(
+    strategy: str, more: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given, saved = tmp_path / "config.yaml", tmp_path / "saved.yaml"
+    given.write_text(CONFIG.format(strategy=strategy, more=more))
+    saved.write_text(said(capsys, "--config", str(given), "--print_config"))
+    for path in (given, saved):
+        made = parse("--config", str(path))
+        assert made._session.options.bucket_cap_mb == 3
+        assert made._session.options.communication == CommunicationOptions(45.5, "plans.json")
+        assert made._reliability == ReliabilityOptions(on_nonfinite="skip", stop_grace=20)
+        assert made._timeout == timedelta(minutes=10)
+        if strategy == "SMDDPStrategy":
+            assert made._ddp_kwargs["static_graph"] is True
+            assert "gradient_as_bucket_view" not in made._ddp_kwargs  # DDP's default is not ours
+        else:
+            assert made.options.partition == PartitionOptions(check=False)
+
+
+def test_cli_refuses_bad_values_in_a_group(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG.format(strategy="PipelineStrategy", more="partition: {placement: near}"))
+    with pytest.raises(ValueError, match="placement='near' is unknown. Valid: 'cluster'"):
+        parse("--config", str(path))
