@@ -15,7 +15,7 @@ from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
-from lightning_smddp.pipeline.runtime.trace_cache import TracedPath
+from lightning_smddp.pipeline.runtime.staged_step import TracedPath
 
 Attempt: TypeAlias = tuple[Sequence[MicroBatch], Sequence[TracedPath]]
 

@@ -42,8 +42,7 @@ from lightning_smddp.bridge.step_attributes import Changes, Place, combine_chang
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.capture.tracer import note_left
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
-from lightning_smddp.pipeline.runtime.replay import active_run
-from lightning_smddp.pipeline.runtime.stage_run import Run
+from lightning_smddp.pipeline.runtime.replay import Run, active_run
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
 from lightning_smddp.wire.encode import UnknownTypeError, decode, dtype_of, encode, name_of_dtype
@@ -224,15 +223,15 @@ class LeftBehind:
                 self._keep(run, name, now, found)
             for name, found in now.numbers.items():
                 self._keep(run, name, now, found)
-            if run is not None and not run.replay.is_rehearsal:
+            if run is not None and not run.is_probe:
                 self._sizes[run.plan.stage][now.index] = (now.size, now.weight)
-            if run is not None and self.changing and not run.replay.is_rehearsal:
-                held = {(value,): (None, tensor.detach()) for value, tensor in run.made_and_left().items()}
+            if run is not None and self.changing and not run.is_probe:
+                held = {(value,): (None, tensor.detach()) for value, tensor in run.values.made_and_left().items()}
                 self._held[run.plan.stage][now.index] = _Note(now.index, now.size, now.weight, Changes(values=held))
 
     def _warn_of_writes(self, run: Run | None, name: str, watch: OwnerWatch) -> None:
         """Say which tensors are written that no trace saw written: those of the LightningModule itself are followed."""
-        if not name or self.is_learning or run is None or run.replay.is_rehearsal:
+        if not name or self.is_learning or run is None or run.is_probe:
             return
         for attribute in watch.written():
             if (name, attribute) in self._warned:
@@ -247,7 +246,7 @@ class LeftBehind:
             )
 
     def _keep(self, run: Run | None, name: str, now: _Pass, found: Sequence[Found]) -> None:
-        if run is None or run.replay.is_rehearsal:
+        if run is None or run.is_probe:
             return
         note = _note(now, found)
         self._notes[run.plan.stage, name][note.index] = note

@@ -56,9 +56,10 @@ from lightning_smddp.pipeline.partition.verify import (
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.own_dropout import without_own_dropout
 from lightning_smddp.pipeline.runtime.separate_draws import separate_draws
+from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
 from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
 from lightning_smddp.pipeline.runtime.tails import NEW_OWNERS, NOTHING_NEW
-from lightning_smddp.pipeline.runtime.trace_cache import StagedStep, TraceCache, TracedPath
+from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
 from lightning_smddp.pipeline.state.full_state import gather_full, release, set_contents
 from lightning_smddp.pipeline.state.materialize import materialize
 from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers

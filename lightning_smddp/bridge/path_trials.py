@@ -37,7 +37,7 @@ from lightning_smddp.pipeline.partition.gradient_trials import (
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.weight_trials import EXACT, MIXED
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
-from lightning_smddp.pipeline.runtime.trace_cache import TracedPath
+from lightning_smddp.pipeline.runtime.staged_step import TracedPath
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import gather_json
 

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.runtime.engine import PipelineEngine
+from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.schedules import parse
-from lightning_smddp.pipeline.runtime.stage import StageBody, TensorSpec
+from lightning_smddp.pipeline.runtime.stage import StageBody
 
 WIDTH = 6
 CPU = torch.device("cpu")

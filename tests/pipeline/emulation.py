@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.capture.graph import Modules, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.live_sets import live_sets
-from lightning_smddp.pipeline.runtime.replay import Replay, Shapes, StagePlan, patched_units
+from lightning_smddp.pipeline.runtime.remote import Shapes
+from lightning_smddp.pipeline.runtime.replay import Observers, Replay, patched_units
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.pipeline.state.full_state import set_contents
 
 CPU = torch.device("cpu")
@@ -76,7 +78,7 @@ def run_stages(
         inputs += received[len(inputs) :]  # what Python read
         found = None if record is None else Shapes()
         with patched_units(stage.root, graph.units):
-            received, result = stage.replay.run(stage.step, inputs, shapes, record=found)
+            received, result = stage.replay.run(stage.step, inputs, shapes, Observers(shapes=found))
         if found is not None and record is not None:
             record.merge(Shapes.from_json(found.to_json()))
             shapes = record

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_smddp.pipeline.partition.microbatches import split as split_batch
 from lightning_smddp.pipeline.runtime.answers import NOTHING, Answers
-from lightning_smddp.pipeline.runtime.replay import Shapes, patched_units
+from lightning_smddp.pipeline.runtime.remote import Shapes
+from lightning_smddp.pipeline.runtime.replay import patched_units
 from tests.pipeline.emulation import split
 
 X, MASK = torch.ones(3, 4), torch.tensor([True, False, True])

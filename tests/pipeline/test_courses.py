@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
-from lightning_smddp.pipeline.runtime.replay import RemoteTensor, Replay, ReplayError, Shapes, StageDone, patched_units
+from lightning_smddp.pipeline.runtime.remote import RemoteTensor, ReplayError, Shapes
+from lightning_smddp.pipeline.runtime.replay import Observers, Replay, StageDone, patched_units
 from tests.pipeline.emulation import CPU, Stage, gradients, plans_of, program_of, run_stages
 from tests.pipeline.zoo import Cube, D, Layer, Net
 
@@ -171,10 +172,10 @@ def test_what_is_kept_from_another_step() -> None:
 
 
 def test_a_ghost_where_it_cannot_be_followed() -> None:
-    ghost = Shapes.of(Case(chain).graph).ghost(0)
-    assert isinstance(ghost, RemoteTensor)
+    remote = Shapes.of(Case(chain).graph).remote_tensor(0)
+    assert isinstance(remote, RemoteTensor)
     with pytest.raises(ReplayError, match=r"sin at .*test_courses.py:\d+ uses a tensor of another stage"):
-        ghost.sin()
+        remote.sin()
 
 
 def test_constants_of_another_signature() -> None:
@@ -231,7 +232,7 @@ def test_observers_see_what_is_done_here() -> None:
         assert isinstance(result, Tensor) == ends
 
     with patched_units(case.root, case.graph.units):
-        case.replays[0].run(case.step, (), Shapes.of(case.graph), observe)
+        case.replays[0].run(case.step, (), Shapes.of(case.graph), Observers(observe))
     assert seen == [(name, ends) for name in ("net.a", "net.b", "relu") for ends in (False, True)]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_smddp.pipeline.runtime.departures import has_no_meaning, without_meaning
-from lightning_smddp.pipeline.runtime.stage import TensorSpec
+from lightning_smddp.pipeline.runtime.remote import TensorSpec
 
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, parse
-from lightning_smddp.pipeline.runtime.stage import TensorSpec
 from tests.pipeline import chains
 from tests.pipeline.chains import HIDDEN, two_stages
 from tests.ranks import RanksFailedError, run_ranks

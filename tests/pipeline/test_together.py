@@ -93,10 +93,10 @@ def test_a_record_that_one_rank_cannot_use_is_refused_on_all() -> None:
 def test_what_cannot_be_put_back_is_left() -> None:
     """Attributes that a step has set to tensors of another stage; buffers of scripted modules."""
     root = nn.ModuleDict({"norm": torch.jit.script(nn.BatchNorm1d(2)), "kept": nn.Identity()})
-    ghost = Shapes({0: Shape((2,), (1,), torch.float32, True)}).ghost(0)
-    root["kept"].shown = ghost
+    remote = Shapes({0: Shape((2,), (1,), torch.float32, True)}).remote_tensor(0)
+    root["kept"].shown = remote
     with preserve_state(root, CPU):
         root["norm"](torch.randn(4, 2))
         root["kept"].shown = None
-    assert root["kept"].shown is ghost
+    assert root["kept"].shown is remote
     assert root["norm"].num_batches_tracked == 0

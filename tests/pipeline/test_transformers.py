@@ -9,7 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.runtime.replay import Replay, Shapes
+from lightning_smddp.pipeline.runtime.remote import Shapes
+from lightning_smddp.pipeline.runtime.replay import Replay
 from tests.pipeline.emulation import (
     CPU,
     Stage,

@@ -16,7 +16,7 @@ from lightning_smddp.pipeline.capture.graph import Modules, Node, SplitError, St
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.live_sets import live_sets, natural_bytes
 from lightning_smddp.pipeline.partition.reference import Reference
-from lightning_smddp.pipeline.runtime.replay import StagePlan
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.planner.partition import Partition, best_partition, given_partition
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionError, PartitionProblem
 

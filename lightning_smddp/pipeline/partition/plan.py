@@ -29,7 +29,7 @@ from lightning_smddp.pipeline.partition.ownership import Ownership
 from lightning_smddp.pipeline.partition.reference import Reference, fastest, run_plain, run_reference
 from lightning_smddp.pipeline.partition.room import explained_shortage
 from lightning_smddp.pipeline.runtime.own_dropout import without_own_dropout
-from lightning_smddp.pipeline.runtime.replay import ReplayError
+from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.together import StepFailedError, Together
 from lightning_smddp.planner.partition import Partition
 from lightning_smddp.wire.broadcast import broadcast_json

@@ -15,7 +15,9 @@ from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.python_random import seed_torch
 from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.partition.verify import norm_of
-from lightning_smddp.pipeline.runtime.replay import Observer, Replay, Shapes, StagePlan, patched_units
+from lightning_smddp.pipeline.runtime.remote import Shapes
+from lightning_smddp.pipeline.runtime.replay import Observer, Observers, Replay, patched_units
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.wire.pytree import tensors
 
 
@@ -66,7 +68,7 @@ def run_reference(
 
     def replayed() -> Any:
         with patched_units(root, graph.units):
-            return replay.run(step, (), Shapes.of(graph), clock.observe)[1]
+            return replay.run(step, (), Shapes.of(graph), Observers(clock.observe))[1]
 
     loss, norms = _backward(replayed, loss_of, root, clock)
     return Reference(loss, norms, forward_seconds=clock.forward, backward_seconds=clock.backward)

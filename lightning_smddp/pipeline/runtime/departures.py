@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.pipeline.partition.fingerprint import same_everywhere
-from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.stage import Boundary
+from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError
 from lightning_smddp.wire.gather import gather_json
 
 _BYTE = 0xFF  # each byte of these NaNs, in all formats; arithmetic makes others

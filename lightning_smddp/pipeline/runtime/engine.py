@@ -13,9 +13,10 @@ from torch import Tensor
 from lightning_smddp._compat.torch import pipeline_schedule_class, run_pipeline_schedule
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.groups import connect_pairs
+from lightning_smddp.pipeline.runtime.remote import Boundary
 from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatches
 from lightning_smddp.pipeline.runtime.spans import Recorder
-from lightning_smddp.pipeline.runtime.stage import Boundary, Stage, StageBody
+from lightning_smddp.pipeline.runtime.stage import Stage, StageBody
 from lightning_smddp.wording import counted
 
 _KEPT_SCHEDULES = 16  # torch's objects, one per number of micro-batches and mode; they hold orders only, no tensors

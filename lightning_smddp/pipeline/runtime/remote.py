@@ -1,7 +1,8 @@
-"""What a stage knows of tensors that it does not have."""
+"""What a stage knows of tensors that it does not have: not yet, or never."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,11 @@ class ReplayError(RuntimeError):
 
 
 class RemoteTensor(Tensor):
-    """A value of another stage: it has a shape and a type, but no numbers. ``pattern`` is a plain tensor on meta.
+    """A value of another stage: it has a shape and a type, but no numbers. Any operation on it raises.
 
-    ``value`` is its number in the graph: what a step leaves in attributes is found by it.
+    Attributes:
+        value: its number in the graph: what a step leaves in attributes is found by it.
+        pattern: a plain tensor like it on the meta device, which may be asked for shape and type.
     """
 
     value: int
@@ -42,7 +45,7 @@ class RemoteTensor(Tensor):
 
 @dataclass(frozen=True)
 class Shape:
-    """What is known of a value without having it. Strides are elements."""
+    """What is known of a value without having it. Strides are elements; sparse and nested tensors have none."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -52,8 +55,12 @@ class Shape:
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
         """That of ``tensor``."""
-        shape = () if tensor.is_nested else tuple(tensor.shape)
-        stride = tuple(tensor.stride()) if tensor.layout == torch.strided and not tensor.is_nested else ()
+        shape: tuple[int, ...] = ()
+        stride: tuple[int, ...] = ()
+        if not tensor.is_nested:
+            shape = tuple(tensor.shape)
+            if tensor.layout == torch.strided:
+                stride = tuple(tensor.stride())
         return cls(shape, stride, tensor.dtype, tensor.requires_grad)
 
     def is_dense(self) -> bool:
@@ -81,6 +88,38 @@ class Shape:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a receiver has to know about a tensor before it arrives.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        requires_grad: Whether a gradient comes back for it in training.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __post_init__(self) -> None:
+        if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
+            raise ValueError(f"{self}: tensors of this dtype have no gradient; use requires_grad=False")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The description of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Memory for such a tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+Boundary = Sequence[TensorSpec]
+"""What one stage sends to the next for one micro-batch."""
+
+
 AS_TRACED = {"as": "traced"}  # stands for constants that are no JSON: types, devices
 
 
@@ -88,12 +127,15 @@ AS_TRACED = {"as": "traced"}  # stands for constants that are no JSON: types, de
 class Shapes:
     """What values and constants look like for micro-batches of one signature.
 
-    ``constants`` has, for each item that returned any, one entry per leaf of its result (None for tensors).
+    Attributes:
+        values: of the graph, by number.
+        constants: by node, for those that returned any: one entry for each leaf of the result, None for tensors.
+        remote_tensors: made so far, by value: one object serves all micro-batches.
     """
 
     values: dict[int, Shape] = field(default_factory=dict)
     constants: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    ghosts: dict[int, RemoteTensor] = field(default_factory=dict)
+    remote_tensors: dict[int, RemoteTensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: StepGraph) -> Shapes:
@@ -104,17 +146,20 @@ class Shapes:
         """Take over what ``other`` knows."""
         self.values.update(other.values)
         self.constants.update(other.constants)
-        self.ghosts.clear()
+        self.remote_tensors.clear()
 
     def to_json(self) -> dict[str, Any]:
         """As plain data, to be passed on to other ranks."""
-        return {
-            "values": {
-                str(index): [list(s.shape), list(s.stride), name_of_dtype(s.dtype), s.requires_grad]
-                for index, s in self.values.items()
-            },
-            "constants": {str(index): [_to_json(leaf) for leaf in found] for index, found in self.constants.items()},
-        }
+        values: dict[str, Any] = {}
+        for index, known in self.values.items():
+            values[str(index)] = [
+                list(known.shape),
+                list(known.stride),
+                name_of_dtype(known.dtype),
+                known.requires_grad,
+            ]
+        constants = {str(index): [_to_json(leaf) for leaf in found] for index, found in self.constants.items()}
+        return {"values": values, "constants": constants}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Shapes:
@@ -125,18 +170,20 @@ class Shapes:
         }
         return cls(values, {int(index): tuple(found) for index, found in data["constants"].items()})
 
-    def ghost(self, value: int) -> RemoteTensor:
+    def remote_tensor(self, value: int) -> RemoteTensor:
         """The stand-in for ``value``, made once."""
-        made = self.ghosts.get(value)
+        made = self.remote_tensors.get(value)
         if made is None:
             if value not in self.values:
                 raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
             pattern = self.values[value].pattern()
             made = pattern.as_subclass(RemoteTensor)
             made.value, made.pattern = value, pattern
-            self.ghosts[value] = made
+            self.remote_tensors[value] = made
         return made
 
 
 def _to_json(leaf: Any) -> Any:
-    return leaf if leaf is None or isinstance(leaf, (bool, int, float, str)) else AS_TRACED
+    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+        return leaf
+    return AS_TRACED

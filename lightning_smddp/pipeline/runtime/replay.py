@@ -1,9 +1,13 @@
 """One stage's part of a step: the step's own code again, with other stages' values standing in.
 
-The code between units runs on every stage. Operations on the batch alone are done for real. Of the items of the
-:class:`~lightning_smddp.pipeline.capture.graph.StepGraph`, a stage does its own; those of earlier stages return what
-was received, or a :class:`RemoteTensor`: a tensor with a shape and a type but no values. At the first item of a later
-stage the step is left by an exception.
+The code between modules runs on every stage. Operations on the batch alone are done for real. The others are nodes of
+the :class:`~lightning_smddp.pipeline.capture.graph.StepGraph`, and are matched in order::
+
+    nodes of earlier stages      return what was received, or a RemoteTensor: a shape and a type without numbers
+    nodes of this stage          are done
+    first node of the next one   leaves the step by an exception, StageDone
+
+A call that is not the node that comes next shows that the step goes another way than when it was traced, and raises.
 """
 
 from __future__ import annotations
@@ -12,48 +16,59 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
-from lightning_smddp._compat.torch import WithoutFunctionMode
-from lightning_smddp.pipeline.capture.graph import StepGraph
-from lightning_smddp.pipeline.capture.patches import patched_forwards
-from lightning_smddp.pipeline.capture.python_random import PythonRandom
-from lightning_smddp.pipeline.runtime.answers import Answers
+from lightning_smddp._compat.torch import WithoutFunctionMode, in_checkpoint
+from lightning_smddp.pipeline.capture.foreign_writes import written_by
+from lightning_smddp.pipeline.capture.graph import Node, StepGraph
+from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
+from lightning_smddp.pipeline.capture.patches import patched_forwards, user_location
+from lightning_smddp.pipeline.capture.python_random import PythonRandom, digest
+from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors
+from lightning_smddp.pipeline.runtime.answers import NOTHING, Answers
 from lightning_smddp.pipeline.runtime.eager import Compiled, Eager
+from lightning_smddp.pipeline.runtime.metadata import Metadata
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, RemoteTensor, ReplayError, Shape, Shapes
-from lightning_smddp.pipeline.runtime.stage_run import Observer, Run, StageDone, WriteWatch
+from lightning_smddp.pipeline.runtime.stage_graph import StageGraph, StagePlan
+from lightning_smddp.pipeline.runtime.stage_values import StageValues
 from lightning_smddp.pipeline.runtime.tails import Tail
 from lightning_smddp.pipeline.runtime.told import read_told, write_told
+from lightning_smddp.wire.pytree import leaves, rebuild
 
-__all__ = [
-    "RemoteTensor",
-    "Observer",
-    "Replay",
-    "ReplayError",
-    "Run",
-    "Shape",
-    "Shapes",
-    "StageDone",
-    "StagePlan",
-    "active_run",
-    "patched_units",
-]
+Observer: TypeAlias = Callable[[Node, bool, Any], None]
+"""(node, whether it ends, its result then): called around each node that is done for real."""
+
+WriteWatch: TypeAlias = Callable[[list[Any]], None]
+"""Called before each operation that writes something in place, but those within nodes, with what it writes."""
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """What a stage does: items ``[begin, end)``, and those in ``again``; values that it receives and sends."""
+class Observers:
+    """Who wants to know what of a run; each is None where nobody does.
 
-    stage: int
-    begin: int
-    end: int
-    again: frozenset[int]
-    receives: tuple[int, ...]
-    sends: tuple[int, ...]
+    Attributes:
+        node: called around each node that is done here.
+        shapes: takes down what is made here looks like, in place of the check. With it a run's own ``shapes`` need
+            only know the earlier stages, so that stage after stage can find the shapes of a new kind of micro-batch.
+        reads: takes down what Python code reads of the batch.
+        tail: takes down what runs behind the last module.
+        write: called before what writes in place.
+    """
 
+    node: Observer | None = None
+    shapes: Shapes | None = None
+    reads: list[str] | None = None
+    tail: Tail | None = None
+    write: WriteWatch | None = None
+
+
+NOBODY = Observers()
 
 _active = threading.local()  # .run: the replay that runs in this thread
 
@@ -79,35 +94,19 @@ class Replay:
         self, graph: StepGraph, plan: StagePlan, root: nn.Module, device: torch.device, checkpointing: bool = False
     ) -> None:
         self.graph, self.plan, self.root, self.device = graph, plan, root, device
+        self.stage = StageGraph(graph, plan, root)
         self.checkpointing = checkpointing
-        self.told = graph.told(plan.begin)
-        self.tells = [] if plan.end == len(graph.nodes) else graph.told(plan.end)
         self.python_random: PythonRandom | None = None
         if graph.draws:
             self.python_random = PythonRandom(root, device if graph.shares_draws else None)
-        buffers = {name for item in graph.nodes for name in item.buffers}
-        self.sources = {id(p) for p in root.parameters()} | {id(b) for n, b in root.named_buffers() if n in buffers}
-        self.is_last, self.is_rehearsal = plan.end == len(graph.nodes), plan.stage < 0
-        self.last_unit = max((item.index for item in graph.nodes if item.module is not None), default=-1)
-        self.mine = frozenset(range(plan.begin, plan.end)) | plan.again
-        rebinds = [rebind for item in graph.nodes for rebind in item.rebinds]
-        own = [rebind for item in graph.nodes[plan.begin : plan.end] for rebind in item.rebinds]
-        self.changed_memories = {graph.values[rebind.new].memory for rebind in own}
-        self.changing = {rebind.old for rebind in rebinds if rebind.old is not None}
-        self.changing_memories = {graph.values[rebind.new].memory for rebind in rebinds}
-        self.keeps = frozenset(plan.sends) | {rebind.new for rebind in rebinds} | graph.left
 
     def run(
         self,
         step: Callable[[], Any],
         received: Sequence[Tensor],
         shapes: Shapes,
-        observe: Observer | None = None,
-        record: Shapes | None = None,
-        reads: list[str] | None = None,
+        observers: Observers = NOBODY,
         answers: Answers | None = None,
-        tail: Tail | None = None,
-        writes: WriteWatch | None = None,
     ) -> tuple[tuple[Tensor, ...], Any]:
         """Run ``step`` for this stage, units patched by :func:`patched_units`.
 
@@ -115,13 +114,8 @@ class Replay:
             step: the user's step on one micro-batch.
             received: what the stage before sent: tensors, and what Python read of them where it read any.
             shapes: what values of earlier stages look like; also checked against what is made here.
-            observe: called around each item that is done here.
-            record: takes down what is made here looks like, instead of the check. With it, ``shapes`` need only know
-                the earlier stages, so that stage after stage can find the shapes of a new signature.
-            reads: takes down what Python code reads of the batch.
+            observers: of this run.
             answers: what runs of the step on this micro-batch have read of it before.
-            tail: takes down what runs behind the last unit.
-            writes: called before what writes in place.
 
         Returns:
             What the next stage receives (empty on the last), and what the step returned (None unless last).
@@ -129,64 +123,344 @@ class Replay:
         Raises:
             ReplayError: the step took another course than when it was traced, or its values have other shapes.
         """
-        told = read_told(self.told, received[-1]) if self.told and not self.is_rehearsal else {}
-        received = received[: len(self.plan.receives)]
-        given = dict(zip(self.plan.receives, map(self._prepare, self.plan.receives, received), strict=True))
-        run = Run(self, given, shapes, observe, record, reads, told, answers, writes)
-        run.tail = tail
+        stage = self.stage
+        told: dict[int, Any] = {}
+        if stage.told and not stage.is_probe:
+            told = read_told(stage.told, received[-1])
+        given: dict[int, Tensor] = {}
+        for value, tensor in zip(self.plan.receives, received[: len(self.plan.receives)], strict=True):
+            given[value] = self._as_traced(value, tensor)
+        run = Run(self, StageValues(stage, given, shapes, observers.shapes), told, observers, answers)
         outer, _active.run = getattr(_active, "run", None), run
         result = None
         try:
             with Eager(), run:
                 result = step()
             self._check_end(run)
-            if tail is not None:
-                tail.end()
-            if self.is_last:
-                ((result,), _) = run.present((result,), {})
+            if observers.tail is not None:
+                observers.tail.end()
+            if stage.is_last:
+                ((result,), _) = run.values.present((result,), {})
         except StageDone:
             pass
         finally:
             _active.run = outer
-        sent = tuple(run.environment[v] for v in self.plan.sends)
-        if record is None:
-            self._check_sent(sent, shapes)
-        if self.tells and not self.is_rehearsal:
-            sent = (*sent, write_told(self.tells, run.told, self.device))
-        return sent, result if self.is_last else None
+        if not stage.is_last:
+            result = None
+        return self._to_send(run, shapes, observers), result
 
-    def _prepare(self, value: int, tensor: Tensor) -> Tensor:
+    def _as_traced(self, value: int, tensor: Tensor) -> Tensor:
         """Received tensors are contiguous leaves: give them the strides of old, and a copy if they are changed here."""
         known = self.graph.values[value]
         shape = Shape(tuple(tensor.shape), known.stride, tensor.dtype, tensor.requires_grad)
         if known.shape == shape.shape and not shape.is_contiguous() and shape.is_dense():
-            return torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=tensor.device).copy_(tensor)
-        return tensor.clone() if known.memory in self.changed_memories else tensor
+            strided = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=tensor.device)
+            return strided.copy_(tensor)
+        if known.memory in self.stage.changed_here:
+            return tensor.clone()
+        return tensor
+
+    def _to_send(self, run: Run, shapes: Shapes, observers: Observers) -> tuple[Tensor, ...]:
+        sent = tuple(run.values.here[value] for value in self.plan.sends)
+        if observers.shapes is None:
+            self._check_sent(sent, shapes)
+        if self.stage.tells and not self.stage.is_probe:
+            return (*sent, write_told(self.stage.tells, run.told, self.device))
+        return sent
 
     def _check_end(self, run: Run) -> None:
-        missing = self.graph.nodes[run.cursor : self.plan.end]
+        """The step has returned: raise ``ReplayError`` if it did so too early."""
+        nodes, plan, is_last = self.graph.nodes, self.plan, self.stage.is_last
+        missing = nodes[run.cursor : plan.end]
         if run.done:
             return  # the user's code caught StageDone
-        if self.is_last and all(item.module is None for item in missing):
+        if is_last and all(node.module is None for node in missing):
             return
-        rest = self.graph.nodes[run.cursor :]
-        if all(item.module is None for item in rest) and all(value in run.environment for value in self.plan.sends):
+        rest = nodes[run.cursor :]
+        if all(node.module is None for node in rest) and all(value in run.values.here for value in plan.sends):
             return  # what follows is what logging does with a value, which only the last stage comes to
-        if not self.is_last and not missing:
-            expected = f"{self.graph.nodes[self.plan.end].name}, the next stage's first item"
+        if not is_last and not missing:
+            expected = f"{nodes[plan.end].name}, the next stage's first item"
         else:
             expected = missing[0].name
         raise ReplayError(f"The step returned before it came to {expected}. {OTHER_COURSE}")
 
     def _check_sent(self, sent: tuple[Tensor, ...], shapes: Shapes) -> None:
+        if not torch.is_grad_enabled():
+            return
         for value, tensor in zip(self.plan.sends, sent, strict=True):
-            known = shapes.values[value]
-            if torch.is_grad_enabled() and known.requires_grad != tensor.requires_grad:
+            if shapes.values[value].requires_grad != tensor.requires_grad:
                 verb = "requires" if tensor.requires_grad else "needs no"
                 raise ReplayError(
                     f"What {self.graph.nodes[self.graph.producers[value]].name} made {verb} a gradient; when the "
                     "step was traced it was the other way round. Parameters were frozen or unfrozen since."
                 )
+
+
+class StageDone(BaseException):
+    """The step has come to the next stage's first node. No ``Exception``: user code must not catch it."""
+
+
+class Run(TorchFunctionMode):
+    """One pass of a :class:`Replay` through the step: what its torch functions and modules do instead.
+
+    Args:
+        replay: whose pass.
+        values: of this pass; what was received is in them.
+        told: numbers that Python has read on earlier stages, by node. Those of this stage come along.
+        observers: of this pass.
+        answers: see :meth:`Replay.run`.
+
+    Attributes:
+        cursor: index of the node that comes next.
+        done: whether the next stage's first node was met.
+        plan: of the stage.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        values: StageValues,
+        told: dict[int, Any],
+        observers: Observers,
+        answers: Answers | None,
+    ) -> None:
+        super().__init__()
+        self.replay, self.stage, self.plan, self.nodes = replay, replay.stage, replay.plan, replay.graph.nodes
+        self.values, self.told, self.observers = values, told, observers
+        self.metadata = Metadata(values, replay.device)
+        self.answers: Answers | None = None
+        if not replay.graph.shares_draws:  # draws are other ones each time
+            self.answers = answers
+        self.asked = 0  # questions to the batch so far
+        self.cursor, self.done = 0, False
+        self.inside = False  # a node that is done for real: what it calls is its own
+        self._diverged = False  # behind the last module, where the last stage may go another way
+        self.random, self.shares_draws = replay.python_random, replay.graph.shares_draws
+        self.seed: int | None = None  # what nodes draw follows from the state at the first one, alike on all stages
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether no node is done in this run: what it does to Python's objects does not count."""
+        return self.stage.is_probe
+
+    # ---- what user code calls ----
+
+    def unit(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of unit ``name``."""
+        if self.observers.tail is not None:
+            self.observers.tail.note_numbers(args, kwargs)
+        node = self._next(name, None)
+        if node is None:  # behind the last traced node
+            return self._unforeseen_unit(name, forward, args, kwargs)
+        try:
+            if node.index not in self.stage.own:
+                return self._stand_in(node, args, kwargs)
+            return self._own_unit(node, forward, args, kwargs)
+        finally:
+            if self.random is not None and node.draws_in_python:
+                assert self.seed is not None
+                self.random.seed(self.seed + 1 + len(self.nodes) + node.index)  # all stages go on from there, alike
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.inside:
+            return function(*args, **kwargs)
+        observers, touches = self.observers, self.values.touches
+        kind = kind_of(function, args)
+        if kind is Kind.METADATA:
+            return self.metadata.ask(function, args, kwargs)
+        if kind is Kind.WATCHER:
+            return self.metadata.watch(function, args, kwargs)
+        if observers.write is not None and (written := written_by(function, args, kwargs)):
+            observers.write(written)
+        if observers.tail is not None:
+            observers.tail.note_numbers(args, kwargs)
+        if kind is Kind.LIKE and not touches(args[1:] if args else list(kwargs.values())[1:]):
+            return self.metadata.like(function, args, kwargs)
+        if observers.tail is not None and self.cursor > self.stage.last_unit:
+            observers.tail.note(function, args, kwargs)
+        # A function is a node if it depends on a value, or draws what other stages would draw differently.
+        if touches(args) or (kwargs and touches(kwargs.values())):
+            if sets_flag(function) and isinstance(args[0], nn.Parameter):
+                return function(*args, **kwargs)
+        elif self.shares_draws or function not in self.replay.graph.random_functions:
+            return self._free(function, args, kwargs)
+        return self._operation(kind, function, args, kwargs)
+
+    # ---- calls that are nodes ----
+
+    def _next(self, module: str | None, function: Any) -> Node | None:
+        """The node that this call is; None behind the last one.
+
+        Raises:
+            StageDone: it is the first node of the next stage.
+            ReplayError: it is another call than the one that comes next in the graph.
+        """
+        cursor, stage = self.cursor, self.stage
+        if self.random is not None and self.seed is None:
+            self.seed = digest(self.random.get())
+        node: Node | None = None
+        is_next = False
+        if cursor < len(self.nodes):
+            node = self.nodes[cursor]
+            is_next = node.module == module and (module is not None or node.function == function)
+        if cursor == self.plan.end and not stage.is_last and (is_next or not stage.is_probe):
+            self.done = True
+            raise StageDone
+        if is_next and not self._diverged:
+            self.cursor += 1
+            return node
+        if stage.is_last and cursor >= self.plan.begin and cursor > stage.last_unit:
+            self._diverged = True  # the step's end is this stage's alone: it may differ
+            return None
+        raise self._other_course(module, function, node)
+
+    def _other_course(self, module: str | None, function: Any, node: Node | None) -> ReplayError:
+        """The error for a call of ``module``, or else of ``function``, where ``node`` comes next."""
+        got = f"{name_of(function)} at {user_location()}"
+        if module is not None:
+            got = f"module {module!r}"
+        expected = "the end"
+        if node is not None:
+            expected = node.name
+            if node.module is not None:
+                expected = f"module {node.name!r}"
+        reason = ""
+        if self.told:
+            last = self.nodes[list(self.told)[-1]]
+            reason = f" Python read a tensor's value at {last.location}: does the step depend on it?"
+        return ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_COURSE}{reason}")
+
+    def _own_unit(self, node: Node, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a module that is this stage's."""
+        if node.inputs:
+            args, kwargs = self.values.present(args, kwargs)
+        if self.random is None:
+            return self._call_unit(node, forward, args, kwargs)
+        assert self.seed is not None
+        with self.random.put_back():  # what units draw is not drawn on other stages
+            self.random.seed(self.seed + 1 + node.index)
+            return self._call_unit(node, forward, args, kwargs)
+
+    def _call_unit(self, node: Node, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module of this stage, checkpointed where that is asked for."""
+        observe = self.observers.node
+        if observe is not None:
+            observe(node, False, None)
+        wanted = self.replay.checkpointing or (node.checkpointed and in_checkpoint())
+        if wanted and torch.is_grad_enabled() and not node.rebinds:  # what it changed could not be run again
+            with _plainly_saved():
+                result = self._do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})
+        else:
+            result = self._do(forward, args, kwargs)
+        if observe is not None:
+            observe(node, True, result)
+        return self.values.note_result(node, result, args, kwargs)
+
+    def _unforeseen_unit(
+        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Do it if all of it is here; else it belongs to another path, which stages have to know of."""
+        args, kwargs = self.values.present(args, kwargs)
+        held = [*self.replay.root.get_submodule(name).parameters(), *leaves((args, kwargs))]
+        if any(type(leaf) is RemoteTensor or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in held):
+            raise ReplayError(
+                f"The step calls module {name!r} at {user_location()}, behind its last one. {OTHER_COURSE}"
+            )
+        return self._do(forward, args, kwargs)
+
+    def _operation(self, kind: Kind, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation between modules that is a node: done where it is this stage's, else a stand-in."""
+        node = self._next(None, function)
+        if node is not None and node.index not in self.stage.own:
+            return self._stand_in(node, args, kwargs)
+        args, kwargs = self.values.present(args, kwargs)
+        if node is None:
+            if kind is Kind.BACKWARD:  # much of its graph is elsewhere
+                raise ReplayError(f"The step runs a backward pass of its own at {user_location()}. {OTHER_COURSE}")
+            return function(*args, **kwargs)
+        if self.random is None or not self.shares_draws:
+            return self._own_operation(node, function, args, kwargs)
+        assert self.seed is not None
+        with self.random.apart(self.seed + 1 + node.index):
+            return self._own_operation(node, function, args, kwargs)
+
+    def _own_operation(self, node: Node, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        observe = self.observers.node
+        if observe is not None:
+            observe(node, False, None)
+        if node.checkpointed and in_checkpoint():
+            with _plainly_saved():
+                result = self._do(function, args, kwargs)
+        else:
+            result = self._do(function, args, kwargs)
+        if observe is not None:
+            observe(node, True, result)
+        if node.tells:
+            self.told[node.index] = result
+        return self.values.note_result(node, result, args, kwargs)
+
+    def _do(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.inside = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.inside = False
+
+    def _stand_in(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a node of another stage returns."""
+        if self.observers.reads is not None:
+            self._note_sizes(self.observers.reads, node, leaves((args, kwargs)))
+        if node.tells and not self.is_probe:
+            return self.told[node.index]
+        if node.free and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
+            node.function(*args, **kwargs)  # a generator of the step's own goes on from here on each stage
+        if node.rebinds:
+            self.values.rebind(node, args, kwargs, done=False)
+        skeleton, sources = node.returned.skeleton, node.returned.sources
+        if skeleton is ... and sources[0][0] == "value":
+            return self.values.tensor(sources[0][1])
+        found = self.values.stand_ins(node, args, kwargs)
+        with self:  # containers may ask what they are given
+            return rebuild(skeleton, found)
+
+    def _note_sizes(self, reads: list[str], node: Node, arguments: list[Any]) -> None:
+        """Take down what the size of a node's result depends on besides the sizes of tensors."""
+        known = [None if type(leaf) is RemoteTensor else leaf for leaf in arguments]
+        masks = deciding_tensors(name_of(node.function), known)
+        if self.random is not None or masks:
+            sizes = [str(leaf) for leaf in arguments if isinstance(leaf, (int, slice))]
+            counts = [int(mask.sum()) for mask in masks]
+            reads.append(f"{node.name}{sizes}{counts}")
+
+    # ---- operations on the batch alone ----
+
+    def _free(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on the batch alone: each stage does it for itself."""
+        result = self._answer(function, args, kwargs)
+        reads = self.observers.reads
+        if reads is None:
+            return result
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if not made:
+            reads.append(f"{result!r}, which Python reads at {user_location()}")
+        else:  # whose size may depend on the batch's values, or on what is drawn
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in made)
+            reads.append(f"a result of shape {shapes} from {name_of(function)} at {user_location()}")
+        return result
+
+    def _answer(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """What ``function`` returns; if that are numbers, and another run has asked for them, without asking again."""
+        if self.answers is None:
+            return function(*args, **kwargs)
+        result = self.answers.find(self.asked, function, (args, kwargs))
+        if result is NOTHING:
+            result = function(*args, **kwargs)
+            self.asked += self.answers.note(self.asked, function, (args, kwargs), result)
+        else:
+            self.asked += 1
+        return result
 
 
 @contextmanager
@@ -205,3 +479,8 @@ def patched_units(root: nn.Module, units: Sequence[str]) -> Iterator[None]:
 
     with patched_forwards(root, wrap, dict.fromkeys(units), compiled=True):
         yield
+
+
+def _plainly_saved() -> saved_tensors_hooks:
+    """Within the user's own checkpoint: keep saved tensors, as its function cannot be run again for one stage alone."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

@@ -1,13 +1,20 @@
-"""One stage of a pipeline, as torch's schedules drive it.
+"""One stage of a pipeline: what it computes, and what torch's schedules call of it.
 
 torch's own ``PipelineStage`` fixes the shapes of its messages at the first step and holds a receive buffer for each
 micro-batch and direction from then on. :class:`Stage` offers the same methods to the schedules, and nothing else of it:
 it is told the shapes of every micro-batch at each step, takes a buffer when a receive is posted and lets go of it when
 it has been used. So shapes may differ between micro-batches and between steps.
+
+A forward keeps, for the micro-batch's backward, two ends of its piece of the autograd graph::
+
+    message --> leaf --> [ the stage's part of the step ] --> output --> message
+                 |  gradient read here        edge: backward starts here  |
+    message <----+                                                        +<---- message
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,41 +26,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_smddp.communication.device_watch import mark
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.runtime.departures import has_no_meaning, without_meaning
+from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, TensorSpec
+from lightning_smddp.pipeline.runtime.replay import Observers, Replay
 from lightning_smddp.pipeline.runtime.spans import Recorder, action
 from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
+from lightning_smddp.pipeline.runtime.staged_step import RunningStep, write_watch
+from lightning_smddp.pipeline.runtime.tails import Tail
+from lightning_smddp.wire.pytree import map_leaves
 from lightning_smddp.wording import counted
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a receiver has to know about a tensor before it arrives.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        requires_grad: Whether a gradient comes back for it in training.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    def __post_init__(self) -> None:
-        if self.requires_grad and not (self.dtype.is_floating_point or self.dtype.is_complex):
-            raise ValueError(f"{self}: tensors of this dtype have no gradient; use requires_grad=False")
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        """The description of ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def empty(self, device: torch.device) -> Tensor:
-        """Memory for such a tensor."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
-Boundary = Sequence[TensorSpec]
-"""What one stage sends to the next for one micro-batch."""
 
 
 class StageBody(Protocol):
@@ -70,6 +52,68 @@ class StageBody(Protocol):
         The last stage returns ``(loss,)`` in training, a weighted 0-d tensor, or ``()`` where a micro-batch has none.
         """
         ...
+
+
+class ReplayedStage:
+    """What a stage computes: its part of the step that runs now, by :class:`~.replay.Replay`.
+
+    Args:
+        stage: which one.
+        parameters: of the stage.
+        device: of this rank.
+
+    Attributes:
+        running: the step that runs; None in between.
+    """
+
+    def __init__(self, stage: int, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+        self.stage, self.device = stage, device
+        self.module = nn.ParameterList(parameters)
+        self.running: RunningStep | None = None
+
+    def __call__(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """See :class:`StageBody`.
+
+        A step that leaves its path does not stop the schedule: other stages wait for messages. See ``departures.py``.
+        """
+        running = self.running
+        assert running is not None
+        staged, shapes = running.paths[microbatch]
+        replay = staged.replays[self.stage]
+        try:
+            return self._replay(running, replay, microbatch, received)
+        except Exception as error:
+            is_ours = isinstance(error, (ReplayError, SplitError))
+            if not is_ours and not has_no_meaning(received):  # the user's own, and with numbers that have a meaning
+                raise
+            running.failures.setdefault(microbatch, str(error))
+        if replay.stage.is_last:
+            return ()
+        return without_meaning(staged.boundary(self.stage, shapes, running.train), self.device)
+
+    def _replay(
+        self, running: RunningStep, replay: Replay, index: int, received: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        microbatch, is_last = running.microbatches[index], replay.stage.is_last
+        staged, shapes = running.paths[index]
+        tail: Tail | None = None
+        if is_last and running.tails is not None:
+            tail = Tail(Replay.run.__code__)
+        observers = Observers(running.observe, tail=tail, write=write_watch(running.writes, running.step, index))
+        with running.step.around(index, microbatch, keep=is_last):
+            step = functools.partial(running.step, microbatch)
+            sent, result = replay.run(step, received, shapes, observers, microbatch.answers)
+        if running.tails is not None and tail is not None:
+            running.tails.append((staged, tail))
+        if not is_last:
+            return sent
+        loss: Tensor | None = None
+        if running.train:
+            loss = running.step.loss(microbatch, result)
+        running.results[index] = map_leaves(_detached, result)
+        if loss is None:
+            return ()
+        return (loss,)
 
 
 class _Received(torch.autograd.Function):
@@ -170,7 +214,7 @@ class Stage:
         self._check_outputs(outputs, fwd_chunk_id)
         sent = tuple(output.detach() for output in outputs)
         if self.has_backward:
-            state.edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+            state.edges = [_edge_of(output) for output in outputs]
         if self.is_last:
             state.output_gradients = [torch.ones_like(sent[0])]
             return sent[0]
@@ -188,7 +232,9 @@ class Stage:
         """The receives of the outputs' gradients."""
         if not self.has_backward or self.is_last:
             return []
-        gradients = [spec.empty(self.device) if spec.requires_grad else None for spec in self._outgoing[bwd_chunk_id]]
+        gradients: list[Tensor | None] = []
+        for spec in self._outgoing[bwd_chunk_id]:
+            gradients.append(spec.empty(self.device) if spec.requires_grad else None)
         self._microbatches[bwd_chunk_id].output_gradients = gradients
         return self._ops(dist.irecv, gradients, self.stage_index + 1)
 
@@ -203,7 +249,8 @@ class Stage:
         if not self.has_backward:
             return
         state = self._microbatches[bwd_chunk_id]
-        roots, leaves = self._roots(state), [leaf for leaf in state.leaves if leaf is not None]
+        roots = self._roots(state)
+        leaves = [leaf for leaf in state.leaves if leaf is not None]
         if full_backward:
             with action(self.recorder, self.stage_index, "backward", bwd_chunk_id), _computing():
                 gradients = backward(roots, leaves)
@@ -229,12 +276,14 @@ class Stage:
         """The sends of the inputs' gradients; zeros for one that did not matter to the loss."""
         if not self.has_backward or self.is_first:
             return []
-        sent = [
-            None if not spec.requires_grad else self._zeros(spec) if gradient is None else gradient.contiguous()
-            for spec, gradient in zip(
-                self._incoming[bwd_chunk_id], self.get_local_bwd_output(bwd_chunk_id), strict=True
-            )
-        ]
+        gradients = self.get_local_bwd_output(bwd_chunk_id)
+        sent: list[Tensor] = []
+        for spec, gradient in zip(self._incoming[bwd_chunk_id], gradients, strict=True):
+            if not spec.requires_grad:
+                continue
+            if gradient is None:
+                gradient = spec.empty(self.device).zero_()
+            sent.append(gradient.contiguous())
         return self._ops(dist.isend, sent, self.stage_index - 1)
 
     def get_local_bwd_output(self, mb_index: int) -> list[Tensor | None]:
@@ -257,12 +306,10 @@ class Stage:
         return cast(Tensor, _Received.apply(leaf))  # type: ignore[no-untyped-call]
 
     def _roots(self, state: _Microbatch) -> Roots:
+        """Where a backward starts, and with which gradients."""
         pairs = list(zip(state.edges, state.output_gradients, strict=True))
         state.edges, state.output_gradients = [], []
         return [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
-
-    def _zeros(self, spec: TensorSpec) -> Tensor:
-        return spec.empty(self.device).zero_()
 
     def _check_outputs(self, outputs: Sequence[Tensor], microbatch: int) -> None:
         """Refuse outputs that the next stage does not expect: received as announced they would be silently wrong."""
@@ -287,9 +334,20 @@ class Stage:
 
     def _ops(self, op: Any, tensors: Sequence[Tensor | None], peer_stage: int) -> list[dist.P2POp]:
         # Both sides leave out a tensor without elements: not every backend takes an empty message.
-        peer = self.stage_index_to_group_rank[peer_stage] if 0 <= peer_stage < self.num_stages else None
+        peer: int | None = None
+        if 0 <= peer_stage < self.num_stages:
+            peer = self.stage_index_to_group_rank[peer_stage]
         sent = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
         return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in sent]
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _edge_of(output: Tensor) -> GradientEdge | None:
+    """Where a backward of ``output`` starts. It holds the graph, but not the memory of the output."""
+    return get_gradient_edge(output) if output.requires_grad else None
 
 
 @contextmanager
@@ -301,13 +359,14 @@ def _computing() -> Iterator[None]:
 
 
 def _matches(output: Any, spec: TensorSpec, has_backward: bool) -> bool:
-    return (
-        isinstance(output, Tensor)
-        and tuple(output.shape) == spec.shape
-        and output.dtype == spec.dtype
-        and (spec.requires_grad or not (has_backward and output.requires_grad))
-    )
+    if not isinstance(output, Tensor):
+        return False
+    if tuple(output.shape) != spec.shape or output.dtype != spec.dtype:
+        return False
+    needs_gradient = has_backward and output.requires_grad
+    return spec.requires_grad or not needs_gradient
 
 
 def _describe(outputs: Sequence[Any]) -> str:
-    return ", ".join(str(TensorSpec.of(o)) if isinstance(o, Tensor) else type(o).__name__ for o in outputs) or "nothing"
+    texts = [str(TensorSpec.of(output)) if isinstance(output, Tensor) else type(output).__name__ for output in outputs]
+    return ", ".join(texts) or "nothing"

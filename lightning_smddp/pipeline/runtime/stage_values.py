@@ -1,0 +1,251 @@
+"""Which tensors stand for which values of the graph, while a stage runs a step."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from lightning_smddp.pipeline.capture.graph import Node
+from lightning_smddp.pipeline.capture.patches import user_location
+from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, RemoteTensor, ReplayError, Shape, Shapes
+from lightning_smddp.pipeline.runtime.stage_graph import StageGraph
+from lightning_smddp.wire.pytree import leaves, map_leaves
+from lightning_smddp.wording import counted
+
+
+class StageValues:
+    """The tensors of one run, by the values of the graph that they are.
+
+    A value of the graph is a number. In a run it is a tensor that the stage has received or made, or a
+    :class:`RemoteTensor`. A change in place makes another value of the same tensor object: see :meth:`rebind`.
+
+    Args:
+        stage: its part of the graph.
+        received: what the stage before has sent, by value.
+        shapes: what values of earlier stages look like; also checked against what is made here.
+        record: takes down the shape of what is made here, in place of the check.
+
+    Attributes:
+        here: value -> tensor with its numbers: what was received, and made values that are kept.
+    """
+
+    def __init__(
+        self, stage: StageGraph, received: dict[int, Tensor], shapes: Shapes, record: Shapes | None = None
+    ) -> None:
+        self.stage, self.here, self.shapes, self.record = stage, received, shapes, record
+        # By id, as comparing tensors compares numbers. The weak reference tells an object from a later one whose
+        # memory, and so whose id, is the same.
+        self._tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._holders: dict[int, list[weakref.ref[Tensor]]] = defaultdict(list)  # of values that will change in place
+
+    def value_of(self, tensor: Tensor) -> int | None:
+        """The value that ``tensor`` is; None for one that depends on the batch alone."""
+        entry = self._tracked.get(id(tensor))
+        if entry is not None and entry[0]() is tensor:
+            return entry[1]
+        if type(tensor) is RemoteTensor:
+            raise ReplayError(
+                f"At {user_location()} a tensor of another stage is used that was kept since an earlier step or "
+                "micro-batch. Stages work on several micro-batches at a time: none can hand anything to the next."
+            )
+        return None
+
+    def touches(self, arguments: Iterable[Any]) -> bool:
+        """Whether a parameter or a value is among ``arguments``, also in lists, tuples and dicts."""
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                if id(argument) in self.stage.sources or self.value_of(argument) is not None:
+                    return True
+            elif isinstance(argument, (list, tuple)):
+                if self.touches(argument):
+                    return True
+            elif isinstance(argument, dict) and self.touches(argument.values()):
+                return True
+        return False
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether another stage makes this value, or holds this parameter."""
+        value = self.value_of(tensor)
+        if value is None:
+            return tensor.device.type == "meta"
+        return not self.stage.makes(value)
+
+    def made_and_left(self) -> dict[int, Tensor]:
+        """The values that this stage has made, of those that the step leaves in attributes."""
+        left = self.stage.graph.left
+        return {value: self.here[value] for value in left if value in self.here and self.stage.makes(value)}
+
+    # ---- arguments of a node that is done here ----
+
+    def present(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with the tensor that is here for each :class:`RemoteTensor` or outdated object."""
+        if not any(self._is_outdated(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            return args, kwargs
+
+        def real(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            value = self.value_of(leaf)
+            if value is None:
+                return leaf
+            return self.here.get(value, leaf)
+
+        changed: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(real, (args, kwargs))
+        return changed
+
+    def _is_outdated(self, tensor: Tensor) -> bool:
+        """Whether another object has the numbers of this value: one that was received, or changed in place."""
+        value = self.value_of(tensor)
+        return value is not None and self.here.get(value, tensor) is not tensor
+
+    # ---- results of a node that is done here ----
+
+    def note_result(self, node: Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Remember which values are which tensors in the result of ``node``; return it."""
+        sources = node.returned.sources
+        if len(sources) == 1 and sources[0][0] == "value" and isinstance(result, Tensor):
+            value = sources[0][1]
+            if self.stage.changing_memories:
+                result = self._with_own_memory(result, value, args)
+            self._track(result, value)
+        elif sources:
+            self._note_leaves(node, leaves(result), args, kwargs)
+        if node.rebinds:
+            self.rebind(node, args, kwargs, done=True)
+        return result
+
+    def _note_leaves(self, node: Node, found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sources = node.returned.sources
+        if len(found) != len(sources):
+            was = f"it returned {len(sources)} when the step was traced"
+            raise ReplayError(f"{node.name} returned {counted(len(found), 'thing')}; {was}. {OTHER_COURSE}")
+        has_constants = False
+        for leaf, (kind, source) in zip(found, sources, strict=True):
+            has_constants |= kind == "constant"
+            if isinstance(leaf, Tensor) != (kind == "value") and kind != "argument":
+                raise ReplayError(
+                    f"{node.name} returned a {type(leaf).__name__} in a place of another kind. {OTHER_COURSE}"
+                )
+            if kind == "value":
+                self._track(leaf, source)
+            elif kind == "argument" and isinstance(leaf, Tensor) and self.value_of(leaf) is None:
+                self._track_as(leaf, leaves((args, kwargs))[source])
+        if self.record is not None and has_constants:
+            constants = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
+            self.record.constants[node.index] = tuple(constants)
+
+    def _track_as(self, leaf: Tensor, argument: Any) -> None:
+        """Where the trace got the argument itself back, this run may have got a copy, which is the same value."""
+        if isinstance(argument, Tensor):
+            value = self.value_of(argument)
+            if value is not None:
+                self._track(leaf, value)
+
+    def _with_own_memory(self, result: Tensor, value: int, args: tuple[Any, ...]) -> Tensor:
+        """What had memory of its own in the trace must have so here, if its memory or the original's is changed.
+
+        A received tensor may be contiguous where the original was not: ``contiguous()`` then makes no copy.
+        """
+        if not args or not isinstance(args[0], Tensor):
+            return result
+        original = self.value_of(args[0])
+        if original is None:
+            return result
+        values, changing = self.stage.graph.values, self.stage.changing_memories
+        memory, other = values[value].memory, values[original].memory
+        if memory == other:
+            return result
+        if memory not in changing and other not in changing:
+            return result
+        if result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
+            return result.clone()
+        return result
+
+    def _track(self, tensor: Tensor, value: int) -> None:
+        """``tensor`` was made here, and is ``value``."""
+        self._mark(tensor, value)
+        if value in self.stage.kept:
+            self.here[value] = tensor
+        if self.record is not None:
+            self.record.values[value] = Shape.of(tensor)
+            return
+        if self.stage.is_last:  # nobody counts on its shape
+            return
+        known = self.shapes.values[value]
+        if tensor.shape != known.shape:
+            maker = self.stage.nodes[self.stage.graph.producers[value]].name
+            raise ReplayError(
+                f"{maker} made a tensor of shape {tuple(tensor.shape)} where {known.shape} was expected: other stages "
+                "count on that. Sizes that depend on the batch's values, not on its shapes, cannot cross stages: pad, "
+                "or keep them in the last module."
+            )
+
+    def _mark(self, tensor: Tensor, value: int) -> None:
+        reference = weakref.ref(tensor)
+        self._tracked[id(tensor)] = (reference, value)
+        if value in self.stage.changing:
+            self._holders[value].append(reference)
+
+    # ---- results of a node that another stage does ----
+
+    def stand_ins(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """What stands for each leaf of the result of ``node``: tensors without numbers, arguments, constants."""
+        sources = node.returned.sources
+        constants = self.shapes.constants.get(node.index)
+        arguments: list[Any] = []
+        if any(kind == "argument" for kind, _ in sources):
+            arguments = leaves((args, kwargs))
+        found: list[Any] = []
+        for position, (kind, source) in enumerate(sources):
+            if kind == "value":
+                found.append(self.tensor(source))
+            elif kind == "argument":
+                found.append(arguments[source])
+            elif constants is None or constants[position] == AS_TRACED:
+                found.append(source)
+            else:
+                found.append(constants[position])
+        return found
+
+    def tensor(self, value: int) -> Tensor:
+        """The tensor that stands for ``value``: the one that is here, or a :class:`RemoteTensor`."""
+        tensor = self.here.get(value)
+        if tensor is None:
+            tensor = self.shapes.remote_tensor(value)
+        self._mark(tensor, value)
+        return tensor
+
+    # ---- changes in place ----
+
+    def rebind(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], done: bool) -> None:
+        """Follow the changes in place of ``node``: objects that were the old value are the new one from here on.
+
+        That are all objects of the old value, not just the argument: ``y = x.view(-1); x.add_(1)`` changes ``y``, too.
+        Where the change is done here the objects have the new numbers; elsewhere they only get the new name, and what
+        they hold is outdated.
+        """
+        arguments = []
+        if node.module is None:
+            arguments = leaves((args, kwargs))
+        for old, new, position in node.rebinds:
+            objects = self._objects_of(old)
+            if position is not None and node.module is None:
+                changed = arguments[position]
+                if not any(tensor is changed for tensor in objects):
+                    objects.append(changed)
+            for tensor in objects:
+                if done and type(tensor) is not RemoteTensor:
+                    self._track(tensor, new)
+                else:
+                    self._mark(tensor, new)
+
+    def _objects_of(self, value: int | None) -> list[Tensor]:
+        """All tensor objects that still are ``value``, which is about to end."""
+        if value is None:
+            return []
+        found = [reference() for reference in self._holders.pop(value, [])]
+        return [tensor for tensor in found if tensor is not None and self.value_of(tensor) == value]
