@@ -37,9 +37,11 @@ class ConstantRandom(DispatchMode):
                 return function.decompose(*args, **kwargs)
         given = arguments_by_name(function, args, kwargs)
         if given.get("dropout_p"):  # attention in one kernel
-            positional = list(given)[: len(args)]
-            args = [0.0 if name == "dropout_p" else value for name, value in zip(positional, args, strict=True)]
-            kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
+            position = list(given).index("dropout_p")
+            if position < len(args):
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
         result = function(*args, **kwargs)
         fill = _FILLS.get(function.overloadpacket.__name__)
         if fill is not None:
@@ -66,7 +68,10 @@ def _uniform(result: Tensor, given: Given) -> None:
 def _integer(result: Tensor, given: Given) -> None:
     low = given.get("low", given.get("from", 0))
     high = given.get("high", given.get("to"))
-    result.fill_(low if high is None else (low + high) // 2)
+    if high is None:
+        result.fill_(low)
+    else:
+        result.fill_((low + high) // 2)
 
 
 def _permutation(result: Tensor, given: Given) -> None:
@@ -75,7 +80,9 @@ def _permutation(result: Tensor, given: Given) -> None:
 
 def _more_likely(result: Tensor, given: Given) -> None:
     probability = given.get("p")
-    result.copy_(torch.as_tensor(given["self"] if probability is None else probability) > 0.5)
+    if probability is None:
+        probability = given["self"]
+    result.copy_(torch.as_tensor(probability) > 0.5)
 
 
 def _median(result: Tensor, given: Given) -> None:
@@ -114,7 +121,11 @@ def _as_given(result: Tensor, given: Given) -> None:
 
 
 def _rounded(result: Tensor, given: Given) -> None:
-    result.copy_(given["self"].round() if "self" in given else (given["count"] * given["prob"]).round())
+    if "self" in given:  # poisson
+        mean = given["self"]
+    else:
+        mean = given["count"] * given["prob"]
+    result.copy_(mean.round())
 
 
 def _share(result: Tensor, given: Given) -> None:

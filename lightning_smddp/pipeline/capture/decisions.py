@@ -12,7 +12,7 @@ _OURS = ("lightning_smddp.", "contextlib", "torch._tensor", "torch.overrides", "
 
 
 def decides() -> bool:
-    """Whether the code that is reading a value now may take another course by it.
+    """Whether the code that is reading a value now may take another path by it.
 
     A check does not count: where it fails it raises, in one process as on the rank that reads. Without source, it may.
     """
@@ -47,8 +47,8 @@ def _decides(filename: str, line: int) -> bool:
     if any(isinstance(node, (ast.IfExp, ast.BoolOp, ast.comprehension)) for node in ast.walk(statement)):
         return True
     functions = [node for node in around if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    within = max(functions, key=lambda node: node.lineno) if functions else tree
-    return _is_tested(_assigned(statement), within)
+    innermost = max(functions, key=lambda node: node.lineno, default=tree)
+    return _is_tested(_assigned(statement), innermost)
 
 
 def _has(node: ast.AST, line: int) -> bool:
@@ -63,20 +63,16 @@ def _is_check(node: ast.AST) -> bool:
 
 def _assigned(statement: ast.stmt) -> set[str]:
     """What ``statement`` gives a value, as source: names and attributes."""
-    stored = (ast.Name, ast.Attribute)
-    return {
-        ast.unparse(node)
-        for node in ast.walk(statement)
-        if isinstance(node, stored) and isinstance(node.ctx, ast.Store)
-    }
+    targets = [node for node in ast.walk(statement) if isinstance(node, (ast.Name, ast.Attribute))]
+    return {ast.unparse(node) for node in targets if isinstance(node.ctx, ast.Store)}
 
 
 def _is_tested(names: set[str], within: ast.AST) -> bool:
     """Whether code in ``within`` decides by one of ``names``."""
-    tests = [
-        node.test
-        for node in ast.walk(within)
-        if isinstance(node, (ast.If, ast.While, ast.IfExp)) and not _is_check(node)
-    ]
-    used = {ast.unparse(part) for test in tests for part in ast.walk(test) if isinstance(part, ast.expr)}
-    return bool(names & used)
+    for node in ast.walk(within):
+        if not isinstance(node, (ast.If, ast.While, ast.IfExp)) or _is_check(node):
+            continue
+        used = {ast.unparse(part) for part in ast.walk(node.test) if isinstance(part, ast.expr)}
+        if names & used:
+            return True
+    return False

@@ -68,7 +68,9 @@ def written_by(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """What a torch function writes in place, as far as its name and ``out`` say so."""
     if is_inplace(function) and not sets_flag(function):
         return leaves(args[:1])
-    return leaves(kwargs["out"]) if kwargs and "out" in kwargs else []
+    if kwargs and "out" in kwargs:
+        return leaves(kwargs["out"])
+    return []
 
 
 class NewWrites:

@@ -8,10 +8,10 @@ contiguous range of nodes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from itertools import chain, zip_longest
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from lightning_smddp.pipeline.capture.ops import is_autograd_function
 from lightning_smddp.pipeline.capture.patches import Lines
 from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
 from lightning_smddp.pipeline.runtime.casts import cast_type
+
+T = TypeVar("T")
 
 
 class SplitError(ValueError):
@@ -47,8 +49,6 @@ class Node:
     """
 
     index: int
-    module: str | None
-    function: Any
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     rebinds: tuple[Rebind, ...]
@@ -57,14 +57,16 @@ class Node:
     buffers_read: tuple[str, ...]
     returned: Template
     random: bool
-    recomputable: bool
-    reads: bool
-    free: bool
-    checkpointed: bool
-    name: str
     location: str
     seconds: float
     activation_bytes: int
+    name: str = ""
+    module: str | None = None
+    function: Any = None
+    recomputable: bool = False
+    reads: bool = False
+    free: bool = False
+    checkpointed: bool = False
     tells: bool = False
     varies: bool = False
     draws_in_python: bool = False
@@ -129,7 +131,8 @@ class StepGraph:
         for node in self.nodes:
             for value in node.inputs:
                 self.last_use[value] = node.index
-            for memory in {self.values[rebind.new].memory for rebind in node.rebinds}:
+            overwritten = {self.values[rebind.new].memory for rebind in node.rebinds}
+            for memory in overwritten:
                 for value in memories.pop(memory, ()):
                     self.overwritten[value] = node.index
             for value in node.outputs:
@@ -141,9 +144,8 @@ class StepGraph:
         for value, last in self.last_use.items():
             if not self.values[value].sendable:
                 first = self.producers[value]
-                self.colocations.append(
-                    Colocation(first, last, f"the sparse or nested result of {self.nodes[first].name} cannot be sent")
-                )
+                reason = f"the sparse or nested result of {self.nodes[first].name} cannot be sent"
+                self.colocations.append(Colocation(first, last, reason))
 
     def _colocate_views(self) -> None:
         """A change in place reaches all views of the memory only where they still are views of each other."""
@@ -152,15 +154,10 @@ class StepGraph:
             for old, new, position in node.rebinds:
                 if old in self.producers and (position is not None or new in self.last_use):
                     by_memory[self.values[new].memory].append(self.producers[old])
+            reason = f"{node.name} changes a tensor in place of which views are used later"
             for producers in by_memory.values():
                 if len(producers) > 1 and min(producers) < node.index:
-                    self.colocations.append(
-                        Colocation(
-                            min(producers),
-                            node.index,
-                            f"{node.name} changes a tensor in place of which views are used later",
-                        )
-                    )
+                    self.colocations.append(Colocation(min(producers), node.index, reason))
 
     def _colocate_buffers(self) -> None:
         """A buffer lives on the stage that changes it."""
@@ -170,16 +167,18 @@ class StepGraph:
                 users[name].append(node.index)
         for name, indices in users.items():
             if len(indices) > 1:
-                names = f"{self.nodes[indices[0]].name} and {self.nodes[indices[-1]].name}"
-                self.colocations.append(
-                    Colocation(indices[0], indices[-1], f"{names} use buffer {name!r}, which the step changes")
-                )
+                first, last = indices[0], indices[-1]
+                names = f"{self.nodes[first].name} and {self.nodes[last].name}"
+                reason = f"{names} use buffer {name!r}, which the step changes"
+                self.colocations.append(Colocation(first, last, reason))
 
     def obstacle_to(self, cut: int) -> str | None:
         """Why no stage may begin with node ``cut``; None if one may."""
         last, reader = self.last_cut()
         if cut > last and reader is not None:
-            does = "makes a tensor whose size depends on values" if reader.varies else "reads a value into Python"
+            does = "reads a value into Python"
+            if reader.varies:
+                does = "makes a tensor whose size depends on values"
             return f"{reader.name} {does}, which only the stage that has it can follow"
         return next((found.reason for found in self.colocations if found.first < cut <= found.last), None)
 
@@ -201,8 +200,10 @@ class StepGraph:
         Where Python decides by what it reads after a node, or sizes depend on it, only that node's stage can follow:
         nothing may be cut off behind it.
         """
-        reader = next((node for node in self.nodes if node.blinds), None)
-        return (len(self.nodes), None) if reader is None else (reader.index, reader)
+        for node in self.nodes:
+            if node.blinds:
+                return node.index, node
+        return len(self.nodes), None
 
     def told(self, cut: int) -> list[Node]:
         """Items before ``cut`` of which Python reads numbers."""
@@ -216,9 +217,11 @@ class StepGraph:
 
     def digest(self) -> list[str]:
         """A line for each node, the same on every rank that traced the same step."""
-        return [
-            f"{node.name}({','.join(map(str, node.inputs))})->{','.join(map(str, node.outputs))}" for node in self.nodes
-        ]
+        lines = []
+        for node in self.nodes:
+            inputs, outputs = ",".join(map(str, node.inputs)), ",".join(map(str, node.outputs))
+            lines.append(f"{node.name}({inputs})->{outputs}")
+        return lines
 
 
 def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str]:
@@ -306,6 +309,11 @@ def _refuse_scripted(modules: Modules) -> None:
             )
 
 
+def _unique(*sequences: Iterable[T]) -> tuple[T, ...]:
+    """The members of all ``sequences``, each once, in the order of their first appearance."""
+    return tuple(dict.fromkeys(chain.from_iterable(sequences)))
+
+
 class _Builder:
     def __init__(self, trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> None:
         self.trace, self.modules, self.is_small = trace, modules, is_small
@@ -321,9 +329,11 @@ class _Builder:
 
     def visit(self, call: Call | None) -> None:
         """Emit the nodes of one call (None: the whole step) in order."""
-        first, last = (call.first, call.last) if call else (0, len(self.trace.events))
+        index, first, last = None, 0, len(self.trace.events)
+        if call is not None:
+            index, first, last = call.index, call.first, call.last
         position = first
-        for child in self.children[call.index if call else None]:
+        for child in self.children[index]:
             self._operations(position, child.first)
             if child.last > child.first and self._is_unit(child.module):
                 self._unit(child)
@@ -358,8 +368,8 @@ class _Builder:
     def _operations(self, first: int, last: int) -> None:
         for event in self.trace.events[first:last]:
             _refuse_event(event)
-            outputs = dict.fromkeys((*event.returned.values, *(rebind.new for rebind in event.mutated)))
-            self._add(None, [event], event.returned, tuple(outputs), event.mutated, event.parameters, event.seconds)
+            outputs = _unique(event.returned.values, [rebind.new for rebind in event.mutated])
+            self._add(None, [event], event.returned, outputs, event.mutated, event.parameters, event.seconds)
 
     def _unit(self, call: Call) -> None:
         assert call.returned is not None
@@ -367,10 +377,9 @@ class _Builder:
         rebinds = self.modules.changes(call)
         returned = [value for value in call.returned.values if self.modules.made_in(value, call.index)]
         module = self.modules.by_name[call.module]
-        held = [self.canonical[id(p)] for p in module.parameters()]
-        used = [name for event in events for name in event.parameters]
-        outputs = tuple(dict.fromkeys((*returned, *(rebind.new for rebind in rebinds))))
-        parameters = tuple(dict.fromkeys((*held, *used)))
+        held = [self.canonical[id(parameter)] for parameter in module.parameters()]
+        outputs = _unique(returned, [rebind.new for rebind in rebinds])
+        parameters = _unique(held, *(event.parameters for event in events))
         self._add(call, events, call.returned, outputs, rebinds, parameters, call.seconds)
 
     def _draws_in_python(self, call: Call) -> bool:
@@ -388,38 +397,38 @@ class _Builder:
     ) -> None:
         first = events[0]
         self.node_of.update((event.index, len(self.nodes)) for event in events)
-        own = {value for event in events for value in self.made[event.index]}
-        buffers = tuple(dict.fromkeys(name for event in events for name in event.buffers))
-        buffers_read = tuple(dict.fromkeys(name for event in events for name in event.buffers_read))
+        own = set(_unique(*(self.made[event.index] for event in events)))
+        used = _unique(*(event.inputs for event in events))
+        buffers = _unique(*(event.buffers for event in events))
+        buffers_read = _unique(*(event.buffers_read for event in events))
         draws = any(event.random for event in events)
-        bound_only = not (draws or first.free or first.reads or parameters or rebinds or buffers or buffers_read)
-        watched = any(self.trace.values[v].watched for v in outputs)
-        self.nodes.append(
-            Node(
-                index=len(self.nodes),
-                module=call.module if call else None,
-                function=None if call else first.function,
-                inputs=tuple(dict.fromkeys(v for event in events for v in event.inputs if v not in own)),
-                outputs=outputs,
-                rebinds=rebinds,
-                parameters=parameters,
-                buffers=buffers,
-                buffers_read=buffers_read,
-                returned=returned,
-                random=draws,
-                recomputable=call is None and bound_only and not watched and not is_autograd_function(first.function),
-                reads=call is None and first.reads,
-                tells=call is None and tells(first),
-                varies=any(value in self.modules.varying for value in outputs),
-                draws_in_python=call is not None and self._draws_in_python(call),
-                free=call is None and first.free,
-                checkpointed=call.checkpointed if call else first.checkpointed,
-                name=call.module if call else f"{first.name} at {_short(first.location)}",
-                location=first.location,
-                seconds=seconds,
-                activation_bytes=sum(self.trace.values[v].nbytes for v in own),
-            )
+        watched = any(self.trace.values[value].watched for value in outputs)
+        touches_state = bool(parameters or rebinds or buffers or buffers_read)
+        node = Node(
+            index=len(self.nodes),
+            inputs=tuple(value for value in used if value not in own),
+            outputs=outputs,
+            rebinds=rebinds,
+            parameters=parameters,
+            buffers=buffers,
+            buffers_read=buffers_read,
+            returned=returned,
+            random=draws,
+            varies=any(value in self.modules.varying for value in outputs),
+            location=first.location,
+            seconds=seconds,
+            activation_bytes=sum(self.trace.values[value].nbytes for value in own),
         )
+        if call is not None:
+            node.module, node.name, node.checkpointed = call.module, call.module, call.checkpointed
+            node.draws_in_python = self._draws_in_python(call)
+        else:
+            node.function, node.checkpointed = first.function, first.checkpointed
+            node.name = f"{first.name} at {_short(first.location)}"
+            node.reads, node.tells, node.free = first.reads, tells(first), first.free
+            is_plain = not (draws or watched or touches_state or first.free or first.reads)
+            node.recomputable = is_plain and not is_autograd_function(first.function)
+        self.nodes.append(node)
 
 
 def _refuse_event(event: Event) -> None:

@@ -89,22 +89,23 @@ class Modules:
     def _seal_around(self, event: Event, does: str, why: str, unfit: Collection[str] = ()) -> None:
         """The innermost module that can be placed whole, and is not ``unfit``, stays whole."""
         inner_first = [self.trace.calls[index].module for index in reversed(self.chains[event.call])]
-        fit = [name for name in inner_first if name and name not in self.obstacles and name not in unfit]
-        name = fit[0] if fit else None
-        if name is not None:
-            self.must_be_whole.setdefault(name, f"it {does} in {event.location}, and {why}")
+        for name in inner_first:
+            if name and name not in self.obstacles and name not in unfit:
+                self.must_be_whole.setdefault(name, f"it {does} in {event.location}, and {why}")
+                return
 
     def _find_escapes(self) -> None:
         """Values used outside of the call that made them, without being returned by it."""
         handed_over: dict[int, set[int]] = {}
         for call in self.trace.calls:
-            handed_over[call.index] = set(call.returned.values) if call.returned else set()
-            handed_over[call.index].update(rebind.new for rebind in self.changes(call))
+            handed_over[call.index] = {rebind.new for rebind in self.changes(call)}
+            if call.returned is not None:
+                handed_over[call.index].update(call.returned.values)
         for event in self.trace.events:
-            outside = set(self.chains[event.call])
+            around = set(self.chains[event.call])
             for value in event.inputs:
-                for call_index in self.chains[self.trace.events[self.trace.values[value].event].call]:
-                    if call_index not in outside and value not in handed_over[call_index]:
+                for call_index in self._calls_around_maker(value):
+                    if call_index not in around and value not in handed_over[call_index]:
                         name = self.trace.calls[call_index].module
                         where = f"{event.location} without being returned"
                         self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
@@ -124,4 +125,9 @@ class Modules:
 
     def made_in(self, value: int, call: int) -> bool:
         """Whether an operation within ``call`` made ``value``."""
-        return call in self.chains[self.trace.events[self.trace.values[value].event].call]
+        return call in self._calls_around_maker(value)
+
+    def _calls_around_maker(self, value: int) -> tuple[int, ...]:
+        """The calls within which ``value`` was made, from the outside in."""
+        event = self.trace.values[value].event
+        return self.chains[self.trace.events[event].call]

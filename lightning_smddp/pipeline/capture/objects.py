@@ -41,7 +41,9 @@ def parts_of(value: Any) -> Parts | None:
     if is_plain(value) or isinstance(value, Tensor):
         return []
     if isinstance(value, np.ndarray):
-        return list(enumerate(value.reshape(-1).tolist())) if value.dtype == object else []
+        if value.dtype != object:
+            return []
+        return list(enumerate(value.reshape(-1).tolist()))
     members = members_of(value)
     if members is not None:
         return list(members)
@@ -55,17 +57,26 @@ def parts_of(value: Any) -> Parts | None:
 def _reduced(value: Any) -> Parts | None:
     reducer = copyreg.dispatch_table.get(type(value))
     try:
-        reduced = value.__reduce_ex__(_PROTOCOL) if reducer is None else reducer(value)
+        if reducer is not None:
+            reduced = reducer(value)
+        else:
+            reduced = value.__reduce_ex__(_PROTOCOL)
     except Exception:  # whatever the object's own method raises: it does not want to be taken apart
         attributes = getattr(value, "__dict__", None)
-        return None if attributes is None else list(attributes.items())
+        if attributes is None:
+            return None
+        return list(attributes.items())
     if isinstance(reduced, str):
         return []
-    made, arguments, *rest = reduced
+    # what copies and unpickles by: (function, its arguments, state, iterator of entries, iterator of items, setter)
+    made, arguments, state, entries, mapped = (*reduced, None, None, None)[:5]
     parts: Parts = [("made by", made), *enumerate(arguments)]
-    for name, content in zip(("state", "entries", "items"), rest, strict=False):
-        if content is not None:
-            parts.append((name, content if name == "state" else list(content)))
+    if state is not None:
+        parts.append(("state", state))
+    if entries is not None:
+        parts.append(("entries", list(entries)))
+    if mapped is not None:
+        parts.append(("items", list(mapped)))
     return parts
 
 
@@ -103,7 +114,11 @@ def _everything(value: Any) -> tuple[list[Any], list[Any]]:
 
 def names_within(value: Any) -> set[str]:
     """Names of attributes and keys in an object, at any depth."""
-    return {key for part in _everything(value)[0] for key, _ in parts_of(part) or () if isinstance(key, str)}
+    found: set[str] = set()
+    everything, _ = _everything(value)
+    for part in everything:
+        found.update(key for key, _ in parts_of(part) or () if isinstance(key, str))
+    return found
 
 
 def describe(value: Any) -> str:
@@ -123,19 +138,22 @@ def _describe(value: Any, seen: dict[int, Any]) -> str:
     if is_plain(value) or id(value) in seen:
         return type(value).__name__
     seen[id(value)] = value
-    parts = parts_of(value) or []
-    return f"{type(value).__name__}({', '.join(f'{_name(key)}={_describe(part, seen)}' for key, part in parts)})"
+    texts = [f"{_name(key)}={_describe(part, seen)}" for key, part in parts_of(value) or []]
+    return f"{type(value).__name__}({', '.join(texts)})"
 
 
 def _name(key: Any) -> str:
-    return str(key) if is_plain(key) else type(key).__name__
+    if is_plain(key):
+        return str(key)
+    return type(key).__name__
 
 
 def _shape(tensor: Tensor) -> str:
     if tensor.is_nested:
         return str([list(part.shape) for part in tensor.unbind()])
-    stored = "" if tensor.layout is torch.strided else f" of {tensor._nnz()}"
-    return f"{list(tensor.shape)}{stored}"
+    if tensor.layout is torch.strided:
+        return str(list(tensor.shape))
+    return f"{list(tensor.shape)} of {tensor._nnz()}"
 
 
 def with_same_memory(value: Any) -> Any:
@@ -147,7 +165,9 @@ def with_same_memory(value: Any) -> Any:
     if is_plain(value):
         return value
     if isinstance(value, Tensor):
-        return value if value.requires_grad else value.detach()
+        if value.requires_grad:
+            return value
+        return value.detach()
     if isinstance(value, np.ndarray):
         return value.view()
     shared, silent = _look_into(value)

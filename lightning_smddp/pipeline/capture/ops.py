@@ -46,6 +46,9 @@ class Kind(Enum):
     BACKWARD = "backward"
 
 
+_NAMES = {Kind.METADATA: _METADATA, Kind.WATCHER: _WATCHERS, Kind.LIKE: _LIKE, Kind.BACKWARD: _BACKWARD}
+
+
 @functools.lru_cache(maxsize=4096)
 def name_of(function: Any) -> str:
     """A readable name, ``shape`` for ``Tensor.shape.__get__``."""
@@ -69,18 +72,12 @@ def _kind(function: Any) -> Kind:
     name = name_of(function)
     attribute = getattr(function, "__name__", None)
     if attribute == "__get__":
-        return Kind.OPERATION if name in _TENSOR_PROPERTIES else Kind.METADATA
+        if name in _TENSOR_PROPERTIES:
+            return Kind.OPERATION
+        return Kind.METADATA
     if attribute == "__set__":
         return Kind.OPERATION
-    for names, kind in (
-        (_METADATA, Kind.METADATA),
-        (_WATCHERS, Kind.WATCHER),
-        (_LIKE, Kind.LIKE),
-        (_BACKWARD, Kind.BACKWARD),
-    ):
-        if name in names:
-            return kind
-    return Kind.OPERATION
+    return next((kind for kind, names in _NAMES.items() if name in names), Kind.OPERATION)
 
 
 def kind_of(function: Any, args: tuple[Any, ...]) -> Kind:
@@ -97,9 +94,9 @@ def is_inplace(function: Any) -> bool:
     name = name_of(function)
     if getattr(function, "__name__", None) in ("__set__", "__setitem__"):
         return True
-    return (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__init__")
-    )
+    if name.startswith("__i"):  # `__iadd__`
+        return name not in ("__index__", "__int__", "__invert__", "__init__")
+    return name.endswith("_") and not name.endswith("__")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -112,9 +109,7 @@ def sets_flag(function: Any) -> bool:
 
 def asks_for_device(name: str) -> bool:
     """Whether a metadata function asks where a tensor is."""
-    return name in ("device", "get_device", "type") or (
-        name.startswith("is_") and name[3:] in ("cpu", "cuda", "meta", "mps", "xpu")
-    )
+    return name in ("device", "get_device", "type", "is_cpu", "is_cuda", "is_meta", "is_mps", "is_xpu")
 
 
 def device_answer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -122,7 +117,9 @@ def device_answer(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     if name == "device":
         return device
     if name == "get_device":
-        return -1 if device.type == "cpu" else (device.index or 0)
+        if device.type == "cpu":
+            return -1
+        return device.index or 0
     if name == "type":
         return torch.empty(0, dtype=dtype, device=device).type()
-    return name[3:] == device.type
+    return name == f"is_{device.type}"

@@ -38,7 +38,9 @@ def patched_forwards(
                 own = module.__dict__.get("forward")
                 module.__dict__["forward"] = wrap(name, module.forward)
                 patched.append((module, own))
-                call = compiled_call(module) if compiled else None
+                if not compiled:
+                    continue
+                call = compiled_call(module)
                 if call is not None:
                     set_compiled_call(module, wrap(name, _with_forward(module, own, call)))
                     calls.append((module, call))

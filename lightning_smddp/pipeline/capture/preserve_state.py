@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_smddp._compat.torch import DispatchMode, operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import makes_its_results, registered_buffers
 from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites
+from lightning_smddp.pipeline.capture.python_random import generator_devices
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
 from lightning_smddp.wire.pytree import leaves
@@ -38,17 +39,12 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
     registered = [(own, dict(own)) for own in map(registered_buffers, plain)]  # scripted ones cannot be replaced
     gradients = [(p, p.grad) for p in root.parameters()]
     contents = [(p, p.data) for p in root.parameters() if not is_lazy(p) and not p.is_meta]
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with _preserved_random_numbers(device):
             yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
         for module, saved in attributes:
             _restore(module, saved)
         for own, before in registered:
@@ -63,6 +59,22 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def _preserved_random_numbers(device: torch.device) -> Iterator[None]:
+    """Put back what Python's, numpy's and torch's default generators go on from."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = None
+    if numpy is not None:
+        numpy_state = numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=generator_devices(device)):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -47,12 +47,10 @@ class PythonRandom:
 
     def __init__(self, root: nn.Module, device: torch.device | None = None) -> None:
         self._device = device
-        self._held = [
-            (f"{path}.{name}", module, name)
-            for path, module in root.named_modules()
-            for name, value in vars(module).items()
-            if _is_generator(value)
-        ]
+        self._held: list[tuple[str, nn.Module, str]] = []
+        for path, module in root.named_modules():
+            names = [name for name, value in vars(module).items() if _is_generator(value)]
+            self._held += [(f"{path}.{name}", module, name) for name in names]
 
     @property
     def with_torch(self) -> bool:
@@ -110,8 +108,7 @@ class PythonRandom:
         if self._device is None:
             yield
             return
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=generator_devices(self._device)):
             seed_torch(seed)
             yield
 
@@ -167,9 +164,17 @@ class SharedRandom:
             yield
 
 
+def generator_devices(device: torch.device) -> list[torch.device]:
+    """Devices beside the CPU whose default generator a step on ``device`` uses, as ``fork_rng`` takes them."""
+    if device.type == "cuda":
+        return [device]
+    return []
+
+
 def digest(states: Mapping[str, Any]) -> int:
     """A number that differs where ``states`` do."""
-    return zlib.crc32(repr([(source, _brief(state)) for source, state in sorted(states.items())]).encode())
+    brief = [(source, _brief(state)) for source, state in sorted(states.items())]
+    return zlib.crc32(repr(brief).encode())
 
 
 def same_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -178,7 +183,7 @@ def same_states(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def to_json(states: Mapping[str, Any]) -> dict[str, Any]:
-    """As plain data."""
+    """As JSON can hold them, for a message or a checkpoint; see :func:`from_json`."""
     return {source: _plain(state) for source, state in states.items()}
 
 
@@ -228,7 +233,9 @@ def _state_of(generator: Any) -> Any:
             return generator.get_state().numpy()
     if hasattr(generator, "bit_generator"):
         return generator.bit_generator.state
-    return generator.get_state() if _is_generator(generator) else None
+    if not _is_generator(generator):
+        return None
+    return generator.get_state()
 
 
 def _set_state_of(generator: Any, state: Any) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from lightning_smddp.pipeline.capture.ops import name_of
 from lightning_smddp.pipeline.capture.patches import Lines
 
-HIDDEN = "hidden"  # an operation that torch's function modes do not see
+HIDDEN: Final = "hidden"  # an operation that torch's function modes do not see
 
 
 @dataclass
@@ -102,7 +102,9 @@ class Event:
     @property
     def name(self) -> str:
         """The function's name."""
-        return HIDDEN if self.function is HIDDEN else name_of(self.function)
+        if self.function is HIDDEN:
+            return HIDDEN
+        return name_of(self.function)
 
 
 @dataclass

@@ -56,12 +56,12 @@ class Memories:
     def of(self, tensor: Tensor, call: int | None) -> Memory:
         """The storage of ``tensor``, seen first in ``call`` if it is new."""
         key = storage_key(tensor)
-        memory = self._by_storage.get(key) if key is not None else None
-        if memory is None:
-            memory = Memory(self._count, call, key)
-            self._count += 1
-            if key is not None:
-                self._by_storage[key] = memory  # the key keeps the storage's address from being used again
+        if key is not None and key in self._by_storage:
+            return self._by_storage[key]
+        memory = Memory(self._count, call, key)
+        self._count += 1
+        if key is not None:
+            self._by_storage[key] = memory  # the key keeps the storage's address from being used again
         return memory
 
     @staticmethod

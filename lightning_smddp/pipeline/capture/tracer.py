@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -39,7 +40,7 @@ from lightning_smddp.pipeline.capture.ops import (
     sets_flag,
 )
 from lightning_smddp.pipeline.capture.patches import patched_forwards, user_lines, user_location
-from lightning_smddp.pipeline.capture.python_random import PythonRandom, same_states
+from lightning_smddp.pipeline.capture.python_random import PythonRandom, generator_devices, same_states
 from lightning_smddp.pipeline.capture.records import Call, Deciding, Event, Template, Trace
 from lightning_smddp.pipeline.capture.tracking import EXTENSION, Tracking, is_plain
 from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors, sizes_that_vary
@@ -68,8 +69,7 @@ def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetc
     """
     known = Trace()
     while True:
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), PythonRandom(module).put_back():
+        with torch.random.fork_rng(devices=generator_devices(device)), PythonRandom(module).put_back():
             result = _Tracer(module, device, known, fetch).run(step)
         complete = result.random_functions <= known.random_functions and result.reads_draws == known.reads_draws
         if complete and result.changed_buffers <= known.changed_buffers:
@@ -104,7 +104,9 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def run(self, step: Callable[[], Any]) -> Trace:
         start = self._now()
-        saving = nullcontext() if self.fetch is None else saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
+        saving: AbstractContextManager[Any] = nullcontext()
+        if self.fetch is not None:  # no backward will come
+            saving = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
         buffers = dict(self.module.named_buffers())
         outer, _active.tracer = getattr(_active, "tracer", None), self
         try:
@@ -143,10 +145,9 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _enter(self, name: str) -> Call:
         self._note_python_draws()
-        parent = self.stack[-1] if self.stack else None
-        if parent is not None:
-            parent.has_children = True
-        call = Call(len(self.trace.calls), name, parent.index if parent else None, len(self.trace.events))
+        if self.stack:
+            self.stack[-1].has_children = True
+        call = Call(len(self.trace.calls), name, self.innermost_call(), len(self.trace.events))
         call.checkpointed, call.has_backward_hooks = in_checkpoint(), has_full_backward_hooks(self.modules[name])
         self.trace.calls.append(call)
         self.stack.append(call)
@@ -163,17 +164,14 @@ class _Tracer(TorchFunctionMode, Tracking):
         call.last = len(self.trace.events)
         call.returned = self.template(result, arguments)
         for (path, leaf), (kind, source) in zip(items(result), call.returned.sources, strict=True):
+            if kind != "constant":
+                continue
             where = "".join(f"[{key!r}]" for key in path)
-            if kind == "constant" and isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor):
                 call.obstacle = f"its result{where} depends on the batch alone"
-            elif kind == "constant" and not is_plain(leaf):
+            elif not is_plain(leaf):
                 call.obstacle = f"its result{where} is a {type(leaf).__name__}"
-            elif (
-                kind == "constant"
-                and source is not None
-                and call.reads
-                and isinstance(leaf, (int, float, complex, str))
-            ):
+            elif source is not None and call.reads and isinstance(leaf, (int, float, complex, str)):
                 call.obstacle = f"its result{where} is a Python value that may come out of a tensor"
 
     def _note_python_draws(self) -> None:
@@ -226,17 +224,16 @@ class _Tracer(TorchFunctionMode, Tracking):
         end, self.busy = self._now(), True
         seconds = end - start - (self.overhead - overhead)
         mutated = [t for t, v in zip(given, versions, strict=True) if not _equal(self._version(t), v)]
-        if given and args and is_inplace(function) and given[0] is args[0] and not any(t is given[0] for t in mutated):
-            mutated.append(given[0])
-        if not mutated and args and is_inplace(function) and isinstance(args[0], (list, tuple)):
-            mutated = [t for t in args[0] if isinstance(t, Tensor)]  # `torch._foreach_mul_`: no version is counted here
+        if args and is_inplace(function):
+            mutated = _with_target(mutated, args[0])
         drew = any(not torch.equal(a, b) for a, b in zip(states, self._random_states(arguments), strict=True))
+        parameters = tuple(dict.fromkeys(self.parameters[id(t)] for t in given if id(t) in self.parameters))
         event = Event(
             len(self.trace.events),
             function,
             inputs,
-            tuple(dict.fromkeys(self.parameters[id(t)] for t in given if id(t) in self.parameters)),
-            self.stack[-1].index if self.stack else None,
+            parameters,
+            self.innermost_call(),
             "",
             Template(None, ()),
             random=drew,
@@ -298,7 +295,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             self.trace.random_functions |= {event.function}
         is_drawn = event.random or known
         if event.free and not event.buffers and (self.known.reads_draws or not is_drawn):
-            self._note_free(event, made, mutated, {size for tensor in given for size in tensor.shape})
+            self._note_free(event, made, mutated, set(chain.from_iterable(tensor.shape for tensor in given)))
             return
         event.location, event.checkpointed = user_location(), in_checkpoint()
         self.trace.events.append(event)
@@ -334,18 +331,22 @@ class _Tracer(TorchFunctionMode, Tracking):
         event.batch_sizes = frozenset[int]().union(*(memory.batch_sizes for memory in memories if not memory.bound))
         deciding = deciding_tensors(event.name, arguments)
         if deciding:
-            bound = any(self.memory_of(tensor).bound for tensor in deciding)
-            event.decided_by = Deciding.MODULE if bound else Deciding.BATCH
-            if not bound:
+            if any(self.memory_of(tensor).bound for tensor in deciding):
+                event.decided_by = Deciding.MODULE
+            else:
+                event.decided_by = Deciding.BATCH
                 self.trace.reads_of_batch.append(user_location())
                 for call in self.stack:
                     call.sizes_by_batch = True
 
     def _note_buffers(self, given: list[Tensor]) -> None:
-        names = [self.buffers.get(id(t)) for t in given]
-        for name in names:
+        user = ""  # the step itself
+        if self.stack:
+            user = self.stack[-1].module
+        for tensor in given:
+            name = self.buffers.get(id(tensor))
             if name is not None:
-                self.trace.buffers_used.setdefault(name, set()).add(self.stack[-1].module if self.stack else "")
+                self.trace.buffers_used.setdefault(name, set()).add(user)
 
     def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor], fixed: set[int]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
@@ -369,15 +370,16 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _owns(self, call: Call, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an attribute of the called module or of one within."""
-        modules = self.modules[call.module].modules()
-        return any(value is tensor for module in modules for value in module.__dict__.values())
+        attributes = chain.from_iterable(vars(module).values() for module in self.modules[call.module].modules())
+        return any(value is tensor for value in attributes)
 
     def _watch(self, tensor: Any) -> None:
         if id(tensor) in self.parameters:
             self.trace.hooked_locations.append(user_location())
-        value = self.find(tensor) if isinstance(tensor, Tensor) else None
-        if value is not None:
-            self.trace.values[value].watched = True
+        if isinstance(tensor, Tensor):
+            value = self.find(tensor)
+            if value is not None:
+                self.trace.values[value].watched = True
 
     # ---- what the function mode does not see ----
 
@@ -390,12 +392,14 @@ class _Tracer(TorchFunctionMode, Tracking):
         if any(memory.bound for memory in memories):
             index = None
             if not self.inside:
-                event = self.hide(self.stack[-1].index if self.stack else None, EXTENSION)
+                event = self.hide(self.innermost_call(), EXTENSION)
                 event.inputs = tuple(dict.fromkeys(v for t in given if (v := self.find_tracked(t)) is not None))
                 event.parameters = tuple(dict.fromkeys(m.parameter for m in memories if m.parameter is not None))
                 index = event.index
             for memory in made:
-                memory.bound, memory.hidden = True, index if memory.hidden is None else memory.hidden
+                memory.bound = True
+                if memory.hidden is None:
+                    memory.hidden = index
         self.overhead += time.perf_counter() - begin
 
     def saw_cast(self, tensor: Tensor, result: Tensor) -> None:
@@ -413,7 +417,9 @@ class _Tracer(TorchFunctionMode, Tracking):
         """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
         if id(tensor) in self.buffers:
             return tensor.clone()
-        return -1 if tensor.is_inference() else tensor._version
+        if tensor.is_inference():
+            return -1
+        return tensor._version
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -460,5 +466,16 @@ def _sets_parameter(function: Any, args: Any) -> bool:
     return sets_flag(function) and isinstance(args[0], nn.Parameter)
 
 
+def _with_target(mutated: list[Tensor], target: Any) -> list[Tensor]:
+    """``mutated``, and what an operation in place is called for, where no version was counted."""
+    if isinstance(target, Tensor) and not any(tensor is target for tensor in mutated):
+        return [*mutated, target]
+    if isinstance(target, (list, tuple)) and not mutated:  # `torch._foreach_mul_`
+        return [tensor for tensor in target if isinstance(tensor, Tensor)]
+    return mutated
+
+
 def _equal(a: int | Tensor, b: int | Tensor) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)

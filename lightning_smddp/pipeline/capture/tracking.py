@@ -39,7 +39,13 @@ class Tracking:
 
     def memory_of(self, tensor: Tensor) -> Memory:
         """The storage of ``tensor``."""
-        return self.memories.of(tensor, self.stack[-1].index if self.stack else None)
+        return self.memories.of(tensor, self.innermost_call())
+
+    def innermost_call(self) -> int | None:
+        """The index of the module call that the step is in; None outside of all."""
+        if not self.stack:
+            return None
+        return self.stack[-1].index
 
     def rebind(self, mutated: list[Tensor], arguments: list[Any], event: int) -> Iterator[Rebind]:
         """New values for tensors changed in place, and for every other view of their memory."""
@@ -57,16 +63,22 @@ class Tracking:
     def track(self, tensor: Tensor, event: int) -> int:
         """From here on ``tensor`` is a new value, made by ``event``."""
         memory = self.memory_of(tensor)
-        strided = tensor.layout == torch.strided and not tensor.is_nested
+        shape: tuple[int, ...] = ()
+        stride: tuple[int, ...] = ()
+        is_strided = tensor.layout == torch.strided and not tensor.is_nested
+        if not tensor.is_nested:
+            shape = tuple(tensor.shape)
+        if is_strided:
+            stride = tuple(tensor.stride())
         value = Value(
             len(self.trace.values),
             event,
-            () if tensor.is_nested else tuple(tensor.shape),
-            tuple(tensor.stride()) if strided else (),
+            shape,
+            stride,
             tensor.dtype,
             tensor.requires_grad,
             memory.number,
-            sendable=strided,
+            sendable=is_strided,
         )
         self.trace.values.append(value)
         reference = weakref.ref(tensor)
@@ -78,8 +90,10 @@ class Tracking:
 
     def find_tracked(self, tensor: Tensor) -> int | None:
         """The value that ``tensor`` is known to be."""
-        entry = self.tracked.get(id(tensor))
-        return entry[1] if entry is not None and entry[0]() is tensor else None
+        reference, value = self.tracked.get(id(tensor), (None, None))
+        if reference is None or reference() is not tensor:  # gone: its identity is another tensor's now
+            return None
+        return value
 
     def find(self, tensor: Tensor) -> int | None:
         """The value that ``tensor`` is; None for parameters and free tensors."""
@@ -91,14 +105,19 @@ class Tracking:
             return None
         if memory.hidden is not None:
             return self.track(tensor, memory.hidden)
-        return self.track(tensor, self.hide(memory.call, _ALIAS if memory.changed else EXTENSION).index)
+        reason = EXTENSION
+        if memory.changed:
+            reason = _ALIAS
+        return self.track(tensor, self.hide(memory.call, reason).index)
 
     def template(self, result: Any, arguments: list[Any]) -> Template:
         """Where each leaf of ``result`` comes from."""
         positions = {id(leaf): position for position, leaf in enumerate(arguments) if not is_plain(leaf)}
         sources: list[tuple[str, Any]] = []
         for leaf in leaves(result):
-            value = self.find_tracked(leaf) if isinstance(leaf, Tensor) else None
+            value = None
+            if isinstance(leaf, Tensor):
+                value = self.find_tracked(leaf)
             if id(leaf) in positions:
                 sources.append(("argument", positions[id(leaf)]))
             elif value is not None:
@@ -106,8 +125,10 @@ class Tracking:
                 self.trace.values[value].requires_grad = leaf.requires_grad
                 sources.append(("value", value))
             else:
-                sources.append(("constant", leaf if is_plain(leaf) else None))
-        return Template(... if isinstance(result, Tensor) else map_leaves(_blank, result), tuple(sources))
+                sources.append(("constant", _plain_or_none(leaf)))
+        if isinstance(result, Tensor):
+            return Template(..., tuple(sources))
+        return Template(map_leaves(_blank, result), tuple(sources))
 
 
 _EMPTY = torch.empty(0)
@@ -117,7 +138,13 @@ def _blank(leaf: Any) -> Any:
     """What stands in a skeleton for a leaf; of the right kind, as some containers check."""
     if isinstance(leaf, Tensor):
         return _EMPTY
-    return leaf if is_plain(leaf) else None
+    return _plain_or_none(leaf)
+
+
+def _plain_or_none(leaf: Any) -> Any:
+    if is_plain(leaf):
+        return leaf
+    return None
 
 
 def is_plain(leaf: Any) -> bool:

@@ -1,6 +1,6 @@
 """Tensors whose size depends on values: stages that do not have the values do not know it.
 
-Where the values are the batch's, every stage has them, and each size is another course. Where they are a module's, only
+Where the values are the batch's, every stage has them, and each size is another path. Where they are a module's, only
 the stage that made them can follow.
 """
 
@@ -42,7 +42,7 @@ def varying(trace: Trace, root: nn.Module, deciding: Deciding) -> frozenset[int]
     made: dict[int, list[int]] = defaultdict(list)
     for known in trace.values:
         made[known.event].append(known.index)
-    fixed = {size for parameter in root.parameters() for size in parameter.shape} | {1}
+    fixed = {1}.union(*(parameter.shape for parameter in root.parameters()))
     found: dict[int, frozenset[int]] = {}
     for event in trace.events:
         given = frozenset[int]().union(*(found.get(value, frozenset()) for value in event.inputs))
@@ -50,11 +50,13 @@ def varying(trace: Trace, root: nn.Module, deciding: Deciding) -> frozenset[int]
             given |= event.batch_sizes
         before = {rebind.new: rebind.old for rebind in event.mutated}
         for value in made[event.index]:
-            shape, old = trace.values[value].shape, before.get(value)
+            shape = trace.values[value].shape
+            sizes = frozenset[int]()
+            old = before.get(value)
             if value not in before:
                 sizes = sizes_that_vary(shape, given, fixed, event.decided_by is deciding)
-            else:  # a change in place changes no size
-                sizes = frozenset() if old is None else found.get(old, frozenset())
+            elif old is not None:  # a change in place changes no size
+                sizes = found.get(old, sizes)
             if sizes:
                 found[value] = sizes
             else:
@@ -67,4 +69,6 @@ def sizes_that_vary(shape: Sequence[int], given: frozenset[int], fixed: set[int]
     if not (given or makes):
         return frozenset()
     varying = frozenset(size for size in shape if size in given or size not in fixed)
-    return varying or (frozenset(shape[:1]) if makes else varying)  # all rows may have been chosen, this time
+    if makes and not varying:
+        return frozenset(shape[:1])  # all rows may have been chosen, this time
+    return varying
