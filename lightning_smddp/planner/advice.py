@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.planner.problem import NodeCost
 from lightning_smddp.planner.schedules import bubble_bound
+from lightning_smddp.wording import counted
 
 WITH_FORMULA = ("gpipe", "simple", "1f1b", "interleaved_1f1b", "looped_bfs")
 ONE_STAGE_PER_RANK = ("gpipe", "simple", "1f1b")
@@ -73,7 +74,9 @@ def _big_unit(setting: Setting) -> str | None:
         return None
     share = _seconds(biggest) / total
     ranks = int(1 / share)
-    fewer = f", or use pipeline_parallel_size={ranks}" if ranks > 1 else ""
+    fewer = ""
+    if ranks > 1:
+        fewer = f", or use pipeline_parallel_size={ranks}"
     return (
         f"unit {biggest.name!r} takes {share:.0%} of the step alone, where an even share of {setting.num_ranks} ranks"
         f" is {1 / setting.num_ranks:.0%}: no cut can balance it. Split it into smaller modules{fewer}"
@@ -81,8 +84,10 @@ def _big_unit(setting: Setting) -> str | None:
 
 
 def _uneven_split(setting: Setting) -> str | None:
-    found = _slowest(setting) if setting.is_split_given else None
-    return f"{found} with the given split: leave out split to have the cuts chosen" if found else None
+    found = _slowest(setting)
+    if found is None or not setting.is_split_given:
+        return None
+    return f"{found} with the given split: leave out split to have the cuts chosen"
 
 
 def _more_microbatches(setting: Setting) -> str | None:
@@ -118,9 +123,8 @@ def _bigger_batch(setting: Setting) -> str | None:
     now = setting.bound_at(setting.num_microbatches)
     if setting.stays_whole or now is None or now >= IDLE or setting.num_microbatches < setting.batch_rows:
         return None
-    rows = setting.batch_rows
     return (
-        f"a batch of {rows} {'row' if rows == 1 else 'rows'} keeps {setting.num_ranks} ranks busy for at most {now:.0%}"
+        f"a batch of {counted(setting.batch_rows, 'row')} keeps {setting.num_ranks} ranks busy for at most {now:.0%}"
         f" of the time: use a bigger batch, or fewer ranks"
     )
 
@@ -129,7 +133,9 @@ def _coarse_units(setting: Setting) -> str | None:
     found = _slowest(setting)
     stages = len(setting.stage_seconds)
     cure = "another number of stages, or smaller modules, would balance better"
-    return f"{found}, as the units are too coarse for {stages} stages: {cure}" if found else None
+    if found is None:
+        return None
+    return f"{found}, as the units are too coarse for {stages} stages: {cure}"
 
 
 def _less_memory(setting: Setting) -> str | None:
@@ -142,6 +148,7 @@ def _less_memory(setting: Setting) -> str | None:
 
 
 def _slowest(setting: Setting) -> str | None:
+    """The slowest stage in words, if it is slower than others by so much that it is worth them."""
     mean = sum(setting.stage_seconds) / len(setting.stage_seconds)
     slowest = max(setting.stage_seconds)
     if slowest < UNEVEN * mean or not mean:

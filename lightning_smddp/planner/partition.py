@@ -53,7 +53,9 @@ def best_partition(problem: PartitionProblem) -> Partition:
     """
     costs = StageCosts(problem)
     _check_enough_units(costs)
-    limit = math.inf if problem.memory_limit is None else problem.memory_limit
+    limit = math.inf
+    if problem.memory_limit is not None:
+        limit = problem.memory_limit
     for limits in [math.inf] * costs.num_stages, [limit / count for count in costs.stages_beside]:
         slowest = fastest_stage(costs, limits)
         if slowest is not None:
@@ -121,9 +123,14 @@ def _find(name: str, nodes: Sequence[NodeCost]) -> int:
         if node.name == name or node.name.startswith(f"{name}."):
             return index
     names = list(dict.fromkeys(node.name for node in nodes))
-    prefixes = {known.rsplit(".", depth)[0] for known in names for depth in range(1, known.count(".") + 1)}
+    prefixes: set[str] = set()
+    for known in names:
+        parts = known.split(".")
+        prefixes.update(".".join(parts[:length]) for length in range(1, len(parts)))
     close = difflib.get_close_matches(name, [*names, *sorted(prefixes)])
-    hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else "."
+    hint = "."
+    if close:
+        hint = f"; did you mean {' or '.join(map(repr, close))}?"
     raise PartitionError(
         f"split names {name!r}, which the step does not call{hint} Units, in order: {', '.join(names)}"
     )
@@ -134,24 +141,31 @@ def _bounds(cuts: Sequence[int], num_nodes: int) -> list[tuple[int, int]]:
 
 
 def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
-    problem, bounds = costs.problem, _bounds(cuts, costs.num_nodes)
-    seconds = [costs.seconds(stage, *bound) / PICOSECONDS for stage, bound in enumerate(bounds)]
-    ranks = sorted(set(problem.rank_of_stage))
-    stages_of = {rank: [k for k, owner in enumerate(problem.rank_of_stage) if owner == rank] for rank in ranks}
+    bounds = _bounds(cuts, costs.num_nodes)
+    seconds, memory = [], []
+    stages_of: dict[int, list[int]] = {}
+    for stage, (start, end) in enumerate(bounds):
+        seconds.append(costs.seconds(stage, start, end) / PICOSECONDS)
+        memory.append(costs.memory(stage, start, end))
+        stages_of.setdefault(costs.problem.rank_of_stage[stage], []).append(stage)
     return Partition(
         cuts=cuts,
         num_nodes=costs.num_nodes,
         stage_seconds=tuple(seconds),
-        stage_memory=tuple(costs.memory(stage, *bound) for stage, bound in enumerate(bounds)),
-        rank_memory={rank: _rank_memory(costs, stages_of[rank], bounds) for rank in ranks},
+        stage_memory=tuple(memory),
+        rank_memory={rank: _rank_memory(costs, stages, bounds) for rank, stages in sorted(stages_of.items())},
     )
 
 
 def _rank_memory(costs: StageCosts, stages: Iterable[int], bounds: Sequence[tuple[int, int]]) -> int:
-    tied = frozenset[str]().union(*(costs.tied[i] for stage in stages for i in range(*bounds[stage])))
-    return sum(costs.untied_bytes(stage, *bounds[stage]) for stage in stages) + sum(
-        costs.problem.parameter_bytes[name] for name in tied
-    )
+    """Bytes of a rank with these stages: a tied parameter that several of them name is there once."""
+    total = 0
+    tied: set[str] = set()
+    for stage in stages:
+        start, end = bounds[stage]
+        total += costs.untied_bytes(stage, start, end)
+        tied.update(*costs.tied[start:end])
+    return total + sum(costs.problem.parameter_bytes[name] for name in tied)
 
 
 def _check_enough_units(costs: StageCosts) -> None:
@@ -166,10 +180,10 @@ def _check_enough_units(costs: StageCosts) -> None:
     possible, runs = most_stages(costs)
     if wanted > possible:
         nodes = costs.problem.nodes
-        places = "; ".join(f"from {nodes[start].name!r} to {nodes[end - 1].name!r}" for start, end in runs)
+        uncut = "; ".join(f"from {nodes[start].name!r} to {nodes[end - 1].name!r}" for start, end in runs)
         raise PartitionError(
             f"{wanted} stages were asked for, but the step can be cut into at most {possible}: no cut is possible"
-            f" {places}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most {possible}"
+            f" {uncut}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most {possible}"
         )
 
 
@@ -178,8 +192,12 @@ def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
     assert limit is not None
     fewest = min(costs.problem.in_flight)
     biggest, name = max((costs.memory_of_node(i, fewest), node.name) for i, node in enumerate(nodes))
-    which = "the smallest limit that would do" if costs.is_one_stage_per_rank else "a limit that would do"
-    alone = f"; unit {name!r} alone needs {_size(biggest)}" if biggest > limit else ""
+    which = "a limit that would do"
+    if costs.is_one_stage_per_rank:
+        which = "the smallest limit that would do"
+    alone = ""
+    if biggest > limit:
+        alone = f"; unit {name!r} alone needs {_size(biggest)}"
     return PartitionError(
         f"found no partition into {costs.num_stages} stages that keeps every rank under memory_limit={_size(limit)};"
         f" {which} is {_size(needed)}{alone}. Use more stages, activation checkpointing, or smaller micro-batches"
@@ -189,4 +207,6 @@ def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
 
 def _size(size: float) -> str:
     exact = f"{math.ceil(size)} bytes"
-    return exact if size < 2**20 else f"{exact} ({size / 2**30:.3f} GiB)"
+    if size < 2**20:
+        return exact
+    return f"{exact} ({size / 2**30:.3f} GiB)"

@@ -60,7 +60,7 @@ class Link:
 
 @dataclass(frozen=True)
 class PartitionProblem:
-    """Items to cut into stages, and what the stages have at their disposal.
+    """Nodes to cut into stages, and what the stages have at their disposal.
 
     Attributes:
         nodes: the step, in execution order.
@@ -96,7 +96,8 @@ class PartitionProblem:
         for node in self.nodes:
             if not (0 <= node.forward_s < math.inf and 0 <= node.backward_s < math.inf):
                 raise ValueError(f"{node.name!r} takes forward_s={node.forward_s}, backward_s={node.backward_s}")
-            if unknown := [name for name in node.parameters if name not in self.parameter_bytes]:
+            unknown = [name for name in node.parameters if name not in self.parameter_bytes]
+            if unknown:
                 raise ValueError(f"{node.name!r} uses parameters without parameter_bytes: {unknown}")
 
     @property
@@ -131,33 +132,40 @@ class StageCosts:
         self.compute = _prefix(round((node.forward_s + node.backward_s) * PICOSECONDS) for node in nodes)
         self.activations = _prefix(node.activation_bytes for node in nodes)
         self.units = _prefix(node.is_unit for node in nodes)
-        uses = Counter(name for node in nodes for name in set(node.parameters))
+        uses: Counter[str] = Counter()
+        for node in nodes:
+            uses.update(set(node.parameters))
         self.tied = [frozenset(name for name in node.parameters if uses[name] > 1) for node in nodes]
-        self.own = _prefix(
-            sum(problem.parameter_bytes[name] for name in set(node.parameters) if uses[name] == 1) for node in nodes
-        )
-        self._tied_bytes = self._tied_table() if any(self.tied) else None
+        own = [set(node.parameters) - tied for node, tied in zip(nodes, self.tied, strict=True)]
+        self.own = _prefix(sum(problem.parameter_bytes[name] for name in names) for names in own)
+        self._tied_bytes: list[list[int]] | None = None
+        if any(self.tied):
+            self._tied_bytes = self._tied_table()
         self.stages_beside = [problem.rank_of_stage.count(rank) for rank in problem.rank_of_stage]  # itself counted
         self.is_allowed = [0 < i < len(nodes) and size < math.inf for i, size in enumerate(problem.cut_bytes)]
         self.is_sent = [a != b for a, b in zip(problem.rank_of_stage, problem.rank_of_stage[1:], strict=False)]
-        links = [link if sent else None for link, sent in zip(self._links(), self.is_sent, strict=True)]
-        self.busy = [self._boundary(link, link.unhidden if link else 0.0) for link in (None, *links, None)]
-        self.late = [self._late(link) for link in (None, *links, None)]
-
-    def _links(self) -> Sequence[Link | None]:
-        return self.problem.links or [None] * (self.num_stages - 1)
-
-    def _boundary(self, link: Link | None, share: float) -> list[int]:
-        """A share of the messages' picoseconds, both ways, at each cut; 0 where none is allowed: it is never used."""
-        sizes = self.problem.cut_bytes
-        if link is None:
-            return [0] * len(sizes)
-        return [0 if math.isinf(size) else round(2 * share * link.seconds(size) * PICOSECONDS) for size in sizes]
-
-    def _late(self, link: Link | None) -> list[int]:
-        """What the mean stage does not hide of the rest."""
+        # By stage, what starting at each node costs. One entry more than stages: the last one is the end of the step.
+        free = [0] * len(problem.cut_bytes)
+        self.busy, self.late = [free], [free]
         mean = self.compute[-1] // self.num_stages
-        return [max(0, rest - mean) for rest in self._boundary(link, 1 - link.unhidden if link else 0.0)]
+        for stage, is_sent in enumerate(self.is_sent):
+            busy, late = free, free
+            if is_sent and problem.links:
+                link = problem.links[stage]
+                busy = self._boundary(link, link.unhidden)
+                late = [max(0, rest - mean) for rest in self._boundary(link, 1 - link.unhidden)]
+            self.busy.append(busy)
+            self.late.append(late)
+        self.busy.append(free)
+        self.late.append(free)
+
+    def _boundary(self, link: Link, share: float) -> list[int]:
+        """A share of the messages' picoseconds, both ways, at each cut; 0 where none is allowed: it is never used."""
+        seconds = [0.0] * len(self.problem.cut_bytes)
+        for cut, size in enumerate(self.problem.cut_bytes):
+            if not math.isinf(size):
+                seconds[cut] = 2 * share * link.seconds(size)
+        return [round(value * PICOSECONDS) for value in seconds]
 
     def _tied_table(self) -> list[list[int]]:
         """``table[j][i]``: bytes of the tied parameters that the nodes i .. j-1 name."""
@@ -186,8 +194,10 @@ class StageCosts:
 
     def memory(self, stage: int, start: int, end: int) -> int:
         """Bytes of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
-        shared = self._tied_bytes[end][start] if self._tied_bytes else 0
-        return self.untied_bytes(stage, start, end) + shared
+        untied = self.untied_bytes(stage, start, end)
+        if self._tied_bytes is None:
+            return untied
+        return untied + self._tied_bytes[end][start]
 
     def memory_of_node(self, index: int, in_flight: int) -> int:
         """Bytes of a stage with this node only."""
@@ -197,7 +207,9 @@ class StageCosts:
 
     def sent_bytes(self, stage: int, start: int) -> int:
         """Bytes that ``stage`` receives from another rank when it starts at node ``start``."""
-        return round(self.problem.cut_bytes[start]) if stage > 0 and self.is_sent[stage - 1] else 0
+        if stage == 0 or not self.is_sent[stage - 1]:
+            return 0
+        return round(self.problem.cut_bytes[start])
 
     def has_unit(self, start: int, end: int) -> bool:
         """Whether there is a unit among the nodes ``start`` .. ``end - 1``."""

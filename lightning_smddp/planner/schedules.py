@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
@@ -59,7 +60,7 @@ def simulated_bound(orders: Orders) -> float:
     A backward takes twice a forward, I and W each as long as a forward. A rank does its actions one after another, each
     as soon as what it needs is there.
     """
-    actions = {action for order in orders.values() for action in order}
+    actions = set(chain.from_iterable(orders.values()))
     free = dict.fromkeys(orders, 0.0)  # rank -> when it is done with what it has begun
     end: dict[Action, float] = {}
     position = dict.fromkeys(orders, 0)
@@ -83,7 +84,9 @@ def _needed(action: Action, actions: set[Action]) -> list[Action]:
     """What has to be done before ``action``, on whichever rank; ``actions`` are those of all ranks."""
     stage, kind, microbatch = action
     if kind == "F":
-        return [Action(stage - 1, "F", microbatch)] if stage > 0 else []
+        if stage == 0:
+            return []
+        return [Action(stage - 1, "F", microbatch)]
     if kind == "W":
         return [Action(stage, "I", microbatch)]
     later = [Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch)]  # the one that there is

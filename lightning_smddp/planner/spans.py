@@ -48,7 +48,9 @@ def busy_share(spans: Sequence[Span]) -> dict[int, float]:
     for span in spans:
         if span.kind in COMPUTE_KINDS:
             busy[span.rank] += span.seconds
-    return {rank: seconds / step if step else 0.0 for rank, seconds in busy.items()}
+    if not step:
+        return dict.fromkeys(busy, 0.0)
+    return {rank: seconds / step for rank, seconds in busy.items()}
 
 
 def ranks_of(spans: Iterable[Span]) -> list[int]:
@@ -57,8 +59,11 @@ def ranks_of(spans: Iterable[Span]) -> list[int]:
 
 
 def stage_position(spans: Iterable[Span]) -> dict[int, int]:
-    """For each stage its place among the stages of its rank: 0 for the rank's first."""
+    """For each stage its position among the stages of its rank: 0 for the rank's first."""
     stages: dict[int, set[int]] = {}
     for span in spans:
         stages.setdefault(span.rank, set()).add(span.stage)
-    return {stage: place for held in stages.values() for place, stage in enumerate(sorted(held))}
+    positions: dict[int, int] = {}
+    for held in stages.values():
+        positions.update((stage, position) for position, stage in enumerate(sorted(held)))
+    return positions

@@ -6,7 +6,8 @@ Stages are judged one by one, each with a limit of its own for what it may hold.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 
 from lightning_smddp.planner.problem import StageCosts
 
@@ -16,13 +17,15 @@ Cost = Callable[[int, int, int], int]  # of (stage, start, end)
 
 def most_stages(costs: StageCosts) -> tuple[int, list[tuple[int, int]]]:
     """How many stages the allowed cuts can make, and the runs of nodes with several units and no cut inside."""
+    n = costs.num_nodes
     bounds, start = [], 0
-    for end in range(1, costs.num_nodes + 1):
-        rest_has_unit = end == costs.num_nodes or costs.has_unit(end, costs.num_nodes)
-        if (costs.is_allowed[end] or end == costs.num_nodes) and costs.has_unit(start, end) and rest_has_unit:
+    for end in range(1, n + 1):
+        may_end = end == n or (costs.is_allowed[end] and costs.has_unit(end, n))
+        if may_end and costs.has_unit(start, end):
             bounds.append((start, end))
             start = end
-    return len(bounds), [(a, b) for a, b in bounds if costs.units[b] - costs.units[a] > 1]
+    uncut = [(start, end) for start, end in bounds if costs.units[end] - costs.units[start] > 1]
+    return len(bounds), uncut
 
 
 def fastest_stage(costs: StageCosts, limits: Sequence[float]) -> int | None:
@@ -32,7 +35,10 @@ def fastest_stage(costs: StageCosts, limits: Sequence[float]) -> int | None:
         return costs.compute[end] - costs.compute[start]
 
     found = _smallest_worst(costs, costs.seconds, compute, limits)
-    return None if found is None else found[0]
+    if found is None:
+        return None
+    seconds, _ = found
+    return seconds
 
 
 def least_memory(costs: StageCosts) -> tuple[int, ...]:
@@ -43,7 +49,8 @@ def least_memory(costs: StageCosts) -> tuple[int, ...]:
 
     found = _smallest_worst(costs, memory, memory, [math.inf] * costs.num_stages)
     assert found is not None
-    return found[1]
+    _, cuts = found
+    return cuts
 
 
 def _smallest_worst(
@@ -53,13 +60,18 @@ def _smallest_worst(
 
     ``bound`` is at most ``cost`` and grows with the stage, so that a start can be given up early.
     """
+    # worst[s][i]: of the best cuts of the nodes before i into s stages, the cost of the worst one. choice[s][j]: where
+    # stage s starts if it ends at j in the best cuts.
     n, last = costs.num_nodes, costs.num_stages - 1
     worst: list[dict[int, int]] = [{0: 0}]
     choice: list[dict[int, int]] = []
     for stage in range(costs.num_stages):
         worst.append({})
         choice.append({})
-        for end in [n] if stage == last else (i for i in range(1, n) if costs.is_allowed[i]):
+        ends = [n]
+        if stage < last:
+            ends = [end for end in range(1, n) if costs.is_allowed[end]]
+        for end in ends:
             best = math.inf
             for start in range(end - 1, -1, -1):
                 if bound(stage, start, end) >= best:
@@ -88,7 +100,7 @@ def windows(costs: StageCosts, slowest: int, limits: Sequence[float]) -> Windows
     for stage in range(costs.num_stages):
         ends = {start: list(_ends(costs, stage, start, slowest, limits[stage])) for start in sorted(starts)}
         found.append(ends)
-        starts = {end for each in ends.values() for end in each}
+        starts = set(chain.from_iterable(ends.values()))
     return _still_whole(found, costs.num_nodes)
 
 
@@ -105,7 +117,10 @@ def _still_whole(stages: Windows, num_nodes: int) -> Windows:
 
 def _ends(costs: StageCosts, stage: int, start: int, slowest: int, limit: float) -> Iterator[int]:
     n = costs.num_nodes
-    for end in [n] if stage == costs.num_stages - 1 else range(start + 1, n):
+    ends: Iterable[int] = range(start + 1, n)
+    if stage == costs.num_stages - 1:
+        ends = [n]
+    for end in ends:
         if costs.compute[end] - costs.compute[start] > slowest:
             return
         if costs.memory(stage, start, end) > limit:
@@ -123,7 +138,8 @@ def best_of(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
     the fewest bytes. With several on a rank their sum does, so even stages come first (the least sum of squared times).
     The earliest cuts among equals.
     """
-    even = 0 if costs.is_one_stage_per_rank else 1
+    evens = not costs.is_one_stage_per_rank
+    # by the node that a stage starts at: (sum of squared times, bytes sent, cuts) of the best way from there to the end
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {costs.num_nodes: (0, 0, ())}
     for stage in reversed(range(costs.num_stages)):
         following, best = best, {}
@@ -131,8 +147,11 @@ def best_of(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
             ways = []
             for end in ends:
                 squares, sent, cuts = following[end]
-                ways.append((squares + even * costs.seconds(stage, start, end) ** 2, sent, cuts))
+                if evens:
+                    squares += costs.seconds(stage, start, end) ** 2
+                ways.append((squares, sent, cuts))
             squares, sent, cuts = min(ways)
-            here = (start,) if stage > 0 else ()
-            best[start] = squares, sent + costs.sent_bytes(stage, start), here + cuts
+            if stage > 0:
+                cuts = (start, *cuts)
+            best[start] = squares, sent + costs.sent_bytes(stage, start), cuts
     return best[0][2]

@@ -17,9 +17,9 @@ def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any
     origin = min((span.start_s for span in spans), default=0.0)
     events: list[dict[str, Any]] = []
     for rank in ranks_of(spans):
-        mine = [span for span in spans if span.rank == rank]
-        computing = _rows([span for span in mine if span.kind != "send"])
-        sending = _rows([span for span in mine if span.kind == "send"])
+        of_rank = [span for span in spans if span.rank == rank]
+        computing = _rows([span for span in of_rank if span.kind != "send"])
+        sending = _rows([span for span in of_rank if span.kind == "send"])
         events += [_named("process_name", rank, 0, f"rank {rank}"), _sorted_as("process_sort_index", rank, 0, rank)]
         for thread, (label, row) in enumerate([*_labelled("compute", computing), *_labelled("send", sending)]):
             events += [
@@ -43,7 +43,8 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _labelled(label: str, rows: list[list[Span]]) -> list[tuple[str, list[Span]]]:
-    return [(label if index == 0 else f"{label} {index + 1}", row) for index, row in enumerate(rows)]
+    labels = [label, *(f"{label} {number}" for number in range(2, len(rows) + 1))]
+    return list(zip(labels, rows, strict=False))
 
 
 def _slice(span: Span, thread: int, origin: float) -> dict[str, Any]:

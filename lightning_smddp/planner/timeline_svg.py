@@ -75,7 +75,9 @@ def _text(
 
 def _rect(x: float, y: float, width: float, height: float, colour: str, tooltip: str = "") -> str:
     size = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
-    note = f"<title>{escape(tooltip)}</title>" if tooltip else ""
+    note = ""
+    if tooltip:
+        note = f"<title>{escape(tooltip)}</title>"
     return f'<rect {size} rx="{min(2.0, height / 10):g}" fill="{colour}">{note}</rect>'
 
 
@@ -83,7 +85,7 @@ def _axis(step_ms: float, bottom: float) -> list[str]:
     """A line and a number at each tick; the unit stands at the end of the axis."""
     parts = []
     for tick in ticks_ms(step_ms):
-        x = LEFT + (WIDTH - LEFT - RIGHT) * (tick / step_ms if step_ms else 0.0)
+        x = LEFT + (WIDTH - LEFT - RIGHT) * (tick / (step_ms or 1.0))
         parts.append(f'<path d="M{x:.2f} {TOP - 6}V{bottom}" stroke="{GRID}"/>')
         parts.append(_text(x, bottom + 16, f"{tick:g}", size=12, colour=GREY, anchor="middle"))
     return [*parts, _text(LEFT - 12, bottom + 16, "ms", size=12, colour=GREY, anchor="end")]
@@ -96,7 +98,9 @@ def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
     parts = []
     for span in sorted(spans, key=lambda span: (span.rank, _is_computing(span), span.start_s)):
         x, width, top = LEFT + (span.start_s - origin) * scale, span.seconds * scale, top_of[span.rank]
-        colour = mixed(COLOURS[span.kind], shade[span.stage] if _is_computing(span) else 0.0)
+        colour = COLOURS[span.kind]
+        if _is_computing(span):
+            colour = mixed(colour, shade[span.stage])
         tip = f"{LEGEND[span.kind]}, micro-batch {span.microbatch}, stage {span.stage}: {span.seconds * 1e3:.4g} ms"
         if span.kind == "send":
             parts.append(_rect(x, top + BOX + 2, max(width, 1.0), SEND, colour, tip))
@@ -106,16 +110,8 @@ def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
         label = str(span.microbatch)
         size = min(11.5, (width - 2) / (DIGIT * len(label)))
         if _is_computing(span) and size >= 7.5:
-            parts.append(
-                _text(
-                    x + width / 2,
-                    top + BOX / 2 + 4,
-                    label,
-                    size=round(size, 1),
-                    colour=text_on(colour),
-                    anchor="middle",
-                )
-            )
+            middle, base = x + width / 2, top + BOX / 2 + 4
+            parts.append(_text(middle, base, label, size=round(size, 1), colour=text_on(colour), anchor="middle"))
     return parts
 
 
@@ -139,9 +135,9 @@ def _kinds_of(spans: Sequence[Span]) -> list[SpanKind]:
 
 def _shades(spans: Sequence[Span]) -> dict[int, float]:
     """For each stage how far its colour is mixed with white: the further on in its rank, the lighter."""
-    place = stage_position(spans)
-    most = max(place.values(), default=0)
-    return {stage: LIGHTEST * index / most if most else 0.0 for stage, index in place.items()}
+    positions = stage_position(spans)
+    most = max([1, *positions.values()])
+    return {stage: LIGHTEST * position / most for stage, position in positions.items()}
 
 
 def mixed(colour: str, white: float) -> str:
@@ -152,9 +148,18 @@ def mixed(colour: str, white: float) -> str:
 
 def text_on(colour: str) -> str:
     """White or dark, whichever is easier to read on ``colour`` (relative luminance as in WCAG 2)."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return DARK if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.36 else "#ffffff"
+    red, green, blue = (_linear(int(colour[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    if luminance > 0.36:
+        return DARK
+    return "#ffffff"
+
+
+def _linear(part: float) -> float:
+    """Of an sRGB value, 0 to 1."""
+    if part <= 0.04045:
+        return part / 12.92
+    return float(((part + 0.055) / 1.055) ** 2.4)
 
 
 def _is_computing(span: Span) -> bool:
@@ -174,5 +179,5 @@ def ticks_ms(step_ms: float, most: int = 8) -> list[float]:
 def _subtitle(spans: Sequence[Span]) -> str:
     """The step in figures."""
     shares = busy_share(spans)
-    mean = sum(shares.values()) / len(shares) if shares else 0.0
+    mean = sum(shares.values()) / max(1, len(shares))
     return f"step {step_seconds(spans) * 1e3:.4g} ms, ranks compute {mean:.0%} of it"
