@@ -83,7 +83,7 @@ def _switch(strategy: Any, supervisor: Any) -> None:
     if strategy._session.synchronizers:
         strategy._session.synchronizers[-1].watch.on = supervisor is not None
     if getattr(strategy, "_staged", None) is not None:
-        strategy._staged.watching = supervisor is not None
+        strategy._pipelined.watching = supervisor is not None
 
 
 def rank_main(strategy: str, steps: int) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Fit:
 
     def stages_begin(self) -> list[str]:
         """The first item of each stage but the first, as the strategy has divided the module."""
-        division = self.trainer.strategy._staged.divided.division
+        division = self.trainer.strategy._pipelined.partitioned.plan
         stages = division.stage_of_item
         firsts = [stages.index(stage) for stage in range(1, max(stages) + 1)]
         return [division.program.items[index].name for index in firsts]

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.pipeline_options import PipelineOptions
+from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
@@ -33,22 +32,20 @@ class NewTailError(LeftCourseError):
 
 
 def run_batch(
-    divided: PartitionedModule,
+    partitioned: PartitionedModule,
     step: LightningStep,
     found: Attempt,
     find: Callable[[], Attempt],
-    run: Callable[[Sequence[MicroBatch], Sequence[TracedPath]], list[Any]],
     begin: Callable[[int], None] = lambda _: None,
     drop: Callable[[], None] | None = lambda: None,
 ) -> list[Any]:
     """Run all micro-batches; again where one of them does something new behind its last module. Collective.
 
     Args:
-        divided: the module.
+        partitioned: the module.
         step: the user's.
-        found: the batch's micro-batches, and their courses.
+        found: the batch's micro-batches, and their paths.
         find: finds them again.
-        run: runs them once.
         begin: called with their number before each attempt.
         drop: called behind one that failed; None where that cannot be undone.
 
@@ -60,14 +57,14 @@ def run_batch(
         LeftCourseError: on every rank, without ``drop``.
     """
     while True:
-        microbatches, courses = found
+        microbatches, paths = found
         begin(len(microbatches))
         try:
-            with _undone_if_left(divided.module, courses, divided.device):
-                outputs = run(microbatches, courses)
-                if not divided.take_tails(step, drop is not None):
+            with _undone_if_left(partitioned.setup, paths):
+                outputs = _run_rounds(partitioned, step, microbatches, paths)
+                if not partitioned.take_tails(step, drop is not None):
                     raise NewTailError
-            divided.go_on(step)
+            partitioned.go_on(step)
             return outputs
         except NewTailError:
             assert drop is not None
@@ -77,23 +74,26 @@ def run_batch(
             found = find()  # compares the weights again
         except LeftCourseError as error:
             step.forget()
-            divided.runtime.writes.put_back()
+            partitioned.runtime.writes.put_back()
             failures = {step.offset + index: text for index, text in error.failures.items()}
             step.offset = 0
             if drop is None:
                 with_cure = {index: f"{text} {FROM_CHECKPOINT}" for index, text in failures.items()}
                 raise LeftCourseError(with_cure) from None
             drop()
-            divided.learn(step, microbatches, courses, failures)
+            partitioned.learn(step, microbatches, paths, failures)
             found = find()
 
 
 @contextmanager
-def _undone_if_left(module: nn.Module, courses: Sequence[TracedPath], device: torch.device) -> Iterator[None]:
-    """Where a course is left inside, put back torch's random numbers, and buffers that the step changes."""
-    graphs = {id(staged): staged.graph for staged, _ in courses}.values()
-    names = {name for graph in graphs for item in graph.nodes for name in item.buffers}
-    buffers = [(b, b.detach().clone()) for name, b in module.named_buffers() if name in names] if names else []
+def _undone_if_left(setup: RunSetup, paths: Sequence[TracedPath]) -> Iterator[None]:
+    """Where a path is left inside, put back torch's random numbers, and buffers that the step changes."""
+    device = setup.device
+    graphs = {id(staged): staged.graph for staged, _ in paths}.values()
+    names = {name for graph in graphs for node in graph.nodes for name in node.buffers}
+    buffers = []
+    if names:
+        buffers = [(b, b.detach().clone()) for name, b in setup.module.named_buffers() if name in names]
     state = torch.get_rng_state()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -107,47 +107,44 @@ def _undone_if_left(module: nn.Module, courses: Sequence[TracedPath], device: to
         raise
 
 
-def run_rounds(
-    divided: PartitionedModule,
+def _run_rounds(
+    partitioned: PartitionedModule,
     step: LightningStep,
-    options: PipelineOptions,
-    context: Callable[[str], AbstractContextManager[Any]],
     microbatches: Sequence[MicroBatch],
-    courses: Sequence[TracedPath],
+    paths: Sequence[TracedPath],
 ) -> list[Any]:
-    """What the step returned for each micro-batch, on the rank where it ends; else an empty list. Collective.
+    """The micro-batches of a batch once, in as many rounds as ``active_microbatches`` asks for. Collective.
 
     Args:
-        divided: the module.
+        partitioned: the module.
         step: the user's.
-        options: the strategy's.
-        context: of a step: the precision plugin's.
         microbatches: of the batch.
-        courses: of each.
+        paths: of each.
+
+    Returns:
+        What the step returned for each, on the rank where it ends; else an empty list.
     """
-    size = options.partition.active_microbatches or len(microbatches)
-    looks = divided.looks(step, microbatches)
+    size = partitioned.setup.options.partition.active_microbatches or len(microbatches)
+    watched = partitioned.watched_numbers(step, microbatches)
     outputs: list[Any] = []
-    with _casting_once(divided, step, options, context, courses):
+    with _casting_once(partitioned, step, paths):
         for begin in range(0, len(microbatches), size):
-            step.offset, now = begin, slice(begin, begin + size)
-            outputs += divided.runtime.run(courses[now], step, microbatches[now], step.trains, looks=looks)
+            now = slice(begin, begin + size)
+            step.offset = begin
+            outputs += partitioned.runtime.run(paths[now], step, microbatches[now], step.trains, looks=watched)
     return outputs
 
 
 def _casting_once(
-    divided: PartitionedModule,
-    step: LightningStep,
-    options: PipelineOptions,
-    context: Callable[[str], AbstractContextManager[Any]],
-    courses: Sequence[TracedPath],
+    partitioned: PartitionedModule, step: LightningStep, paths: Sequence[TracedPath]
 ) -> AbstractContextManager[None]:
     """Mixed precision casts each weight once for all micro-batches, where that makes no difference."""
-    kinds = {staged.graph.cast_type for staged, _ in courses}
-    if not step.trains or options.activation_checkpointing or None in kinds:
+    setup = partitioned.setup
+    kinds = {staged.graph.cast_type for staged, _ in paths}
+    if not step.trains or setup.options.activation_checkpointing or None in kinds:
         return nullcontext()
-    with context("training_step"):
-        step.keeps_casts = may_keep_casts(kinds, divided.device)
+    with setup.step_context("training_step"):
+        step.keeps_casts = may_keep_casts(kinds, setup.device)
     if not step.keeps_casts:
         return nullcontext()
-    return kept_casts(divided.window.parameters.values(), lambda: context(step.hook))
+    return kept_casts(partitioned.stash.parameters.values(), lambda: setup.step_context(step.hook))

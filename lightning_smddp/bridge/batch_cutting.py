@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
 from lightning_smddp.bridge.partition_table import looks_at_other_rows
-from lightning_smddp.bridge.pipeline_options import PipelineOptions
 from lightning_smddp.bridge.row_trials import rows_by_loss
+from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
-from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.row_evidence import Evidence, evidence, has_time_first
 from lightning_smddp.pipeline.partition.splitter import Splitter
@@ -32,32 +26,18 @@ _CURE = (
 
 
 class BatchCutter:
-    """Cuts the batches of one run.
+    """Cuts the batches of one run into micro-batches.
 
     Args:
-        module: the user's; its method ``split_batch`` is used if it has one.
-        options: the strategy's.
-        groups: this rank's place.
-        device: of this rank.
-        num_stages: of the pipeline.
+        setup: of the run; the module's method ``split_batch`` is used if it has one.
         values: what the host knows of the batch on the device.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        options: PipelineOptions,
-        groups: Groups,
-        device: torch.device,
-        num_stages: int,
-        values: HostValues,
-    ) -> None:
-        self.module, self.options, self.groups, self.device, self.num_stages = (
-            module, options, groups, device, num_stages
-        )  # fmt: skip
+    def __init__(self, setup: RunSetup, values: HostValues) -> None:
+        self.setup, self.module, self.options = setup, setup.module, setup.options
         self._values = values
-        hook = options.partition.split_batch or getattr(module, "split_batch", None)
-        self.splitter = Splitter(options.partition.batch_size_fn, hook if callable(hook) else None)
+        hook = self.options.partition.split_batch or getattr(setup.module, "split_batch", None)
+        self.splitter = Splitter(self.options.partition.batch_size_fn, hook if callable(hook) else None)
         self.looks_across_rows = False  # the loss: no weights make it of those of micro-batches
         self._rows_first: dict[Any, bool] = {}  # by step: what was found for it
         self.parts_fail = False  # the training step, run on a part of a batch: so others are likely to
@@ -125,18 +105,25 @@ class BatchCutter:
         norms = looks_at_other_rows(self.module)
         if norms:
             self.keep_whole(step)
-            if dist.get_rank() == 0:
-                warnings.warn(
-                    f"In training {norms[0]} (BatchNorm) sees all rows that it is given, so from here on each batch is "
-                    "one micro-batch, without overlap of stages. A num_microbatches that you give is used, with other "
-                    "numbers than those of one process.",
-                    stacklevel=2,
-                )
+            warn_on_first_rank(
+                f"In training {norms[0]} (BatchNorm) sees all rows that it is given, so from here on each batch is "
+                "one micro-batch, without overlap of stages. A num_microbatches that you give is used, with other "
+                "numbers than those of one process."
+            )
         return bool(norms)
 
     def keep_whole(self, step: LightningStep) -> None:
         """From now on each batch of ``step`` is one micro-batch."""
         self._whole.add(step.key)
+
+    def refuse_parts(self, step: LightningStep, why: str) -> None:
+        """The same, with a warning, where a step has just been run on parts. On all ranks of the pipeline."""
+        step.forget()
+        self.keep_whole(step)
+        warn_on_first_rank(
+            f"`{step.hook}` runs each batch as one micro-batch, without overlap of stages, as parts of a batch do "
+            f"not make up what it shows for the batch: {why}."
+        )
 
     def learn(self, step: LightningStep, rows_first: bool) -> None:
         """Rows of batches of ``step`` come first, or not."""
@@ -180,7 +167,7 @@ class BatchCutter:
         rows = rows_of(batch)
         if self.splitter.split_batch is None:
             return rows
-        return max(1, next(iter(self._loader_sizes(step)), rows if rows > 1 else 4 * self.groups.pipeline.size()))
+        return max(1, next(iter(self._loader_sizes(step)), rows if rows > 1 else 4 * self.setup.groups.pipeline.size()))
 
     def _loader_sizes(self, step: LightningStep) -> tuple[int, ...]:
         return loader_sizes(getattr(self.module, "trainer", None), step.hook, step.arguments)
@@ -206,7 +193,7 @@ class BatchCutter:
             if found == "rows":
                 known = True
             elif can_try:
-                known = rows_by_loss(step, whole, found, self.module, self.groups, self.device)
+                known = rows_by_loss(step, whole, found, self.setup)
             else:
                 known = found == "square" and not has_time_first(self.module)
             self.learn(step, known)
@@ -220,18 +207,15 @@ class BatchCutter:
         if why.split("(")[0] in self._said:
             return
         self._said.add(why.split("(")[0])
-        if dist.get_rank() == 0:
-            warnings.warn(
-                f"smddp_pipeline runs batches as one micro-batch, without overlap: {why}. {_CURE}", stacklevel=2
-            )
+        warn_on_first_rank(f"smddp_pipeline runs batches as one micro-batch, without overlap: {why}. {_CURE}")
 
     def _auto_count(self, rows: int) -> int:
         """Micro-batches for a batch of ``rows``; where the schedule allows none, its substitute takes all there are."""
-        ranks = self.groups.pipeline.size()
+        ranks = self.setup.groups.pipeline.size()
         least = 2 if looks_at_other_rows(self.module) else 1  # it refuses a single row
 
         def allowed(count: int) -> bool:
-            return self.options.schedule.microbatches_ok(count, ranks, self.num_stages) and rows // count >= least
+            return self.options.schedule.microbatches_ok(count, ranks, self.setup.num_stages) and rows // count >= least
 
         if not any(allowed(count) for count in range(1, rows + 1)):
             return rows

@@ -16,7 +16,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torchmetrics import Metric
 
 from lightning_smddp._compat.torch import forward_cache, without_torch_functions
-from lightning_smddp.bridge.counts import UNKNOWN, Moved, settle, unknown_counts
 from lightning_smddp.bridge.left_behind import LeftBehind, without_ghosts
 from lightning_smddp.bridge.metrics import (
     AnyMetric,
@@ -30,12 +29,16 @@ from lightning_smddp.bridge.metrics import (
     patched,
 )
 from lightning_smddp.bridge.step_attributes import (
+    UNKNOWN,
     AttributeWatch,
     Changes,
+    Moved,
     Place,
     combine_changes,
     detached,
     doubtful_counts,
+    settle,
+    unknown_counts,
 )
 from lightning_smddp.bridge.step_results import Log, Observed, StepResults
 from lightning_smddp.bridge.step_values import (

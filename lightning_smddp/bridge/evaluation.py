@@ -1,152 +1,192 @@
-"""Validation, test and prediction steps: their trials, and the steps that cannot be pipelined."""
+"""Validation, test and prediction steps of a partitioned module.
+
+The first batch of a step shows how it can be run: as a pipeline of micro-batches, as one micro-batch where parts of a
+batch do not make up what the step shows for it, or in *lockstep* where it cannot be cut into stages.
+"""
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from lightning_smddp.bridge.attempts import Attempt, run_batch
 from lightning_smddp.bridge.batch_cutting import BatchCutter
-from lightning_smddp.bridge.capture import StepCapture
+from lightning_smddp.bridge.batch_results import BatchResults
 from lightning_smddp.bridge.log_rules import disagree
-from lightning_smddp.bridge.partitioned_module import PartFailedError, PartitionedModule
-from lightning_smddp.bridge.result_trials import Findings, tolerance_of, try_results
+from lightning_smddp.bridge.partitioned_module import PartitionedModule
+from lightning_smddp.bridge.result_trials import Findings, PartFailedError, try_on_parts
 from lightning_smddp.bridge.row_trials import rows_by_results
+from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
-from lightning_smddp.bridge.step_results import KeptState, Observed, StepResults
+from lightning_smddp.bridge.step_results import Observed
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.pipeline.partition.mesh import Groups
+from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.view.global_view import GlobalView
-from lightning_smddp.wire.broadcast import broadcast_json, broadcast_structure
+from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
+from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.pipeline.runtime.staged_step import TracedPath
+from lightning_smddp.wire.broadcast import broadcast_json
 
-_MOST_TIMES = 16
+_MOST_TRIALS = 16  # of one step, because it did something new
 
 
-class EvaluationTrials:
-    """Finds out by its first batch how what a step shows for micro-batches makes up what it shows for a batch.
+class Evaluation:
+    """Runs evaluation steps, forward only, and knows of each in which way it runs.
 
     Args:
-        capture: is taught what is found.
-        cutter: is told which steps have to run on whole batches.
-        groups: this rank's place.
-        last_rank: of the pipeline, where steps end.
-        device: of this rank.
+        setup: of the run.
+        cutter: cuts batches into micro-batches.
+        results: combines what micro-batches give.
     """
 
-    def __init__(
-        self, capture: StepCapture, cutter: BatchCutter, groups: Groups, last_rank: int, device: torch.device
-    ) -> None:
-        self.capture, self.cutter, self.groups, self.last_rank, self.device = (
-            capture, cutter, groups, last_rank, device
-        )  # fmt: skip
-        self._found: dict[Any, Findings] = {}  # by step that was tried
-        self._times: Counter[Any] = Counter()  # that it was tried again
+    def __init__(self, setup: RunSetup, cutter: BatchCutter, results: BatchResults) -> None:
+        self.setup, self.cutter, self.results = setup, cutter, results
+        self._in_lockstep: set[Any] = set()  # all sets and dicts: by key of the step
+        self._traced: set[Any] = set()  # those that ran as pipelines
+        self._found: dict[Any, Findings] = {}  # by a trial, of those that were tried
+        self._new_trials: Counter[Any] = Counter()  # because a step did something new
 
-    def has(self, step: LightningStep) -> bool:
-        """Whether ``step`` was tried."""
-        return step.key in self._found
+    def run(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> Any:
+        """What the step returns for the whole batch, on every rank. Collective over the pipeline."""
+        if self.is_in_lockstep(step):
+            return self._run_in_lockstep(partitioned, step, batch)
+        self._find_rows(partitioned, step, batch)
+        microbatches = self._cut(partitioned, step, batch)
+        paths = self._find_paths(partitioned, step, microbatches)
+        # Whatever has just been found out, the step then starts anew, in the way that it has from here on.
+        if paths is None or self._learns(partitioned, step, batch, microbatches):
+            return self.run(partitioned, step, batch)
+        try:
+            outputs = self._attempt(partitioned, step, batch, (microbatches, paths))
+            if self._is_told_more(step):
+                step.forget()
+                self._try_on_parts(partitioned, step, self.cutter.together(batch, microbatches))
+                microbatches = [self.cutter.splitter.whole(batch)]  # which is right in any case
+                paths = partitioned.paths(step, microbatches)
+                outputs = self._attempt(partitioned, step, batch, (microbatches, paths))
+        except (SplitError, LeftCourseError) as error:  # on every rank
+            self.keep_in_lockstep(step, error)
+            return self.run(partitioned, step, batch)
+        results = self.results.combine(partitioned, step, outputs, batch, microbatches)
+        if isinstance(results, str):
+            self.cutter.refuse_parts(step, results)
+            return self.run(partitioned, step, batch)
+        return self.results.apply(partitioned, results)
 
-    def find_rows(self, divided: PartitionedModule, step: LightningStep, whole: MicroBatch) -> None:
-        """Try out whether the rows of a step's batches come first. Collective over the pipeline."""
+    def _cut(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> list[MicroBatch]:
+        return self.cutter.weighted(partitioned.weighed.weighting, self.cutter.cut(batch, step, can_try=False))
+
+    def _find_paths(
+        self, partitioned: PartitionedModule, step: LightningStep, microbatches: Sequence[MicroBatch]
+    ) -> list[TracedPath] | None:
+        """The path of each micro-batch; None where the step has to run in another way from here on. Collective."""
+        is_new = step.key not in self._traced
+        try:
+            paths = partitioned.paths(step, microbatches)
+        except Exception as error:
+            # A first trace fails on all ranks alike, also by an error of the user's own, which then comes again.
+            # Later an error of one stage alone has to end the run: the others wait for it.
+            is_of_user = isinstance(error, StepFailedError) or not isinstance(error, SplitError)
+            if is_of_user and not is_new:
+                raise own_error(error) from None
+            if is_of_user and len(microbatches) > 1:
+                self.cutter.refuse_parts(step, f"it fails on a part ({own_error(error)!r})")
+            else:
+                self.keep_in_lockstep(step, own_error(error))
+            return None
+        self._traced.add(step.key)
+        return paths
+
+    def _attempt(self, partitioned: PartitionedModule, step: LightningStep, batch: Any, found: Attempt) -> list[Any]:
+        def find_again() -> Attempt:
+            """What it does now, it has never done: other parts of the batch may be right."""
+            self._try_again(partitioned, step, batch, found[0])
+            microbatches = self._cut(partitioned, step, batch)
+            return microbatches, partitioned.paths(step, microbatches)
+
+        partitioned.separate_draws()
+        return run_batch(partitioned, step, found, find_again)
+
+    # ---- one micro-batch for each batch ----
+
+    def _find_rows(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> None:
+        """Try out whether the rows of a step's batches come first, if nothing says so. Collective."""
+        whole = self.cutter.doubtful(batch, step)
+        if whole is None:
+            return
 
         def run(part: MicroBatch) -> Observed | None:
-            return divided.try_out(step, [part])
+            return partitioned.try_out(step, [part])
 
         try:
-            found = rows_by_results(run, whole, self.groups, self.last_rank, self.device)
+            found = rows_by_results(run, whole, self.setup)
         except PartFailedError:
             found = False
         self.cutter.learn(step, found)
 
-    def run(self, divided: PartitionedModule, step: LightningStep, rows: MicroBatch) -> None:
-        """Try ``step`` on ``rows`` and on two parts of them. Collective over the pipeline."""
-        parts = divided.weighting.apply(rows.split(2))
-        before = self._found.setdefault(step.key, Findings())
-        if len(parts) < 2:
-            return
-        tolerance = tolerance_of(divided.is_exact(), self.device)
-        by_rows = divided.weighting.kind == "rows"
+    def _learns(
+        self, partitioned: PartitionedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
+    ) -> bool:
+        """Whether a trial has shown that batches have to be cut otherwise, or it was the first one. Collective."""
+        if self.setup.options.partition.check and step.key not in self._found:
+            rows = self.cutter.pair(batch, microbatches)
+            if rows is not None:
+                self._try_on_parts(partitioned, step, rows)
+                partitioned.take_unforeseen(step)
+                return True
+        self._try_again(partitioned, step, batch, microbatches)
+        return self.cutter.is_whole(step) and len(microbatches) > 1
 
-        def run(some: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
-            try:
-                return divided.try_out(step, some, state)
-            except PartFailedError:  # on all ranks
-                if state is None:
-                    raise
-                return None
-
-        try:
-            found = try_results(run, self._share, rows, parts, self.capture, step.key, tolerance, by_rows)
-        except PartFailedError as error:
-            self.keep_whole(step, f"it fails on a part ({error})")
-            return
-        found = Findings.from_json(broadcast_json(found.to_json(), self.groups.pipeline, self.device, self.last_rank))
-        self._found[step.key] = found = found.beside(before)
-        found.teach(self.capture, step.key)
-        if found.differences:
-            self.keep_whole(step, f"{found.text()}. torchmetrics objects see whole batches")
-
-    def run_again(
-        self, divided: PartitionedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
+    def _try_again(
+        self, partitioned: PartitionedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
     ) -> None:
         """Try ``step`` on a ``batch`` that was cut so, if it did there what it never did. Collective."""
-        if not divided.take_unforeseen(step) or not divided.options.partition.check or self.cutter.is_whole(step):
+        if (
+            not partitioned.take_unforeseen(step)
+            or not self.setup.options.partition.check
+            or self.cutter.is_whole(step)
+        ):
             return
         rows = self.cutter.pair(batch, microbatches)
         if rows is None:
             return
-        self._times[step.key] += 1
-        if self._times[step.key] > _MOST_TIMES:
-            self.keep_whole(step, "it does something else in too many batches")
+        self._new_trials[step.key] += 1
+        if self._new_trials[step.key] > _MOST_TRIALS:
+            self.cutter.refuse_parts(step, "it does something else in too many batches")
             return
-        self.run(divided, step, rows)
-        divided.take_unforeseen(step)  # of the trial
+        self._try_on_parts(partitioned, step, rows)
+        partitioned.take_unforeseen(step)  # of the trial
 
-    def _share(self, state: KeptState | None) -> KeptState | None:
-        """That of the rank where steps end. Collective over the pipeline."""
-        found = broadcast_structure(state, self.groups.pipeline, self.last_rank, self.device)
-        return found if found is None or isinstance(found, KeptState) else KeptState(**found)
+    def _try_on_parts(self, partitioned: PartitionedModule, step: LightningStep, rows: MicroBatch) -> None:
+        """Compare what ``step`` shows for ``rows`` with what two parts of them make up. Collective."""
+        known = self._found.setdefault(step.key, Findings())
+        try:
+            found = try_on_parts(partitioned, step, rows, known)
+        except PartFailedError as error:
+            self.cutter.refuse_parts(step, f"it fails on a part ({error})")
+            return
+        if found is None:
+            return
+        self._found[step.key] = found
+        if found.differences:
+            self.cutter.refuse_parts(step, f"{found.text()}. torchmetrics objects see whole batches")
 
-    def keep_whole(self, step: LightningStep, why: str) -> None:
-        """Each batch of ``step`` is one micro-batch from here on. On all ranks of the pipeline."""
-        step.forget()
-        self.cutter.keep_whole(step)
-        if dist.get_rank() == 0:
-            warnings.warn(
-                f"`{step.hook}` runs each batch as one micro-batch, without overlap of stages, as parts of a batch do "
-                f"not make up what it shows for the batch: {why}.",
-                stacklevel=2,
-            )
-
-    def is_told_more(self, step: LightningStep) -> bool:
+    def _is_told_more(self, step: LightningStep) -> bool:
         """Whether values that micro-batches have just logged end a doubt. Collective where there is one."""
-        doubts = self._found[step.key].doubts if self.has(step) else {}
+        doubts = self._found[step.key].doubts if step.key in self._found else {}
         if not doubts or self.cutter.is_whole(step):
             return False
-        told = any(disagree(rules, self.capture.values_logged(name)) for name, rules in doubts.items())
-        return bool(broadcast_json(told, self.groups.pipeline, self.device, self.last_rank))
+        told = any(disagree(rules, step.capture.values_logged(name)) for name, rules in doubts.items())
+        return bool(broadcast_json(told, self.setup.groups.pipeline, self.setup.device, self.setup.last_rank))
 
+    # ---- lockstep: all ranks run the step, and each operation is done where its values are ----
 
-class Lockstep:
-    """Which steps run so, and the run of one.
+    def is_in_lockstep(self, step: LightningStep) -> bool:
+        """Whether ``step`` cannot be cut into stages."""
+        return step.key in self._in_lockstep
 
-    A validation step that generates text calls its modules as often as the text is long; it cannot be cut into stages.
-    Within the view of the whole module it runs on every rank as it is, on the whole batch.
-    """
-
-    def __init__(self) -> None:
-        self._reasons: dict[Any, str] = {}  # by key of a step
-
-    def has(self, step: LightningStep) -> bool:
-        """Whether ``step`` was found to need it."""
-        return step.key in self._reasons
-
-    def take(self, step: LightningStep, error: BaseException) -> None:
+    def keep_in_lockstep(self, step: LightningStep, error: BaseException) -> None:
         """From now on ``step`` runs so, as it fails as a pipeline with ``error`` on every rank of it.
 
         Raises:
@@ -154,22 +194,25 @@ class Lockstep:
         """
         if isinstance(error, RankFailedError):
             raise error
-        self._reasons[step.key] = str(error)
-        if dist.get_rank() == 0:
-            warnings.warn(
-                f"`{step.hook}` runs in lockstep: all ranks run it on the whole batch, and each operation is done by "
-                "the rank that has the parameters. That is right, but slower than one process. It cannot be pipelined: "
-                f"{error}",
-                stacklevel=2,
-            )
+        self._in_lockstep.add(step.key)
+        warn_on_first_rank(
+            f"`{step.hook}` runs in lockstep: all ranks run it on the whole batch, and each operation is done by "
+            "the rank that has the parameters. That is right, but slower than one process. It cannot be pipelined: "
+            f"{error}"
+        )
 
-    @staticmethod
-    def run(step: LightningStep, batch: Any, size: int, view: GlobalView) -> StepResults:
-        """What the step logs and returns for ``batch``, of ``size`` rows, on every rank. Collective."""
-        microbatch = MicroBatch(batch, size, 1.0)
-        try:
-            with step.capture.left.unwatched(), step.around(0, microbatch, keep=True):
-                output = step(microbatch)
-            return step.capture.results([output], view.plain)
-        finally:
-            step.forget()
+    def _run_in_lockstep(self, partitioned: PartitionedModule, step: LightningStep, batch: Any) -> Any:
+        """The step as it is, on the whole batch, within the view of the whole module. Collective.
+
+        A step that generates text calls its modules as often as the text is long: there are no stages of it.
+        """
+        whole = self.cutter.splitter.whole(batch)
+        microbatch = MicroBatch(whole.value, whole.size, 1.0)
+        with partitioned.inside_view():
+            try:
+                with step.capture.left.unwatched(), step.around(0, microbatch, keep=True):
+                    output = step(microbatch)
+                results = step.capture.results([output], partitioned.view.plain)
+            finally:
+                step.forget()
+        return results.apply(self.setup.module, self.results.metrics)

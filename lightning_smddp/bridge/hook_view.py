@@ -1,4 +1,4 @@
-"""Lightning's hooks see the whole of a divided module: what user code in them runs within, and what does not."""
+"""Lightning's hooks see the whole of a partitioned module: what user code in them runs within, and what does not."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.bridge.metrics import patched
 
 if TYPE_CHECKING:
+    from lightning_smddp.bridge.partitioned_module import PartitionedModule
     from lightning_smddp.bridge.pipelined_module import PipelinedModule
 
-# Before the module is divided, after it is whole again, about data, on one rank alone; or they get optimizers to run.
+# Before there are stages or after the module is whole again, about data, on one rank alone; or they run optimizers.
 _OUTSIDE = frozenset({
     "configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model",
     "on_after_batch_transfer", "on_before_batch_transfer", "on_exception", "on_load_checkpoint", "optimizer_zero_grad",
@@ -58,12 +59,12 @@ class HookView:
 
     Args:
         strategy: of the Trainer.
-        staged: gives the divided module; None as long as there is none.
+        current: gives the pipelined module; None as long as there is none.
     """
 
-    def __init__(self, strategy: Any, staged: Callable[[], PipelinedModule | None]) -> None:
-        self.strategy, self._staged = strategy, staged
-        self._waiting: ExitStack | None = None  # of a hook within which the module is divided
+    def __init__(self, strategy: Any, current: Callable[[], PipelinedModule | None]) -> None:
+        self.strategy, self._current = strategy, current
+        self._waiting: ExitStack | None = None  # of a hook within which the module is partitioned
         self._depth = 0  # of calls of the strategy
         self._replaced: dict[str, Callable[..., Any]] = {}  # methods that somebody has set on the strategy itself
         # Made once: Lightning compares functions that it was given in one run with those of the next.
@@ -71,7 +72,7 @@ class HookView:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: the copy is about its own strategy."""
-        return HookView, (self.strategy, self._staged)
+        return HookView, (self.strategy, self._current)
 
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
@@ -97,27 +98,31 @@ class HookView:
         return result
 
     def _enter_late(self) -> None:
-        staged = self._staged()
-        if self._depth == 0 and self._waiting is not None and staged is not None and staged.view is not None:
-            self._waiting.enter_context(staged.inside_view())
+        partitioned = self._partitioned()
+        if self._depth == 0 and self._waiting is not None and partitioned is not None:
+            self._waiting.enter_context(partitioned.inside_view())
             self._waiting = None
 
+    def _partitioned(self) -> PartitionedModule | None:
+        pipelined = self._current()
+        return None if pipelined is None else pipelined.partitioned
+
     def _left(self) -> AbstractContextManager[None]:
-        staged = self._staged()
-        if staged is None or staged.view is None or not staged.view.is_entered:
-            return nullcontext()
-        return staged.outside_view()
+        partitioned = self._partitioned()
+        return nullcontext() if partitioned is None else partitioned.outside_view()
 
     def _around(self, hook: str, owner: Any) -> AbstractContextManager[Any]:
         """What Lightning enters around the call of ``owner``'s ``hook``."""
-        staged = self._staged()
-        if staged is None or hook in _OUTSIDE or not _is_users(hook, owner):
+        if self._current() is None or hook in _OUTSIDE or not _is_users(hook, owner):
             return nullcontext()
-        return self._until_divided() if staged.view is None else staged.inside_view()
+        partitioned = self._partitioned()
+        if partitioned is None:
+            return self._until_partitioned()
+        return partitioned.inside_view()
 
     @contextmanager
-    def _until_divided(self) -> Iterator[None]:
-        """The first ``optimizer_step``: the module is divided by the step in it, and what follows sees the view."""
+    def _until_partitioned(self) -> Iterator[None]:
+        """The first ``optimizer_step``: the module is partitioned by the step in it, and what follows sees the view."""
         with ExitStack() as stack:
             before, self._waiting = self._waiting, stack
             try:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_functions
-from lightning_smddp.bridge.counts import UNKNOWN, Moved, in_words, settle, unknown_counts
 from lightning_smddp.bridge.owner_watch import (
     MISSING,
     Found,
@@ -38,7 +37,17 @@ from lightning_smddp.bridge.owner_watch import (
     set_at,
     value_at,
 )
-from lightning_smddp.bridge.step_attributes import Changes, Place, combine_changes, detached
+from lightning_smddp.bridge.step_attributes import (
+    UNKNOWN,
+    Changes,
+    Moved,
+    Place,
+    combine_changes,
+    detached,
+    in_words,
+    settle,
+    unknown_counts,
+)
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.capture.tracer import note_left
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor

@@ -1,4 +1,4 @@
-"""What there is to divide a model by, and the table that says how it was divided."""
+"""What there is to partition a model by, and the table that says how it was partitioned."""
 
 from __future__ import annotations
 
@@ -89,18 +89,18 @@ def print_replicated(reason: str, module: LightningModule) -> None:
 def print_partition(
     hook: str,
     partitioned: PartitionedModule,
-    resources: Resources,
     microbatches: Sequence[MicroBatch],
     weighting: Weighting | None,
 ) -> None:
     """Print how the module was partitioned for the step ``hook``; see :func:`describe`."""
-    rows = describe(partitioned.division, partitioned.options, resources, partitioned.module, microbatches, weighting)
-    way = f"pipelined in {partitioned.runtime.num_stages} stages"
-    print_table(_TITLE, [(hook, way), *rows], partitioned.module.trainer)
+    setup, resources = partitioned.setup, partitioned.resources
+    rows = describe(partitioned.plan, setup.options, resources, setup.module, microbatches, weighting)
+    way = f"pipelined in {setup.num_stages} stages"
+    print_table(_TITLE, [(hook, way), *rows], setup.module.trainer)
 
 
 def describe(
-    division: PartitionPlan,
+    plan: PartitionPlan,
     options: PipelineOptions,
     resources: Resources,
     module: nn.Module,
@@ -117,36 +117,36 @@ def describe(
     else:
         weights = weighting.describe()
     rows = [
-        ("units", _units(division)),
+        ("units", _units(plan)),
         ("schedule", _schedule(options, resources, microbatches)),
         ("loss weights", weights),
     ]
-    total = sum(division.stage_seconds) or 1.0
+    total = sum(plan.stage_seconds) or 1.0
     counts = {name: parameter.numel() for name, parameter in module.named_parameters()}
     of_rank: dict[int, set[str]] = {}
-    for plan in division.stage_cuts.plans(len(division.graph.nodes)):
-        items = division.graph.nodes[plan.begin : plan.end]
-        names = {name for name, stages in division.homes.items() if plan.stage in stages}
-        of_rank.setdefault(resources.rank_of_stage[plan.stage], set()).update(names)
-        sent = sum(division.graph.values[value].nbytes for value in plan.sends)
+    for stage in plan.stage_cuts.plans(len(plan.graph.nodes)):
+        items = plan.graph.nodes[stage.begin : stage.end]
+        names = {name for name, stages in plan.homes.items() if stage.stage in stages}
+        of_rank.setdefault(resources.rank_of_stage[stage.stage], set()).update(names)
+        sent = sum(plan.graph.values[value].nbytes for value in stage.sends)
         text = (
             f"{_range([item.module for item in items if item.module is not None])}: "
-            f"{100 * division.stage_seconds[plan.stage] / total:.0f} % of the time, "
+            f"{100 * plan.stage_seconds[stage.stage] / total:.0f} % of the time, "
             f"{_count(sum(counts[name] for name in names))} parameters, "
-            f"{division.stage_memory[plan.stage] / 2**20:.1f} MiB"
+            f"{plan.stage_memory[stage.stage] / 2**20:.1f} MiB"
         )
-        if plan.sends:
+        if stage.sends:
             text += f", sends {sent / 2**10:.1f} KiB a micro-batch"
-        rows.append((f"stage {plan.stage} on rank {resources.rank_of_stage[plan.stage]}", text))
+        rows.append((f"stage {stage.stage} on rank {resources.rank_of_stage[stage.stage]}", text))
     if len(of_rank) < resources.num_stages:
         for rank, names in sorted(of_rank.items()):
-            seconds = sum(s for s, r in zip(division.stage_seconds, resources.rank_of_stage, strict=True) if r == rank)
+            seconds = sum(s for s, r in zip(plan.stage_seconds, resources.rank_of_stage, strict=True) if r == rank)
             parameters = _count(sum(counts[name] for name in names))
             rows.append((f"rank {rank}", f"{100 * seconds / total:.0f} % of the time, {parameters} parameters"))
     if len(microbatches) > 1 and (norms := looks_at_other_rows(module)):
         which = f"{norms[0]} and {len(norms) - 1} more" if len(norms) > 1 else norms[0]
         rows.append(("note", f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
-    line = advice(replace(_setting(division, options, resources, microbatches), stays_whole=weighting is None))
+    line = advice(replace(_setting(plan, options, resources, microbatches), stays_whole=weighting is None))
     return rows if line is None else [*rows, ("advice", line)]
 
 
@@ -155,9 +155,9 @@ def looks_at_other_rows(module: nn.Module) -> list[str]:
     return [name for name, m in module.named_modules() if isinstance(m, _BATCH_NORMS) and m.training]
 
 
-def _units(division: PartitionPlan) -> str:
-    calls = [item.module for item in division.graph.nodes if item.module is not None]
-    items = counted(len(division.graph.nodes), "item")
+def _units(plan: PartitionPlan) -> str:
+    calls = [node.module for node in plan.graph.nodes if node.module is not None]
+    items = counted(len(plan.graph.nodes), "item")
     return f"{counted(len(set(calls)), 'module')}, {counted(len(calls), 'call')}; {items} in all"
 
 
@@ -178,13 +178,13 @@ def _bound(options: PipelineOptions, resources: Resources, count: int) -> float:
 
 
 def _setting(
-    division: PartitionPlan, options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]
+    plan: PartitionPlan, options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]
 ) -> Setting:
     ranks = max(resources.rank_of_stage) + 1
-    problem = problem_of(division.graph, resources, division.reference, options.activation_checkpointing)
+    problem = problem_of(plan.graph, resources, plan.reference, options.activation_checkpointing)
     return Setting(
         nodes=problem.nodes,
-        stage_seconds=division.stage_seconds,
+        stage_seconds=plan.stage_seconds,
         schedule=options.schedule.name,
         num_microbatches=len(microbatches),
         num_ranks=ranks,

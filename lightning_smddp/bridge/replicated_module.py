@@ -10,76 +10,85 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_smddp._compat.torch_steps import behind_backwards
+from lightning_smddp.bridge.module_states import ModuleState
+from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.gradients.whole_gradients import WholeGradients
-from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.resume.random_states import RandomStates, from_plain, to_plain
 from lightning_smddp.resume.rank_states import pack, unpack
 from lightning_smddp.wire.stream import CPU
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
 
 _CURE = (
     "It trains as in one process: right, but no faster, and each rank needs memory for the whole model. "
     "fallback='error' refuses such steps instead."
 )
+_WITNESSES = 8  # parameters whose values are looked at: the smallest
+_ROUNDING = 1e-2  # relative differences of losses that the order of additions on a GPU explains
 
 
-class ReplicatedModule:
+class ReplicatedModule(ModuleState):
     """Runs the steps of a module that is whole on every rank of a pipeline.
 
     Args:
-        module: the user's.
-        groups: this rank's place.
-        device: of this rank.
-        reason: why its training step cannot be pipelined, and where.
+        setup: of the run.
+        optimizers: the user's, of all parameters.
+        reason: why the training step cannot be pipelined, and where.
+        watching: whether to look for NaN and inf in gradients before they are averaged.
     """
 
-    def __init__(self, module: LightningModule, groups: Groups, device: torch.device, reason: str) -> None:
-        self.module, self.reason = module, reason
-        self.same = SameRanks(module, groups.pipeline, device)
-        self.gradients: WholeGradients | None = None
+    def __init__(self, setup: RunSetup, optimizers: Sequence[Optimizer], reason: str, watching: bool) -> None:
+        self.setup, self.optimizers, self.reason = setup, optimizers, reason
+        self._module = setup.module
+        self._same = SameRanks(setup.module, setup.groups.pipeline, setup.device)
+        self._data_parallel_group = setup.groups.data_parallel_group
+        self._shares_buffers = setup.num_replicas > 1
         self._averages = False
-        self.replicas = groups.data_parallel_group if groups.mesh.num_replicas > 1 else None
-        self._shares_buffers = self.replicas is not None
-        if device.type != "cpu":  # the order of additions differs from run to run: let all ranks have the same
-            assert dist.group.WORLD is not None
-            self.gradients = WholeGradients(module, dist.group.WORLD, device)
-        elif groups.mesh.num_replicas > 1:
-            self.gradients = WholeGradients(module, groups.data_parallel_group, device)
+        self.gradients: WholeGradients | None = None
+        # On a device the order of additions differs from run to run: also the ranks of one pipeline average then.
+        if setup.device.type != "cpu":
+            self.gradients = WholeGradients(setup.module, setup.world, setup.device)
+        elif setup.num_replicas > 1:
+            self.gradients = WholeGradients(setup.module, self._data_parallel_group, setup.device)
+        if self.gradients is not None:
+            self.gradients.watching = watching
 
-    def train(self, step: Callable[[], Any], place: str, accumulates: bool = False) -> Any:
-        """Run the training step called ``place`` once. Collective over the pipeline, and over the replicas."""
+    def train(self, step: Callable[[], Any], name: str, accumulates: bool = False) -> Any:
+        """Run the training step called ``name`` once. Collective over the pipeline, and over the replicas.
+
+        Raises:
+            DriftError: on every rank: the ranks of the pipeline no longer compute the same.
+        """
         if self._shares_buffers:
             self._share_buffers()
-        self._shares_buffers = self.replicas is not None and not accumulates  # when ``ddp`` would
-        self.same.begin()
+        self._shares_buffers = self.setup.num_replicas > 1 and not accumulates  # when ``ddp`` would
+        self._same.begin()
         with self.averaging():
             output = step()
-        self.same.end(output, place)
+        self._same.end(output, name)
         return output
 
     def _share_buffers(self) -> None:
         """All replicas go on with the buffers of the first, as under ``ddp``."""
-        for buffer in self.module.buffers():
+        for buffer in self._module.buffers():
             value = buffer.detach().contiguous()
-            dist.broadcast(value, group=self.replicas, group_src=0)
+            dist.broadcast(value, group=self._data_parallel_group, group_src=0)
             if value.data_ptr() != buffer.data_ptr():
                 buffer.detach().copy_(value)
 
     def evaluate(self, step: Callable[[], Any]) -> Any:
         """Run another step once. Collective over the pipeline."""
-        self.same.begin()
+        self._same.begin()
         return step()
 
     @contextmanager
@@ -95,19 +104,40 @@ class ReplicatedModule:
         finally:
             self._averages = False
 
-    def nonfinite(self) -> dict[str, str] | None:
-        """What is not finite in this rank's gradients, by parameter; None if no replica has found anything."""
-        if self.gradients is None:
-            return bad_gradients(self.module.named_parameters())
-        return self.gradients.take_nonfinite()
-
     def warning(self) -> str:
-        """Said once, where it begins."""
+        """For the user, once, where it begins."""
         return f"The training step is run as a whole on every rank, as it cannot be pipelined: {self.reason} {_CURE}"
 
+    # ---- state ----
 
-_WITNESSES = 8  # parameters whose values are looked at: the smallest
-_ROUNDING = 1e-2  # relative differences of losses that the order of additions on a GPU explains
+    @override
+    def nonfinite(self) -> dict[str, str] | None:
+        if self.gradients is None:
+            return bad_gradients(self._module.named_parameters())
+        return self.gradients.take_nonfinite()
+
+    @override
+    def state_dict(self, gather: bool) -> dict[str, Any]:
+        """All ranks have all of it: for a sharded checkpoint one of them gives it."""
+        if gather or self._is_first():
+            return super().state_dict(gather)
+        return {}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
+        """Of a sharded checkpoint each rank has the parameter groups' options."""
+        state: dict[str, Any] = optimizer.state_dict()
+        if gather or self._is_first():
+            return state
+        return {**state, "state": {}}
+
+    @override
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(dict(state))
+
+    def _is_first(self) -> bool:
+        return self.setup.groups.replica == 0 and self.setup.groups.pipeline_rank == 0
 
 
 class DriftError(RuntimeError):
@@ -127,7 +157,7 @@ class SameRanks:
         self.module, self.group, self.device = module, group, device
         self._states = RandomStates(device)
         self._loss = 0.0
-        self._place = ""  # of the step that it is the loss of
+        self._name = ""  # of the step that it is the loss of
 
     def begin(self) -> None:
         """Before a step: compare what the last one has come to, and random numbers. Collective.
@@ -145,22 +175,22 @@ class SameRanks:
         if any(part[0] != found[0][0] for part in found):
             self._share_random_numbers()
 
-    def end(self, output: Any, place: str) -> None:
-        """After the step called ``place``, which returned ``output``."""
+    def end(self, output: Any, name: str) -> None:
+        """After the step called ``name``, which returned ``output``."""
         loss = output.get("loss") if isinstance(output, dict) else output
         self._loss = 0.0
         if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
             self._loss = float(loss.detach())
-        self._place = place
+        self._name = name
 
     def _require_equal(self, everyones: Sequence[Sequence[float]]) -> None:
         first = everyones[0]
         for rank, values in enumerate(everyones):
             tolerance = 0.0 if self.device.type == "cpu" else _ROUNDING
             if _differ(values[0], first[0], tolerance):
-                what = f"the loss of {self._place} is {values[0]!r} on rank {rank} of the pipeline and {first[0]!r} on"
+                what = f"the loss of {self._name} is {values[0]!r} on rank {rank} of the pipeline and {first[0]!r} on"
             elif any(_differ(a, b, 0.0) for a, b in zip(values[1:], first[1:], strict=True)):
-                what = f"behind {self._place or 'the start'} the parameters on rank {rank} of the pipeline differ from"
+                what = f"behind {self._name or 'the start'} the parameters on rank {rank} of the pipeline differ from"
             else:
                 continue
             raise DriftError(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,9 +22,17 @@ from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.log_rules import learn_rules
 from lightning_smddp.bridge.step_attributes import learn_steps
 from lightning_smddp.bridge.step_results import KeptState, Observed
+from lightning_smddp.bridge.step_values import is_loss
+from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.loss_weights import path_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
+from lightning_smddp.wire.broadcast import broadcast_json, broadcast_structure
 from lightning_smddp.wire.pytree import Path, items
+
+if TYPE_CHECKING:
+    from lightning_smddp.bridge.partitioned_module import PartitionedModule
+    from lightning_smddp.bridge.step import LightningStep
 
 Run: TypeAlias = Callable[["Sequence[MicroBatch]", "KeptState | None"], "Observed | None"]
 Differences = dict[str, tuple[str, str]]  # by place: for the rows at once, and from their parts
@@ -98,11 +107,76 @@ class Findings:
         capture.joins[key] = {tuple(path): dimension for path, dimension in self.joins}
         capture.per_row |= {tuple(place): flag for place, flag in self.per_row}
 
+    def forget_losses(self) -> None:
+        """Keep no differences of losses, nor of what the step returned: those are told apart by their weights."""
+        kept = {}
+        for place, texts in self.differences.items():
+            if not is_loss(place) and place != RETURNED:
+                kept[place] = texts
+        self.differences = kept
+
     def text(self) -> str:
         """What differs, in words."""
         texts = [f"{place} is {whole} for some rows, but {made}" for place, (whole, made) in self.differences.items()]
         more = f" ... ({len(texts) - _MOST} more)" if len(texts) > _MOST else ""
         return f"{'; '.join(texts[:_MOST])} from their halves{more}"
+
+
+class PartFailedError(SplitError):
+    """A step that was tried on some rows fails on them, on every rank of the pipeline."""
+
+
+def try_on_parts(
+    partitioned: PartitionedModule, step: LightningStep, rows: MicroBatch, known: Findings
+) -> Findings | None:
+    """Compare what ``step`` shows for ``rows`` with what two parts make up, through the pipeline. Collective.
+
+    Args:
+        partitioned: the module.
+        step: of training or evaluation; a training step is compared as things are, others also in the state that a
+            batch leaves behind.
+        rows: about two micro-batches.
+        known: what earlier trials have found.
+
+    Returns:
+        ``known`` with what is new, which the step's capture has learned; None where the rows cannot be cut.
+
+    Raises:
+        PartFailedError: on every rank: it cannot be run on these.
+    """
+    setup, weighting = partitioned.setup, partitioned.weighed.weighting
+    parts = weighting.apply(rows.split(2))
+    if len(parts) < 2:
+        return None
+
+    def run(some: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
+        with _without_chance() if step.trains else nullcontext():
+            try:
+                return partitioned.try_out(step, some, state)
+            except PartFailedError:  # on all ranks
+                if state is None:
+                    raise
+                return None
+
+    def share(state: KeptState | None) -> KeptState | None:
+        """That of the rank where the step ends, on all of them."""
+        if step.trains:
+            return None
+        shared = broadcast_structure(state, setup.groups.pipeline, setup.last_rank, setup.device)
+        return shared if shared is None or isinstance(shared, KeptState) else KeptState(**shared)
+
+    tolerance = tolerance_of(partitioned.plan.is_exact, setup.device)
+    found = try_results(run, share, rows, parts, step.capture, step.key, tolerance, weighting.kind == "rows")
+    sent = broadcast_json(found.to_json(), setup.groups.pipeline, setup.device, setup.last_rank)
+    found = Findings.from_json(sent).beside(known)
+    found.teach(step.capture, step.key)
+    return found
+
+
+@contextmanager
+def _without_chance() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
+        yield
 
 
 def try_results(

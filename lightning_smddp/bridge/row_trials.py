@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import Observed, StepResults
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, combine
 from lightning_smddp.pipeline.partition.plan import first_decides
 from lightning_smddp.pipeline.partition.row_evidence import Evidence, has_time_first
@@ -32,9 +32,7 @@ def rows_by_loss(
     step: LightningStep,
     batch: MicroBatch,
     found: Evidence,
-    module: nn.Module,
-    groups: Groups,
-    device: torch.device,
+    setup: RunSetup,
 ) -> bool:
     """Whether rows come first in batches of a training step: the first rank tries it. Collective over the pipeline.
 
@@ -42,24 +40,23 @@ def rows_by_loss(
         step: the training step.
         batch: all of one.
         found: what its shapes say.
-        module: the whole module.
-        groups: this rank's place.
-        device: of this rank.
+        setup: of the run; the module is whole.
     """
+    module = setup.module
 
     def loss(microbatch: MicroBatch) -> float:
         return float(loss_of(step.observed([microbatch]).results.output, step.hook, detached=True))
 
     def decide() -> bool:
         for trains in (False, True):  # some models do something else in evaluation mode
-            with preserve_state(module, device), kept_parameters(module), ConstantRandom(), torch.no_grad():
+            with preserve_state(module, setup.device), kept_parameters(module), ConstantRandom(), torch.no_grad():
                 module.train(trains)
                 answer = _try_order(loss, batch, found)
             if answer is not None:
                 return answer
         return found == "square" and not has_time_first(module)
 
-    return bool(first_decides(decide, groups.pipeline, device))
+    return bool(first_decides(decide, setup.groups.pipeline, setup.device))
 
 
 def _try_order(loss: Callable[[MicroBatch], float], batch: MicroBatch, found: Evidence) -> bool | None:
@@ -100,31 +97,23 @@ def _with_columns_in_order(value: Any, order: list[int]) -> Any:
     return map_leaves(ordered, value)
 
 
-def rows_by_results(
-    run: Callable[[MicroBatch], Observed | None],
-    batch: MicroBatch,
-    groups: Groups,
-    last_rank: int,
-    device: torch.device,
-) -> bool:
+def rows_by_results(run: Callable[[MicroBatch], Observed | None], batch: MicroBatch, setup: RunSetup) -> bool:
     """The same for an evaluation step, by its results on the rank where it ends. Collective over the pipeline.
 
     Args:
         run: the step for nothing, through the pipeline.
         batch: all rows.
-        groups: this rank's place.
-        last_rank: of the pipeline, where the step ends.
-        device: of this rank.
+        setup: of the run.
     """
     parts = batch.split(2)
     observed = [run(rows) for rows in (batch, batch.with_rows_in(order_of(batch.size)), *parts)]
     found = False
-    if groups.pipeline_rank == last_rank:
+    if setup.ends_here:
         whole, permuted, *halves = [some.results for some in observed if some is not None]
         outputs = _same_outputs(whole.output, [half.output for half in halves], [part.size for part in parts])
-        found = outputs if outputs is not None else bool(whole.logs)
+        found = bool(whole.logs) if outputs is None else outputs
         found = found and _same_logs(whole, permuted)
-    return bool(broadcast_json(found, groups.pipeline, device, last_rank))
+    return bool(broadcast_json(found, setup.groups.pipeline, setup.device, setup.last_rank))
 
 
 def _same_outputs(whole: Any, halves: list[Any], sizes: list[int]) -> bool | None:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.bridge.result_trials import RETURNED, Findings, tolerance_of, try_results
+from lightning_smddp.bridge.result_trials import Findings, tolerance_of, try_results
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import KeptState, Observed
-from lightning_smddp.bridge.step_values import is_loss
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.gradient_trials import (
@@ -112,11 +111,7 @@ class Weighing:
             with louder():
                 findings = tried().after(findings)
         if warning is not None:  # which is about the loss already
-            findings.differences = {
-                place: texts
-                for place, texts in findings.differences.items()
-                if not is_loss(place) and place != RETURNED  # the loss alone
-            }
+            findings.forget_losses()
         found.findings = findings
         return self._judged(found, self._moving_buffers(), findings)
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_smddp.bridge.attempts import FROM_CHECKPOINT
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.pipeline_options import PipelineOptions
+from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.partition.mesh import Groups
-from lightning_smddp.pipeline.partition.ownership import Ownership
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.partition.room import fits_on_hosts
 from lightning_smddp.pipeline.state.full_state import gather_full
-from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.stream import CPU, gather_tensors
 
@@ -45,49 +39,37 @@ def require_whole(module: nn.Module) -> None:
         )
 
 
-def made_whole(divided: PartitionedModule, device: torch.device) -> bool:
+def gather_at_end(partitioned: PartitionedModule) -> bool:
     """Give every rank the whole module on its host, where it goes after a run in any case. Collective over all ranks.
 
     Returns:
         False if a host lacks memory for that: then the parts stay on their ranks, with a warning.
     """
-    world = dist.group.WORLD
-    assert world is not None
-    module = divided.module
-    if fits_on_hosts(module, world, device):
-        divided.view.close()
-        divided.hooks.take(dict(module.named_parameters()))  # also of absent ones, which lose them
-        gather_full(module, divided.division.ownership, divided.groups.pipeline, device, to=CPU)
-        divided.hooks.give_back()
+    setup = partitioned.setup
+    if fits_on_hosts(setup.module, setup.world, setup.device):
+        _gather_parameters(partitioned, CPU)
         return True
-    leave_in_parts(module, _BY_MEMORY)
-    if dist.get_rank() == 0:
-        warnings.warn(f"{type(module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.", stacklevel=2)
+    leave_in_parts(setup.module, _BY_MEMORY)
+    warn_on_first_rank(f"{type(setup.module).__name__} stays in parts, each on its rank: {_BY_MEMORY}.")
     return False
 
 
-def require_whole_possible(
-    error: SplitError, divided: PartitionedModule, groups: Groups, device: torch.device, options: PipelineOptions
-) -> None:
+def _gather_parameters(partitioned: PartitionedModule, to: torch.device) -> None:
+    setup = partitioned.setup
+    partitioned.view.close()
+    partitioned.hooks.take(dict(setup.module.named_parameters()))  # also of absent ones, which lose them
+    gather_full(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device, to=to)
+    partitioned.hooks.give_back()
+
+
+def require_whole_possible(error: SplitError, setup: RunSetup) -> None:
     """Raise ``error``, with what to do, on every rank if the module cannot become whole in mid-training. Collective.
 
     Args:
         error: why the step cannot go on in a pipeline.
-        divided: the module.
-        groups: this rank's place.
-        device: of this rank.
-        options: the strategy's.
+        setup: of the run.
     """
-    obstacle = None
-    if options.partition.fallback == "error" or options.meta_init:
-        obstacle = "meta_init=True" if options.meta_init else "fallback='error'"
-    if obstacle is None and groups.mesh.num_replicas > 1:
-        obstacle = "there are several replicas, and others may go on as they are"
-    if obstacle is None and device.type == "cuda":
-        need = _COPIES * sum(p.numel() * p.dtype.itemsize for p in divided.module.parameters())
-        free = torch.cuda.mem_get_info(device)[0]
-        if not all(gather_json(need < free, groups.pipeline, device)):
-            obstacle = "the model may not fit on one device"
+    obstacle = _obstacle(setup)
     if obstacle is None:
         return
     if isinstance(error, StepFailedError):
@@ -96,27 +78,45 @@ def require_whole_possible(
     raise SplitError(f"{why} {FROM_CHECKPOINT}") from None
 
 
-def make_whole(
-    divided: PartitionedModule, partitions: Sequence[OptimizerPartition], metrics: PipelineMetrics, device: torch.device
-) -> None:
-    """Every rank holds everything: parameters, gradients, and states of optimizers and metrics. Collective."""
-    module, ownership, group = divided.module, divided.division.ownership, divided.groups.pipeline
-    divided.window.tied.sum()
-    gradients = gather_tensors(_own_gradients(module, ownership, group.rank()), group, to_all=True, device=device)
-    states = [partition.full_state_dict(group, to_all=True, device=device) for partition in partitions]
+def _obstacle(setup: RunSetup) -> str | None:
+    if setup.options.meta_init:
+        return "meta_init=True"
+    if setup.options.partition.fallback == "error":
+        return "fallback='error'"
+    if setup.num_replicas > 1:
+        return "there are several replicas, and others may go on as they are"
+    if setup.device.type == "cuda":
+        need = _COPIES * sum(p.numel() * p.dtype.itemsize for p in setup.module.parameters())
+        free = torch.cuda.mem_get_info(setup.device)[0]
+        if not all(gather_json(need < free, setup.groups.pipeline, setup.device)):
+            return "the model may not fit on one device"
+    return None
+
+
+def gather_in_training(partitioned: PartitionedModule, metrics: PipelineMetrics) -> None:
+    """Give every rank everything: parameters, gradients, and states of optimizers and metrics. Collective."""
+    setup, group = partitioned.setup, partitioned.setup.groups.pipeline
+    partitioned.stash.tied.sum()
+    gradients = gather_tensors(_own_gradients(partitioned), group, to_all=True, device=setup.device)
+    states = []
+    for partition in partitioned.optimizers:
+        states.append(partition.full_state_dict(group, to_all=True, device=setup.device))
     metrics.share()
-    divided.close()
-    divided.view.close()
-    divided.hooks.take(dict(module.named_parameters()))  # also of absent ones, which lose them
-    gather_full(module, ownership, group, device)
-    divided.hooks.give_back()
-    for partition, state in zip(partitions, states, strict=True):
+    partitioned.close()
+    _gather_parameters(partitioned, setup.device)
+    for partition, state in zip(partitioned.optimizers, states, strict=True):
         partition.give_back(state)
-    for name, parameter in module.named_parameters():
-        parameter.grad = gradients[name].to(device) if name in gradients else None
+    for name, parameter in setup.module.named_parameters():
+        parameter.grad = gradients[name].to(setup.device) if name in gradients else None
 
 
-def _own_gradients(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, torch.Tensor]:
-    named = dict(module.named_parameters())
-    found = {name: named[name].grad for name in ownership.parameters if ownership.owner(name) == rank}
-    return {name: gradient for name, gradient in found.items() if gradient is not None}
+def _own_gradients(partitioned: PartitionedModule) -> dict[str, torch.Tensor]:
+    """Of a parameter that several ranks have, one of them gives the gradient."""
+    ownership, rank = partitioned.plan.ownership, partitioned.setup.groups.pipeline_rank
+    named = dict(partitioned.setup.module.named_parameters())
+    found = {}
+    for name in ownership.parameters:
+        gradient = named[name].grad
+        if ownership.owner(name) == rank and gradient is not None:
+            found[name] = gradient
+    return found

@@ -119,7 +119,7 @@ class PipelineParallel(TrainerStrategy):
 
     _notebook_name = "smddp_pipeline_notebook"
     _groups: Groups | None = None
-    _staged: PipelinedModule | None = None
+    _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None
     _shown: set[str] | None = None  # steps whose table was printed
     _accumulates = False
@@ -195,7 +195,7 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
-        """Take the module as it is; it is divided at the first batch."""
+        """Take the module as it is; it is partitioned at the first batch."""
         assert self.accelerator is not None
         assert self.model is not None
         assert self.lightning_module is not None
@@ -214,27 +214,27 @@ class PipelineParallel(TrainerStrategy):
         assert dist.group.WORLD is not None
         self._checks.require_same_model()
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
-        self._staged = PipelinedModule(
+        self._pipelined = PipelinedModule(
             self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
         )
         if self._shown is None:
             self._shown = set()
-        self._staged.shown = self._shown
+        self._pipelined.shown = self._shown
         if self._restored is not None:
-            self._staged.load_state_dict(self._restored, strict=False)
+            self._pipelined.load_state_dict(self._restored, strict=False)
             self._restored = None
         self.model_to_device()
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fits:
-            self._staged.take_optimizers(self.optimizers, self.precision_plugin)
-            self._staged.watching = self._checks.watches_gradients
-            self._staged.marking = not self._checks.changes_gradients
+            self._pipelined.take_optimizers(self.optimizers, self.precision_plugin)
+            self._pipelined.watching = self._checks.watches_gradients
+            self._pipelined.marking = not self._checks.changes_gradients
             if not self.lightning_module.automatic_optimization:
-                self._staged.replicate(manual_optimization(self.lightning_module))
+                self._pipelined.replicate(manual_optimization(self.lightning_module))
             elif (reason := self._callback_against_pipelining(trainer)) is not None:
-                self._staged.replicate(reason)
+                self._pipelined.replicate(reason)
 
     @override
     def _watch_hooks(self, trainer: Trainer) -> None:
@@ -246,24 +246,24 @@ class PipelineParallel(TrainerStrategy):
         return callback_against_pipelining(callbacks_of(trainer), self.lightning_module, fallback)
 
     def _current(self) -> PipelinedModule | None:
-        return self._staged
+        return self._pipelined
 
     @override
     def model_to_device(self) -> None:
-        """Move what is not divided yet, if it fits."""
-        assert self._staged is not None
-        self._staged.to_device()
+        """Move what is not partitioned yet, if it fits."""
+        assert self._pipelined is not None
+        self._pipelined.to_device()
 
     @override
     def _release_model(self) -> None:
         """Give back a whole module, and free groups and memory."""
-        if self._staged is not None:
+        if self._pipelined is not None:
             if not self._interrupted:
-                self._last_report = self._staged.report() or self._last_report
-            self._staged.close(gather=not self._interrupted)
+                self._last_report = self._pipelined.report() or self._last_report
+            self._pipelined.close(gather=not self._interrupted)
             if self._groups is not None and not self._interrupted:
                 join_draws(self._groups.pipeline, self.root_device)
-            self._ended, self._staged = self._staged, None
+            self._ended, self._pipelined = self._pipelined, None
         self._changes.close()
 
     @override
@@ -296,26 +296,26 @@ class PipelineParallel(TrainerStrategy):
     def _moving_batch(self) -> AbstractContextManager[None]:
         """Note what the host knows of the batch; not of what a hook of the user's makes of it."""
         on_host = self.root_device.type == "cpu"  # where the batch itself can be read
-        if self._staged is None or on_host or changes_batch(self._trainer):
+        if self._pipelined is None or on_host or changes_batch(self._trainer):
             return nullcontext()
-        return self._staged.host_values.noted()
+        return self._pipelined.host_values.noted()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of all micro-batches; the gradients are handed over in ``backward``."""
-        staged = self._require_staged()
+        pipelined = self._require_pipelined()
         trainer = self._trainer
         batch, *rest = [*args, *kwargs.values()]
-        expected = staged.scale() / trainer.accumulate_grad_batches
+        expected = pipelined.scale() / trainer.accumulate_grad_batches
         accumulates = self._accumulates
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
-        output = staged.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
-        if staged.replicated is not None:
+        output = pipelined.train(batch, rest, expected, continues, zeroes_as_usual(trainer), accumulates)
+        if pipelined.replicated is not None:
             return output
 
         def deliver(arrived: Tensor) -> None:
             is_known = arrived.is_cuda and arrives_as_expected(trainer)
-            staged.deliver(1.0 if is_known else factor_of(arrived, expected), accumulates)
+            pipelined.deliver(1.0 if is_known else factor_of(arrived, expected), accumulates)
 
         if isinstance(output, dict):
             return {**output, "loss": connected(output["loss"], deliver)}
@@ -337,9 +337,9 @@ class PipelineParallel(TrainerStrategy):
         return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, hook: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        staged = self._require_staged()
+        pipelined = self._require_pipelined()
         batch, *rest = [*args, *kwargs.values()]
-        return staged.evaluate(hook, batch, rest, may_wait=self._trainer.state.fn == "fit")
+        return pipelined.evaluate(hook, batch, rest, may_wait=self._trainer.state.fn == "fit")
 
     @contextmanager
     def _step_context(self, hook: str) -> Iterator[None]:
@@ -353,12 +353,12 @@ class PipelineParallel(TrainerStrategy):
     @contextmanager
     def _averaging(self) -> Iterator[None]:
         """Of a step that runs as a whole, gradients are averaged over replicas before hooks see them."""
-        staged = self._require_staged()
-        if staged.replicated is None:
+        pipelined = self._require_pipelined()
+        if pipelined.replicated is None:
             yield
             return
         assert self._groups is not None
-        with staged.replicated.averaging(self._accumulates), default_group(self._groups.data_parallel_group):
+        with pipelined.replicated.averaging(self._accumulates), default_group(self._groups.data_parallel_group):
             yield
 
     @override
@@ -373,12 +373,12 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        found = self._require_staged().nonfinite()
+        found = self._require_pipelined().nonfinite()
         return by_asking(found, self.root_device) if self._finders is None else found
 
     @override
     def _brought(self) -> Mapping[str, str]:
-        return self._require_staged().nonfinite() or {}
+        return self._require_pipelined().nonfinite() or {}
 
     @property
     @override
@@ -406,7 +406,7 @@ class PipelineParallel(TrainerStrategy):
     @override
     def _require_outside_of_step(self) -> None:
         """Raises ``ValueError`` inside of a step, whose micro-batches reach each rank in turn."""
-        if self._staged is not None and self._staged.capture.runs_step:
+        if self._pipelined is not None and self._pipelined.capture.runs_step:
             raise SplitError(
                 "`strategy.barrier()` is called inside of a step that runs as a pipeline. Each rank is at another "
                 "micro-batch then, and they would wait for each other for ever. Call it in a hook around the step, "
@@ -462,7 +462,7 @@ class PipelineParallel(TrainerStrategy):
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process and its run."""
         ended: dict[str, Any] = {
             "_groups": None,
-            "_staged": None,
+            "_pipelined": None,
             "_ended": None,
             "_changes": ExitStack(),
             "_shown": None,
@@ -481,19 +481,19 @@ class PipelineParallel(TrainerStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, on global rank 0; with ``sharded`` of each rank what it holds. Collective."""
         gather = not self._reliability.sharded
-        return {} if self._interrupted else self._last_staged().state_dict(gather)
+        return {} if self._interrupted else self._last_pipelined().state_dict(gather)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
         gather = not self._reliability.sharded
-        return {} if self._interrupted else self._last_staged().optimizer_state(optimizer, gather)
+        return {} if self._interrupted else self._last_pipelined().optimizer_state(optimizer, gather)
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load a checkpoint of the whole module; what has no memory yet gets its values when it does."""
-        if self._staged is not None:
-            self._staged.load_state_dict(checkpoint["state_dict"], strict)
+        if self._pipelined is not None:
+            self._pipelined.load_state_dict(checkpoint["state_dict"], strict)
             return
         module = self.lightning_module
         assert module is not None
@@ -503,11 +503,11 @@ class PipelineParallel(TrainerStrategy):
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of the whole module."""
-        staged = self._require_staged()
-        if staged.divided is None:
+        pipelined = self._require_pipelined()
+        if pipelined.partitioned is None:
             self._saving.require_fitting_optimizers(checkpoint)
-        staged.known_division = self._exact_resume.saved("division")
-        staged.load_optimizer_states(checkpoint["optimizer_states"])
+        pipelined.known_plan = self._exact_resume.saved("division")
+        pipelined.load_optimizer_states(checkpoint["optimizer_states"])
 
     @override
     def _can_save(self, filepath: Any) -> bool:
@@ -521,7 +521,7 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def _decisions(self) -> Mapping[str, Any]:
-        return {"division": self._last_staged().division_decision()}
+        return {"division": self._last_pipelined().plan_decision()}
 
     @property
     @override
@@ -531,38 +531,40 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def _optimized(self, optimizer: Optimizer) -> list[torch.nn.Parameter]:
-        return self._last_staged().optimized(optimizer)
+        return self._last_pipelined().optimized(optimizer)
 
-    def _last_staged(self) -> PipelinedModule:
+    def _last_pipelined(self) -> PipelinedModule:
         """That of the run; afterwards that of the last run, as checkpoints can be saved then too."""
-        staged = self._staged or self._ended
-        assert staged is not None, "setup() comes first"
-        return staged
+        pipelined = self._pipelined or self._ended
+        assert pipelined is not None, "setup() comes first"
+        return pipelined
 
-    def _require_staged(self) -> PipelinedModule:
-        assert self._staged is not None, "setup() comes first"
-        return self._staged
+    def _require_pipelined(self) -> PipelinedModule:
+        assert self._pipelined is not None, "setup() comes first"
+        return self._pipelined
 
     # ---- what users see ----
 
     @property
     def findings(self) -> list[Finding]:
         """The start-up check's comparisons: the loss, and the norm of each unit's gradient; empty before it."""
-        return [] if self._staged is None or self._staged.divided is None else self._staged.divided.findings
+        partitioned = None if self._pipelined is None else self._pipelined.partitioned
+        return [] if partitioned is None else partitioned.findings
 
     @property
     def parameters_by_rank(self) -> list[int]:
-        """How many parameters each rank of a pipeline holds; empty before the module is divided. Not collective."""
-        if self._staged is None or self._staged.divided is None:
+        """How many parameters each rank of a pipeline holds; empty before the module is partitioned. Not collective."""
+        partitioned = None if self._pipelined is None else self._pipelined.partitioned
+        if partitioned is None:
             return []
-        sizes = {name: parameter.numel() for name, parameter in self._staged.module.named_parameters()}
-        ownership = self._staged.divided.division.ownership
+        sizes = {name: parameter.numel() for name, parameter in partitioned.setup.module.named_parameters()}
+        ownership = partitioned.plan.ownership
         return [sum(sizes[name] for name in ownership.held_by(rank)) for rank in range(ownership.num_ranks)]
 
     @property
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
-        return self._last_report if self._staged is None else self._staged.report()
+        return self._last_report if self._pipelined is None else self._pipelined.report()
 
     @property
     def _trainer(self) -> Trainer:

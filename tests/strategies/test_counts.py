@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_smddp.bridge.counts import Moved, settle, unknown_counts
-from lightning_smddp.bridge.step_attributes import Changes, Place, adds_up
+from lightning_smddp.bridge.step_attributes import Changes, Moved, Place, adds_up, settle, unknown_counts
 
 PLACE: Place = ("n",)
 LAW = adds_up(PLACE)

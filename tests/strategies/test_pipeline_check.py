@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_smddp import PipelineStrategy
-from lightning_smddp.bridge.second_check import SecondCheck
+from lightning_smddp.bridge.checks import SecondCheck
 from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped

@@ -202,7 +202,7 @@ class Plain(Net):
     """Its course depends on nothing, and no module draws random numbers."""
 
     def on_train_batch_end(self, *args: Any) -> None:
-        program = self.trainer.strategy._staged.divided.division.program
+        program = self.trainer.strategy._pipelined.partitioned.plan.program
         self.reads = (program.reads_of_batch, program.draws)
 
 

@@ -73,6 +73,11 @@ class PartitionPlan:
         """The stage of each node of the graph."""
         return [stage for stage, _ in self.stage_cuts.nodes_by_stage(self.graph)]
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether all floating-point values of the step have at least 32 bits."""
+        return all(value.dtype.itemsize >= 4 for value in self.graph.values if value.dtype.is_floating_point)
+
 
 @dataclass(frozen=True)
 class Trial:

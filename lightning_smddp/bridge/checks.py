@@ -1,0 +1,269 @@
+"""Never silently wrong: the pipeline's loss and gradients on one micro-batch, against those of a plain step. Twice.
+
+Before training :func:`check_at_start` compares with a plain step that ran on one rank, while that had the whole module.
+By the second step optimizers and hooks have changed parameters, buffers and attributes, on all ranks together. Within
+the view of the whole module a plain step shows what one process would compute with these: :class:`SecondCheck`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from lightning_smddp.bridge.partitioned_module import PartitionedModule
+from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+from lightning_smddp.pipeline.capture.python_random import PythonRandom, seed_torch
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.plan import CHECK_SEED
+from lightning_smddp.pipeline.partition.reference import seeding
+from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, gradient_norms, require_equal
+from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.pipeline.runtime.own_dropout import without_own_dropout
+from lightning_smddp.pipeline.runtime.staged_step import TracedPath
+from lightning_smddp.pipeline.view.tensor import SharedViewError
+from lightning_smddp.wire.broadcast import UnsendableError, broadcast_json, broadcast_structure
+from lightning_smddp.wire.gather import gather_json
+
+_FIRST_SEED = 20250131  # unlike seeds of users, from which Python's numbers may go on
+
+
+@dataclass
+class _Measured:
+    """A loss, where it is known, and the norms of gradients by parameter; ``failed`` says why there are none."""
+
+    loss: float | None = None
+    norms: Mapping[str, float] | None = None
+    failed: str | None = None
+
+
+def _run_pipelined(
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    microbatch: MicroBatch,
+    paths: Sequence[TracedPath],
+    observe: Any = None,
+) -> _Measured:
+    """One micro-batch through the pipeline; what of its result is on this rank. Collective over the pipeline.
+
+    Raises:
+        LeftCourseError: on every rank: with the random numbers of now the step takes a path that was not traced.
+    """
+    try:
+        outputs = partitioned.runtime.run(paths, step, [microbatch], True, observe)
+        partitioned.stash.tied.sum()
+        measured = _Measured(norms=_own_norms(partitioned))
+    finally:
+        step.forget()
+    if outputs:
+        measured.loss = float(loss_of(outputs[0], step.hook, detached=True))
+    return measured
+
+
+def _own_norms(partitioned: PartitionedModule) -> dict[str, float]:
+    """Norms of the gradients that this rank speaks for: of several ranks with a tied parameter one does."""
+    ownership, rank = partitioned.plan.ownership, partitioned.setup.groups.pipeline_rank
+    norms = gradient_norms(partitioned.stash.parameters.items())
+    return {name: norm for name, norm in norms.items() if ownership.owner(name) == rank}
+
+
+def _gathered(partitioned: PartitionedModule, local: _Measured) -> _Measured:
+    """What all ranks of the pipeline have measured together. Collective over the pipeline."""
+    setup = partitioned.setup
+    everything = _Measured(norms={})
+    norms: dict[str, float] = {}
+    for loss, some, failed in gather_json([local.loss, local.norms, local.failed], setup.groups.pipeline, setup.device):
+        norms.update(some or {})
+        if everything.loss is None:
+            everything.loss = loss
+        if everything.failed is None:
+            everything.failed = failed
+    return replace(everything, norms=norms)
+
+
+def _compared(partitioned: PartitionedModule, expected: _Measured, actual: _Measured) -> list[Finding]:
+    plan = partitioned.plan
+    assert expected.loss is not None
+    assert actual.loss is not None
+    return compare(
+        plan.graph.nodes,
+        plan.stage_of_node,
+        expected.loss,
+        actual.loss,
+        expected.norms or {},
+        actual.norms or {},
+    )
+
+
+# ---- before training -------------------------------------------------------------------------------------------------
+
+
+def check_at_start(partitioned: PartitionedModule, step: LightningStep, microbatches: Sequence[MicroBatch]) -> None:
+    """Compare with the reference run that the partition was planned with. Collective over all ranks.
+
+    Fills ``partitioned.findings``.
+
+    Raises:
+        VerificationError: on every rank, also of pipelines in which the numbers are the same.
+    """
+    reference, setup = partitioned.plan.reference, partitioned.setup
+    if reference is None:
+        return
+    index = len(microbatches) - 1 if reference.of_trace else 0  # of the micro-batch that the reference ran on
+    failure: VerificationError | None = None
+    try:
+        _compare_with_reference(partitioned, step, index, microbatches[index])
+    except VerificationError as error:
+        failure = error
+    except LeftCourseError as error:
+        failure = VerificationError(str(error), partitioned.findings)
+    text = None if failure is None else str(failure)
+    found = [text for text in gather_json(text, setup.world, setup.device) if text is not None]
+    if found:
+        raise failure or VerificationError(found[0], partitioned.findings)
+
+
+def _compare_with_reference(
+    partitioned: PartitionedModule, step: LightningStep, index: int, microbatch: MicroBatch
+) -> None:
+    """Raise ``VerificationError`` on every rank of the pipeline if something is not the same.
+
+    The pipeline and a plain step draw other random numbers. So a replay of the whole step on one rank is between them,
+    which drew those of the plain step once, and those of the pipeline once.
+    """
+    reference, setup = partitioned.plan.reference, partitioned.setup
+    assert reference is not None
+    plain = _Measured(reference.plain_loss, reference.plain_norms)
+    replayed = _Measured(reference.again_loss, reference.again_norms)
+    partitioned.findings = _compared(partitioned, plain, replayed)
+    require_equal(partitioned.findings, partitioned.tolerance)
+
+    expected = _Measured(reference.loss, reference.norms)
+    try:
+        shared = _of_first_rank(partitioned, microbatch)
+    except UnsendableError:  # on every rank: only the first pipeline has the micro-batch that made the reference
+        found = []
+        if setup.groups.replica == 0:
+            found = _compare_one(partitioned, step, index, microbatch, expected)
+        sent = broadcast_json([asdict(finding) for finding in found], setup.world, setup.device)
+        partitioned.findings = [Finding(**finding) for finding in sent]
+    else:
+        partitioned.findings = _compare_one(partitioned, step, index, shared, expected)
+    require_equal(partitioned.findings, partitioned.tolerance)
+
+
+def _compare_one(
+    partitioned: PartitionedModule, step: LightningStep, index: int, microbatch: MicroBatch, expected: _Measured
+) -> list[Finding]:
+    setup, trial = partitioned.setup, step.unscaled()
+    trial.offset = index
+    with preserve_state(setup.module, setup.device), without_own_dropout(setup.module, setup.device):
+        alone = replace(microbatch, weight=1.0)
+        paths = partitioned.paths_of(trial, [alone])
+        local = _run_pipelined(partitioned, trial, alone, paths, seeding(CHECK_SEED))
+    return _compared(partitioned, expected, _gathered(partitioned, local))
+
+
+def _of_first_rank(partitioned: PartitionedModule, microbatch: MicroBatch) -> MicroBatch:
+    """The micro-batch of the very first rank, which made the reference. Collective over all ranks."""
+    setup = partitioned.setup
+    if setup.num_replicas == 1:
+        return microbatch
+    pair, pattern = (microbatch.size, microbatch.value), (0, microbatch.value)
+    size, value = broadcast_structure(pair, setup.world, 0, setup.device, like=pattern)
+    return MicroBatch(value, size, 1.0)
+
+
+# ---- after the first optimizer step ----------------------------------------------------------------------------------
+
+
+class SecondCheck:
+    """Compares once, in the first training step after an optimizer has stepped.
+
+    Args:
+        is_wanted: by the user.
+    """
+
+    def __init__(self, is_wanted: bool) -> None:
+        self.is_over = not is_wanted
+        self._steps: int | None = None  # optimizers' at the first check; None where there was none
+
+    def expect(self, steps: int) -> None:
+        """Compare as soon as optimizers have made more than ``steps`` steps."""
+        self._steps = steps
+
+    def run(self, partitioned: PartitionedModule, step: LightningStep, microbatch: MicroBatch) -> list[Finding]:
+        """Compare if it is time to. Random numbers are constants in both runs. Collective over the pipeline.
+
+        Raises:
+            VerificationError: on every rank of the pipeline: the losses or gradients are not the same.
+        """
+        if self.is_over or self._steps in (None, partitioned.setup.module.trainer.global_step):
+            return []
+        self.is_over = True
+        alone = replace(microbatch, weight=1.0)
+        plain = _gathered(partitioned, _second_plain(partitioned, step, alone, _FIRST_SEED))
+        if plain.failed is not None:
+            return []  # what cannot run within the view has nothing to be compared with
+        pipelined = _gathered(partitioned, _second_pipelined(partitioned, step, alone))
+        if pipelined.failed is not None:
+            return []
+        findings = _compared(partitioned, plain, pipelined)
+        if _differ(findings, partitioned.tolerance):
+            # What differs from one plain step to the next is chance, and no error.
+            again = _gathered(partitioned, _second_plain(partitioned, step, alone, _FIRST_SEED + 1))
+            if not _differ(_compared(partitioned, plain, again), partitioned.tolerance):
+                _refuse(findings, partitioned.tolerance)
+        return findings
+
+
+def _differ(findings: Sequence[Finding], tolerance: float) -> bool:
+    return any(finding.difference > tolerance for finding in findings)
+
+
+def _refuse(findings: list[Finding], tolerance: float) -> None:
+    try:
+        require_equal(findings, tolerance)
+    except VerificationError as error:
+        text = f"After the first optimizer step, and what hooks did then: {error}"
+        raise VerificationError(text, findings) from None
+
+
+def _second_plain(partitioned: PartitionedModule, step: LightningStep, microbatch: MicroBatch, seed: int) -> _Measured:
+    """The step within the view. A rank on which it fails goes to its end, where it serves the others."""
+    setup, trial, measured = partitioned.setup, step.unscaled(), _Measured()
+    sources = PythonRandom(setup.module)
+    with preserve_state(setup.module, setup.device):
+        seed_torch(seed)
+        try:
+            with partitioned.inside_view(), ConstantRandom(), sources.put_back():
+                try:
+                    with trial.around(0, microbatch, keep=False):
+                        if seed != _FIRST_SEED:  # modules draw in Python, too, on the rank that has them alone
+                            sources.seed(seed)
+                        loss = loss_of(trial(microbatch), step.hook)
+                    loss.backward()
+                    measured.loss = float(loss.detach())
+                except (RankFailedError, SharedViewError):
+                    raise
+                except Exception as error:
+                    measured.failed = repr(error)
+        except SharedViewError as error:  # no rank waits for another at the view's end
+            measured.failed = str(error)
+        measured.norms = _own_norms(partitioned)
+    trial.forget()
+    return measured
+
+
+def _second_pipelined(partitioned: PartitionedModule, step: LightningStep, microbatch: MicroBatch) -> _Measured:
+    setup, trial = partitioned.setup, step.unscaled()
+    with preserve_state(setup.module, setup.device):
+        paths = partitioned.paths_of(trial, [microbatch])
+        try:
+            with partitioned.runtime.engine.unrecorded(), ConstantRandom():
+                return _run_pipelined(partitioned, trial, microbatch, paths)
+        except LeftCourseError as error:  # on every rank
+            return _Measured(failed=str(error))

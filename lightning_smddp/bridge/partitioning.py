@@ -1,0 +1,276 @@
+"""From a whole module and its first batch to a :class:`PartitionedModule`, on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp.bridge.carried_state import require_no_state
+from lightning_smddp.bridge.checks import check_at_start
+from lightning_smddp.bridge.module_states import Unpartitioned
+from lightning_smddp.bridge.partition_table import resources_for
+from lightning_smddp.bridge.partitioned_module import PartitionedModule, share_random
+from lightning_smddp.bridge.run_setup import RunSetup
+from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.bridge.weighing import Weighed, Weighing, WeightDoubts
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
+from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
+from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
+from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.partition.cuts import Resources
+from lightning_smddp.pipeline.partition.links import find_links
+from lightning_smddp.pipeline.partition.loss_weights import warning_without_trial
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.ownership import held_parameters
+from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide, first_decides
+from lightning_smddp.pipeline.partition.verify import VerificationError
+from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
+from lightning_smddp.pipeline.state.full_state import gather_full, release, set_contents
+from lightning_smddp.pipeline.state.materialize import materialize
+from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
+from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
+from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.wire.broadcast import Channel, broadcast_json
+
+
+class Partitioning:
+    """One attempt to partition a module by one of its steps.
+
+    Args:
+        before: the module as it is.
+        step: to partition by.
+        microbatches: of the first batch.
+        pair: some rows of it, about two micro-batches, to find out how losses of micro-batches make up a batch's; None
+            where the batch stays whole.
+        known: an earlier plan's ``decision``, which is kept if the step is still the same; see :func:`divide`.
+    """
+
+    def __init__(
+        self,
+        before: Unpartitioned,
+        step: LightningStep,
+        microbatches: Sequence[MicroBatch],
+        pair: MicroBatch | None,
+        known: Mapping[str, Any] | None,
+    ) -> None:
+        self.before, self.setup = before, before.setup
+        self.step, self.microbatches, self.pair, self.known = step, microbatches, pair, known
+        self._seed = 0  # of values for parameters without memory, the same on every rank
+
+    def run(self) -> PartitionedModule:
+        """Plan stages, and let go of other ranks' parameters. Collective over all ranks.
+
+        Raises:
+            SplitError, VerificationError: on every rank: it cannot be done, or would train something else. Every rank
+                has the module as it was before.
+        """
+        setup = self.setup
+        links = find_links(setup.groups.neighbours, setup.rank_of_stage, setup.device, setup.world)
+        casts = self.step.trains and _casts_weights(setup)
+        resources = resources_for(
+            setup.module,
+            setup.options,
+            self.before.optimizers,
+            setup.rank_of_stage,
+            len(self.microbatches),
+            links,
+            casts,
+        )
+        hooks = ParameterHooks(setup.module)
+        try:
+            self._seed = broadcast_json(torch.initial_seed() % 2**31, setup.world, setup.device)
+            return self._partitioned(self._plan(resources), resources, hooks)
+        except (SplitError, VerificationError):
+            hooks.give_back()
+            raise
+
+    def _partitioned(self, plan: PartitionPlan, resources: Resources, hooks: ParameterHooks) -> PartitionedModule:
+        setup, step = self.setup, self.step
+        left = step.capture.left
+        left.agree(setup.groups.pipeline, setup.device)
+        if step.trains:
+            require_no_state(step, self.microbatches, plan.graph.once_a_batch, setup.device)
+        doubts = WeightDoubts()
+        weighed = self._weigh(plan, doubts)
+        weighed.findings.teach(step.capture, step.key)
+        # Up to here every rank has the whole module, and nothing of it has changed.
+        self._keep_own_parameters(plan)
+        stash = self._stash(plan, hooks)
+        view = GlobalView(setup.module, plan.ownership, setup.groups.pipeline, setup.device, setup.groups.host)
+        partitioned = PartitionedModule(
+            setup=setup,
+            capture=step.capture,
+            plan=plan,
+            resources=resources,
+            weighed=weighed,
+            doubts=doubts,
+            hooks=hooks,
+            stash=stash,
+            runtime=self._runtime(stash),
+            view=view,
+            buffers=SharedBuffers(view, plan.ownership, setup.rank_of_stage),
+        )
+        self._require_right(partitioned)
+        self._partition_optimizers(partitioned)
+        return partitioned
+
+    def _require_right(self, partitioned: PartitionedModule) -> None:
+        """Take the traced path as the step's first, and check its numbers.
+
+        Raises:
+            VerificationError: on every rank, which has the whole module again.
+        """
+        setup, step = self.setup, self.step
+        try:
+            try:
+                partitioned.remember_first(step, self.microbatches)
+            except SplitError as error:  # on every rank of a pipeline
+                raise VerificationError(str(error), []) from None
+            if step.trains and setup.options.partition.check:
+                check_at_start(partitioned, step, self.microbatches)
+        except VerificationError:
+            partitioned.close()
+            gather_full(setup.module, partitioned.plan.ownership, setup.groups.pipeline, setup.device)
+            raise
+
+    # ---- the plan ----
+
+    def _plan(self, resources: Resources) -> PartitionPlan:
+        """Stages for the step: traced on every rank, decided by the first. Nothing of the module changes."""
+        setup, step = self.setup, self.step
+        first, last, last_index = self.microbatches[0], self.microbatches[-1], len(self.microbatches) - 1
+
+        def find_loss(result: Any) -> Tensor | None:
+            return loss_of(result, step.hook) if step.trains else None
+
+        step.random = share_random(setup.module, setup.device, Channel(setup.world, setup.device))
+        trial = Trial(step.alone(last, last_index), step.alone(first), find_loss)
+        is_whole = setup.is_whole()
+        with step.random.at(last_index), torch.set_grad_enabled(step.trains):
+            return divide(
+                trial,
+                setup.module,
+                setup.device,
+                setup.world,
+                resources,
+                setup.options.split,
+                setup.options.activation_checkpointing,
+                with_reference=is_whole,
+                fetch=None if is_whole else self._first_values,
+                known=self.known,
+            )
+
+    def _first_values(self, name: str) -> Tensor:
+        """A parameter's values before it is known who holds it: its own, a checkpoint's, or its module makes them."""
+        setup = self.setup
+        parameter = setup.module.get_parameter(name)
+        if not parameter.is_meta:
+            return parameter.detach().to(setup.device, copy=True)
+        if name in self.before.weights:
+            return self.before.weights[name].to(setup.device)
+        materialize(setup.module, [name], setup.device, self._seed)
+        value = parameter.detach()
+        set_contents(parameter, torch.empty_like(parameter, device="meta"))
+        return value
+
+    def _weigh(self, plan: PartitionPlan, doubts: WeightDoubts) -> Weighed:
+        """How micro-batches' losses and logs make up the batch's: found by the first rank. Collective."""
+        setup, pair = self.setup, self.pair
+        if pair is None or not setup.options.partition.check:
+            doubts.next_look = 0  # at the next batch that is cut
+            return Weighed()
+        if not setup.is_whole():
+            doubts.next_look = None  # never: a whole batch may be too large
+            warning = warning_without_trial(pair, "with a model that is never whole on a rank")
+            return Weighed(warnings=[] if warning is None else [warning])
+        buffers = sorted({name for node in plan.graph.nodes for name in node.buffers})
+        may_be_whole = setup.options.num_microbatches is None
+        weighing = Weighing(setup.module, setup.device, self.step, pair, plan.is_exact, buffers, may_be_whole)
+        return Weighed.from_json(first_decides(lambda: weighing.run().to_json(), setup.world, setup.device))
+
+    # ---- this rank's part ----
+
+    def _keep_own_parameters(self, plan: PartitionPlan) -> None:
+        """Give this rank's parameters memory on its device, and free that of all others."""
+        module, device, rank = self.setup.module, self.setup.device, self.setup.groups.pipeline_rank
+        held = plan.ownership.held_by(rank)
+        named, weights = dict(module.named_parameters()), self.before.weights
+        missing = [name for name in held if named[name].is_meta and name not in weights]
+        materialize(module, missing, device, self._seed)
+        for name in held:
+            parameter = named[name]
+            if parameter.is_meta:
+                set_contents(parameter, weights[name].to(device, copy=True))
+            elif parameter.device.type != device.type:
+                set_contents(parameter, parameter.detach().to(device))
+        release(module, plan.ownership, rank)
+        for buffer in module.buffers():
+            if buffer.device.type != device.type:
+                set_contents(buffer, buffer.to(device))
+
+    def _stash(self, plan: PartitionPlan, hooks: ParameterHooks) -> GradientStash:
+        setup, groups = self.setup, self.setup.groups
+        held = held_parameters(setup.module, plan.ownership, groups.pipeline_rank)
+        here = self._stages_here()
+        stages = {name: [stage for stage in plan.homes[name] if stage in here] for name in held}
+        tied_groups = create_tied_groups(plan.ownership, groups.mesh.pipelines, setup.timeout, setup.device)
+        replicas = None
+        if setup.num_replicas > 1 and self.before.optimizers:
+            replicas = self._replicas(held)
+        tied = TiedGradients(setup.module, plan.ownership, groups.pipeline_rank, tied_groups)
+        return GradientStash(held, stages, tied, replicas, hooks)
+
+    def _stages_here(self) -> list[int]:
+        rank = self.setup.groups.pipeline_rank
+        return [stage for stage, owner in enumerate(self.setup.rank_of_stage) if owner == rank]
+
+    def _replicas(self, held: dict[str, nn.Parameter]) -> ReplicaGradients:
+        setup, options = self.setup, self.setup.options.gradients
+        return ReplicaGradients(
+            held,
+            setup.groups.data_parallel_group,
+            setup.device,
+            setup.timeout,
+            options.algorithm,
+            options.compression,
+            options.bucket_cap_mb,
+            options.communication.cache,
+        )
+
+    def _runtime(self, stash: GradientStash) -> PipelineRuntime:
+        setup = self.setup
+        of_stage: dict[int, list[nn.Parameter]] = {stage: [] for stage in self._stages_here()}
+        for name, parameter in stash.parameters.items():
+            for stage in stash.stages[name]:
+                of_stage[stage].append(parameter)
+        runtime = PipelineRuntime(
+            setup.module,
+            setup.groups,
+            setup.device,
+            setup.options.schedule,
+            setup.num_stages,
+            of_stage,
+            setup.options.activation_checkpointing,
+        )
+        runtime.finds_owners = self.step.capture.left.has_news
+        return runtime
+
+    def _partition_optimizers(self, partitioned: PartitionedModule) -> None:
+        """Leave each optimizer the parameters of this rank, with the states that were loaded for them."""
+        setup = self.setup
+        names = {id(parameter): name for name, parameter in setup.module.named_parameters()}
+        for optimizer in self.before.optimizers:
+            ownership, rank = partitioned.plan.ownership, setup.groups.pipeline_rank
+            partitioned.optimizers.append(OptimizerPartition(optimizer, names, ownership, rank))
+        if self.before.optimizer_states is not None:
+            partitioned.load_optimizer_states(self.before.optimizer_states)
+
+
+def _casts_weights(setup: RunSetup) -> bool:
+    """Whether training steps run under autocast, which keeps a copy of weights in 16 bits."""
+    with setup.step_context("training_step"):
+        return torch.is_autocast_enabled(setup.device.type)
