@@ -19,7 +19,7 @@ from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
-from lightning_smddp.bridge.step_attributes import UNKNOWN, Place
+from lightning_smddp.bridge.step_attributes import UNKNOWN, AttrPath
 from lightning_smddp.bridge.step_results import StepResults, broadcast_results
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
@@ -116,10 +116,10 @@ class BatchResults:
             return
         if self.setup.options.num_microbatches is None:
             self.cutter.keep_whole(step)
-        warn_on_first_rank(f"At {step.place()} {problems[-1]} {self.cutter.consequence()}")
+        warn_on_first_rank(f"At {step.batch_name()} {problems[-1]} {self.cutter.consequence()}")
 
 
-def _attributes_after(partitioned: PartitionedModule, step: LightningStep, rows: MicroBatch) -> dict[Place, Any]:
+def _attributes_after(partitioned: PartitionedModule, step: LightningStep, rows: MicroBatch) -> dict[AttrPath, Any]:
     """What the step sets attributes to for ``rows``, on the rank where it ends. Collective over the pipeline."""
     with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
         seen = partitioned.try_out(step, [rows])

@@ -16,7 +16,16 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torchmetrics import Metric
 
 from lightning_smddp._compat.torch import forward_cache, without_torch_functions
-from lightning_smddp.bridge.left_behind import LeftBehind, without_ghosts
+from lightning_smddp.bridge.left_behind import LeftBehind, without_remote
+from lightning_smddp.bridge.logged_values import (
+    Rule,
+    is_loss,
+    reduce_exponentials,
+    reduce_losses,
+    reduce_values,
+    reduction_name,
+    whole_batch_size,
+)
 from lightning_smddp.bridge.metrics import (
     AnyMetric,
     MetricCall,
@@ -31,9 +40,9 @@ from lightning_smddp.bridge.metrics import (
 from lightning_smddp.bridge.step_attributes import (
     UNKNOWN,
     AttributeWatch,
+    AttrPath,
     Changes,
     Moved,
-    Place,
     combine_changes,
     detached,
     doubtful_counts,
@@ -41,15 +50,6 @@ from lightning_smddp.bridge.step_attributes import (
     unknown_counts,
 )
 from lightning_smddp.bridge.step_results import Log, Observed, StepResults
-from lightning_smddp.bridge.step_values import (
-    Rule,
-    is_loss,
-    reduce_exponentials,
-    reduce_losses,
-    reduce_values,
-    reduction_name,
-    whole_batch_size,
-)
 from lightning_smddp.pipeline.partition.microbatches import UncombinableError, combine
 from lightning_smddp.wire.pytree import Path, copied, leaves, map_leaves
 
@@ -154,8 +154,8 @@ class StepCapture:
         self._steps = 0
         self._known: dict[tuple[str, str], Any] = {}
         self._batch_sizes: dict[str, int] = {}
-        self.per_row: dict[Place, bool] = {}  # see `combine_changes`
-        self._settled: dict[Place, int] = {}  # of the kept micro-batches' batch, what a trial has shown
+        self.per_row: dict[AttrPath, bool] = {}  # see `combine_changes`
+        self._settled: dict[AttrPath, int] = {}  # of the kept micro-batches' batch, what a trial has shown
         self._running: tuple[_Record, AttributeWatch] | None = None
         self._watch: AttributeWatch | None = None  # of the micro-batch that runs
 
@@ -183,7 +183,7 @@ class StepCapture:
         finally:
             self._running = self._watch = None
             with without_torch_functions():
-                record.close(without_ghosts(watch.undo()))
+                record.close(without_remote(watch.undo()))
         if keep:
             self._kept[index] = record
 
@@ -269,7 +269,7 @@ class StepCapture:
             changes = [marks.put_on_changes(record) for record in records]
             weights = [record.weight for record in records]
             appended, values = marks.take_off(combine_changes(changes, sizes, weights, self.per_row))
-            attributes = {place[0]: value for place, value in (values | self._settled).items()}
+            attributes = {where[0]: value for where, value in (values | self._settled).items()}
             marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
             output = marks.take_off(_with_losses(combine(marked, sizes, self.joins.get(key)), marked, weights))
         self._kept, self._metrics, self._settled = {}, None, {}
@@ -289,9 +289,9 @@ class StepCapture:
         """Raise ``UncombinableError`` if a trial has to show first what an integer counts that training has moved."""
         unknown = self._unknown_counts() if key[0] == "training_step" and not self._settled else []
         if unknown:
-            raise UncombinableError(f"{UNKNOWN}self.{unknown[0].place[0]}")
+            raise UncombinableError(f"{UNKNOWN}self.{unknown[0].where[0]}")
 
-    def learn_counts(self, whole: Mapping[Place, Any], parts: Sequence[Mapping[Place, Any]]) -> str | None:
+    def learn_counts(self, whole: Mapping[AttrPath, Any], parts: Sequence[Mapping[AttrPath, Any]]) -> str | None:
         """Learn it of runs of the batch at once and of its micro-batches: what they set attributes to.
 
         Returns:
@@ -299,7 +299,7 @@ class StepCapture:
         """
         problems = []
         for moved in self._unknown_counts():
-            self._settled[moved.place], problem = settle(moved, whole, parts, self.per_row)
+            self._settled[moved.where], problem = settle(moved, whole, parts, self.per_row)
             problems += [] if problem is None else [problem]
         return problems[0] if problems else None
 
@@ -442,10 +442,10 @@ class _Marks:
     def put_on_changes(self, record: _Record) -> Changes:
         """The same for lists and attributes."""
         return Changes(
-            {place: detached(self.put_on(tail, record)) for place, tail in record.changes.appended.items()},
+            {where: detached(self.put_on(tail, record)) for where, tail in record.changes.appended.items()},
             {
-                place: (before, detached(self.put_on(after, record)))
-                for place, (before, after) in record.changes.values.items()
+                where: (before, detached(self.put_on(after, record)))
+                for where, (before, after) in record.changes.values.items()
             },
             record.changes.in_place,
         )

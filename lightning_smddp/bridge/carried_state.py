@@ -46,7 +46,7 @@ def require_no_state(
 
 
 def require_no_new_state(step: LightningStep, changes: Sequence[str], num_microbatches: int) -> None:
-    """The same for a course that a training step takes for the first time in mid-training, behind its trace.
+    """The same for a path that a training step takes for the first time in mid-training, behind its trace.
 
     What it then keeps for the first time cannot be tried out: the module is no longer whole.
     """

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_smddp.bridge.attempts import Attempt, run_batch
-from lightning_smddp.bridge.batch_cutting import BatchCutter
+from lightning_smddp.bridge.batch_cutting import BatchCutter, rows_by_results
 from lightning_smddp.bridge.batch_results import BatchResults
-from lightning_smddp.bridge.log_rules import disagree
+from lightning_smddp.bridge.logged_values import disagree
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.result_trials import Findings, PartFailedError, try_on_parts
-from lightning_smddp.bridge.row_trials import rows_by_results
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_results import Observed

@@ -27,21 +27,21 @@ from lightning_smddp.bridge.owner_watch import (
     MISSING,
     Found,
     OwnerWatch,
-    has_ghosts,
+    has_remote,
     ignored_of,
     list_at,
     owner_in_words,
     owners_in,
-    place_from_json,
-    place_to_json,
+    path_from_json,
+    path_to_json,
     set_at,
     value_at,
 )
 from lightning_smddp.bridge.step_attributes import (
     UNKNOWN,
+    AttrPath,
     Changes,
     Moved,
-    Place,
     combine_changes,
     detached,
     in_words,
@@ -58,20 +58,20 @@ from lightning_smddp.wire.encode import UnknownTypeError, decode, dtype_of, enco
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.pytree import tensors
 
-Trial: TypeAlias = dict[tuple[int, str], dict[Place, Any]]  # what attributes are set to, by stage and owner
+Trial: TypeAlias = dict[tuple[int, str], dict[AttrPath, Any]]  # what attributes are set to, by stage and owner
 
 _HELD = "held"  # among names of owners: values by number
 
 
 @dataclass
 class _Note:
-    """What a stage's run of one micro-batch left with one owner: what is whole there, and what has ghosts, by place."""
+    """What a stage's run of one micro-batch left with one owner: what is whole there, and what is not, by path."""
 
     index: int
     size: int
     weight: float
     whole: Changes = field(default_factory=Changes)
-    ghosts: dict[Place, _Wanted] = field(default_factory=dict)
+    remote: dict[AttrPath, _Wanted] = field(default_factory=dict)
 
 
 @dataclass
@@ -112,7 +112,7 @@ class _Wanted:
             plain = encode(change.after, found)
         except UnknownTypeError:
             return cls(change.grows, None, [])
-        return cls(change.grows, plain, [[list(path), getattr(ghost, "value", -1)] for path, ghost in found.items()])
+        return cls(change.grows, plain, [[list(path), getattr(remote, "value", -1)] for path, remote in found.items()])
 
 
 class LeftBehind:
@@ -132,13 +132,13 @@ class LeftBehind:
         self._pass: _Pass | None = None
         self._notes: dict[tuple[int, str], dict[int, _Note]] = defaultdict(dict)  # by stage and owner, by micro-batch
         self._held: dict[int, dict[int, _Note]] = defaultdict(dict)  # by stage: values for later stages' notes
-        self._per_row: dict[str, dict[Place, bool]] = defaultdict(dict)
-        self._shown: list[tuple[str, Place, Any]] = []
+        self._per_row: dict[str, dict[AttrPath, bool]] = defaultdict(dict)
+        self._shown: list[tuple[str, AttrPath, Any]] = []
         self._quiet: dict[str, OwnerWatch] = {}  # over owners that are not `changing`, as they were last seen
         self._is_fresh = False  # they were seen since the batch began
         self._new: dict[str, None] = {}  # of them, those that have changed since all ranks agreed
         self._sizes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)  # by stage: of its micro-batches
-        self._settled: dict[tuple[int, str], dict[Place, int]] = defaultdict(dict)  # what a trial has shown
+        self._settled: dict[tuple[int, str], dict[AttrPath, int]] = defaultdict(dict)  # what a trial has shown
         self._recorded: Trial | None = None
         self._reports: list[Any] | None = None  # of all ranks
         self._warned: set[tuple[str, str]] = set()  # owners and attributes that :meth:`_warn_of_writes` has named
@@ -260,7 +260,7 @@ class LeftBehind:
         note = _note(now, found)
         self._notes[run.plan.stage, name][note.index] = note
         if self._recorded is not None:
-            after = {place: value for place, (_, value) in note.whole.values.items()}
+            after = {where: value for where, (_, value) in note.whole.values.items()}
             self._recorded[run.plan.stage, name] = after
 
     @contextmanager
@@ -320,7 +320,7 @@ class LeftBehind:
             mine = [part.get((stage, name), {}) for part in parts]
             for moved in self._unknown_counts(stage, name):
                 found = settle(moved, whole.get((stage, name), {}), mine, self._per_row[name], owner_in_words(name))
-                self._settled[stage, name][moved.place], problem = found
+                self._settled[stage, name][moved.where], problem = found
                 problems += [] if problem is None else [problem]
         return problems[0] if problems else None
 
@@ -329,12 +329,12 @@ class LeftBehind:
         if len(notes) < 2:
             return []
         found = unknown_counts([note.whole for note in notes], self._per_row[name], members=True)
-        return [moved for moved in found if moved.place not in self._settled[stage, name]]
+        return [moved for moved in found if moved.where not in self._settled[stage, name]]
 
     def _doubt(self) -> str | None:
         for stage, name in self._notes:
             for moved in self._unknown_counts(stage, name):
-                return UNKNOWN + in_words(owner_in_words(name), moved.place)
+                return UNKNOWN + in_words(owner_in_words(name), moved.where)
         return None
 
     def share(self, view: GlobalView) -> None:
@@ -342,66 +342,66 @@ class LeftBehind:
         reports, self._reports = self._reports, None
         if reports is None:
             return
-        offers: dict[tuple[str, Place], list[_Offer]] = defaultdict(list)
+        offers: dict[tuple[str, AttrPath], list[_Offer]] = defaultdict(list)
         held: dict[int, _Offer] = {}
-        wanted: dict[tuple[str, Place], _Wanted] = {}
+        wanted: dict[tuple[str, AttrPath], _Wanted] = {}
         for rank, report in enumerate(reports):
             for name, key, stage, *rest in report["offers"]:
-                offers[name, place_from_json(key, self.module)].append(_Offer(stage, rank, *rest))
+                offers[name, path_from_json(key, self.module)].append(_Offer(stage, rank, *rest))
             wanted |= {
-                (name, place_from_json(key, self.module)): _Wanted(*rest) for name, key, *rest in report["wanted"]
+                (name, path_from_json(key, self.module)): _Wanted(*rest) for name, key, *rest in report["wanted"]
             }
             held |= {value: _Offer(stage, rank, False, None, [spec]) for value, stage, spec in report["held"]}
         owners = self._owners = owners_in(self.module, with_helpers=any("->" in name for name in self.changing))
         self._shown = []
-        for name, place in dict.fromkeys([*offers, *wanted]):
+        for name, where in dict.fromkeys([*offers, *wanted]):
             # Tensors are numbered in the order in which they are made: all ranks make all of them.
-            want = wanted.get((name, place))
+            want = wanted.get((name, where))
             if want is not None:
-                made, plain, grows = self._of_held(want, held, place, view), want.plain, want.grows
+                made, plain, grows = self._of_held(want, held, where, view), want.plain, want.grows
             else:
-                chosen = max(offers[name, place], key=operator.attrgetter("stage"))
-                made, plain, grows = self._of_offer(name, place, chosen, view), chosen.plain, chosen.grows
+                chosen = max(offers[name, where], key=operator.attrgetter("stage"))
+                made, plain, grows = self._of_offer(name, where, chosen, view), chosen.plain, chosen.grows
             if name not in owners:
                 continue  # a callback of other ranks
             if made is None:
-                self._shown.append((name, place, _unknown()))
+                self._shown.append((name, where, _unknown()))
             else:
-                self._take(name, place, decode(plain, made), bool(made), grows)
+                self._take(name, where, decode(plain, made), bool(made), grows)
         self.clear()
 
-    def _take(self, name: str, place: Place, value: Any, has_tensors: bool, grows: bool) -> None:
+    def _take(self, name: str, where: AttrPath, value: Any, has_tensors: bool, grows: bool) -> None:
         """Set what is the same everywhere; keep for hooks what is on one rank."""
         own = vars(self._owners[name])
         if grows:
-            list_at(own, place).extend(value)
+            list_at(own, where).extend(value)
         elif has_tensors:
-            self._shown.append((name, place, value))
+            self._shown.append((name, where, value))
         else:
-            set_at(own, place, value)
+            set_at(own, where, value)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Around a hook, within the view."""
-        put: list[tuple[dict[str, Any], Place, Any, Any]] = []
-        for name, place, value in self._shown:
+        put: list[tuple[dict[str, Any], AttrPath, Any, Any]] = []
+        for name, where, value in self._shown:
             own = vars(self._owners[name])
-            if len(place) == 1 or isinstance(own.get(place[0]), dict):
-                put.append((own, place, value_at(own, place), value))
-                set_at(own, place, value)
+            if len(where) == 1 or isinstance(own.get(where[0]), dict):
+                put.append((own, where, value_at(own, where), value))
+                set_at(own, where, value)
         try:
             yield
         finally:
-            for own, place, before, value in reversed(put):
-                if value_at(own, place) is value:  # else the hook has set it to something else
-                    set_at(own, place, before)
+            for own, where, before, value in reversed(put):
+                if value_at(own, where) is value:  # else the hook has set it to something else
+                    set_at(own, where, before)
 
     def settle(self) -> None:
         """After the run: what hooks saw is what there is."""
-        for name, place, value in self._shown:
+        for name, where, value in self._shown:
             own = vars(self._owners[name])
-            if len(place) == 1 or isinstance(own.get(place[0]), dict):
-                set_at(own, place, value)
+            if len(where) == 1 or isinstance(own.get(where[0]), dict):
+                set_at(own, where, value)
         self._shown = []
 
     # ---- pieces ----
@@ -415,21 +415,21 @@ class LeftBehind:
         doubt = self._doubt()
         if doubt is not None:
             return {"doubt": doubt, "offers": [], "wanted": [], "held": []}
-        offers: dict[tuple[str, Place], list[Any]] = {}
-        wanted: dict[tuple[str, Place], list[Any]] = {}
+        offers: dict[tuple[str, AttrPath], list[Any]] = {}
+        wanted: dict[tuple[str, AttrPath], list[Any]] = {}
         for stage, name in sorted(self._notes):
             ordered = self._ordered(stage, name)
-            for place, (grows, value) in self._of_stage(stage, name).items():
+            for where, (grows, value) in self._of_stage(stage, name).items():
                 found: dict[tuple[str, ...], Tensor] = {}
                 try:
                     plain = encode(value, found)
                 except UnknownTypeError:
-                    wanted[name, place] = [grows, None, []]
+                    wanted[name, where] = [grows, None, []]
                     continue
-                offers[name, place] = [stage, grows, plain, [_spec(path, tensor) for path, tensor in found.items()]]
-            for place, want in ordered[-1].ghosts.items() if stage == last_stage else ():
-                alike = all(note.ghosts.get(place) == want for note in ordered)  # else it takes several courses
-                wanted[name, place] = [want.grows, want.plain if alike else None, want.values]
+                offers[name, where] = [stage, grows, plain, [_spec(path, tensor) for path, tensor in found.items()]]
+            for where, want in ordered[-1].remote.items() if stage == last_stage else ():
+                alike = all(note.remote.get(where) == want for note in ordered)  # else it takes several paths
+                wanted[name, where] = [want.grows, want.plain if alike else None, want.values]
         held = []
         for stage, notes in self._held.items():
             for (value,), (_, tensor) in self._combined(_HELD, [notes[index] for index in sorted(notes)]).items():
@@ -441,37 +441,37 @@ class LeftBehind:
         notes, sizes = self._notes[stage, name], self._sizes[stage]
         return [notes.get(index) or _Note(index, *sizes[index]) for index in sorted(sizes)]
 
-    def _of_stage(self, stage: int, name: str) -> dict[Place, tuple[bool, Any]]:
-        """What a stage has left with an owner, by place, and whether a list gains it."""
+    def _of_stage(self, stage: int, name: str) -> dict[AttrPath, tuple[bool, Any]]:
+        """What a stage has left with an owner, by path, and whether a list gains it."""
         found = self._combined(name, self._ordered(stage, name))
-        return found | {place: (False, value) for place, value in self._settled[stage, name].items()}
+        return found | {where: (False, value) for where, value in self._settled[stage, name].items()}
 
-    def _keyed(self, found: dict[tuple[str, Place], list[Any]]) -> list[list[Any]]:
+    def _keyed(self, found: dict[tuple[str, AttrPath], list[Any]]) -> list[list[Any]]:
         keyed = []
-        for (name, place), rest in found.items():
-            keys = place_to_json(place, self.module)
+        for (name, where), rest in found.items():
+            keys = path_to_json(where, self.module)
             if keys is not None:
                 keyed.append([name, keys, *rest])
         return keyed
 
-    def _combined(self, name: str, notes: Sequence[_Note]) -> dict[Place, tuple[bool, Any]]:
-        """What notes of all micro-batches come to, by place, and whether a list gains it."""
+    def _combined(self, name: str, notes: Sequence[_Note]) -> dict[AttrPath, tuple[bool, Any]]:
+        """What notes of all micro-batches come to, by path, and whether a list gains it."""
         is_held = name == _HELD
         changes = [_without_repeats(note.whole, notes[-1].whole, is_held) for note in notes[:-1]] + [notes[-1].whole]
         sizes, weights = [note.size for note in notes], [note.weight for note in notes]
         appended, values = combine_changes(changes, sizes, weights, self._per_row[name])
-        combined: dict[Place, tuple[bool, Any]] = {place: (True, tail) for place, tail in appended}
-        return combined | {place: (False, value) for place, value in values.items()}
+        combined: dict[AttrPath, tuple[bool, Any]] = {where: (True, tail) for where, tail in appended}
+        return combined | {where: (False, value) for where, value in values.items()}
 
-    def _of_offer(self, name: str, place: Place, chosen: _Offer, view: GlobalView) -> dict[tuple[str, ...], Tensor]:
+    def _of_offer(self, name: str, where: AttrPath, chosen: _Offer, view: GlobalView) -> dict[tuple[str, ...], Tensor]:
         local: dict[tuple[str, ...], Tensor] = {}
         if chosen.rank == view.rank:
-            _, value = self._of_stage(chosen.stage, name)[place]
+            _, value = self._of_stage(chosen.stage, name)[where]
             encode(value, local)
         return {tuple(spec[0]): _global(view, chosen.rank, spec, local.get(tuple(spec[0]))) for spec in chosen.specs}
 
     def _of_held(
-        self, want: _Wanted, held: dict[int, _Offer], place: Place, view: GlobalView
+        self, want: _Wanted, held: dict[int, _Offer], where: AttrPath, view: GlobalView
     ) -> dict[tuple[str, ...], Tensor] | None:
         """Tensors by path; None where no stage has kept one."""
         if want.plain is None or any(value not in held for _, value in want.values):
@@ -481,8 +481,8 @@ class LeftBehind:
             source, local = held[value], None
             if source.rank == view.rank:
                 notes = self._held[source.stage]
-                renamed = [_only(notes[index], (value,), place) for index in sorted(notes)]
-                _, local = self._combined(_HELD, renamed)[place]
+                renamed = [_only(notes[index], (value,), where) for index in sorted(notes)]
+                _, local = self._combined(_HELD, renamed)[where]
             made[tuple(path)] = _global(view, source.rank, source.specs[0], local)
         return made
 
@@ -490,28 +490,28 @@ class LeftBehind:
 # ---- changes ---------------------------------------------------------------------------------------------------------
 
 
-def without_ghosts(changes: Changes) -> Changes:
+def without_remote(changes: Changes) -> Changes:
     """What is whole on this rank."""
-    values = {name: pair for name, pair in changes.values.items() if not has_ghosts(pair[1])}
+    values = {name: pair for name, pair in changes.values.items() if not has_remote(pair[1])}
     return replace(changes, values=values)
 
 
 def _note(now: _Pass, found: Sequence[Found]) -> _Note:
     note = _Note(now.index, now.size, now.weight)
     for change in found:
-        if has_ghosts(change.after):
-            note.ghosts[change.place] = _Wanted.of(change)
+        if has_remote(change.after):
+            note.remote[change.where] = _Wanted.of(change)
         elif change.grows:
-            note.whole.appended[change.place] = detached(change.after)
+            note.whole.appended[change.where] = detached(change.after)
         else:
             before = None if change.before is MISSING else change.before
-            note.whole.values[change.place] = (before, detached(change.after))
+            note.whole.values[change.where] = (before, detached(change.after))
     return note
 
 
-def _only(note: _Note, place: Place, name: Place) -> _Note:
-    """The change at ``place`` alone, under another name, by which it may be a loss."""
-    values = {name: note.whole.values[place]} if place in note.whole.values else {}
+def _only(note: _Note, where: AttrPath, name: AttrPath) -> _Note:
+    """The change at ``where`` alone, under another name, by which it may be a loss."""
+    values = {name: note.whole.values[where]} if where in note.whole.values else {}
     return _Note(note.index, note.size, note.weight, Changes(values=values))
 
 
@@ -521,13 +521,13 @@ def _without_repeats(changes: Changes, last: Changes, is_held: bool) -> Changes:
     What modules make of other rows is something else, but for zeros.
     """
     values = {}
-    for place, (before, after) in changes.values.items():
-        later = last.values.get(place, (None, None))[1]
+    for where, (before, after) in changes.values.items():
+        later = last.values.get(where, (None, None))[1]
         if isinstance(after, Tensor) and isinstance(later, Tensor) and after.dim() and after.shape == later.shape:
             is_known = isinstance(before, Tensor) and before.shape == after.shape
             if (is_known or (is_held and bool(later.any()))) and torch.equal(after, later):
                 continue
-        values[place] = (before, after)
+        values[where] = (before, after)
     return Changes(changes.appended, values)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_smddp._compat.torch import write_count
-from lightning_smddp.bridge.step_attributes import Place, is_plain
+from lightning_smddp.bridge.step_attributes import AttrPath, is_plain
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.wire.pytree import leaves, tensors
 
@@ -26,7 +26,7 @@ _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "li
 class Found:
     """One change of an owner's attribute: ``grows`` if a list got new members, which are ``after``."""
 
-    place: Place
+    where: AttrPath
     before: Any
     after: Any
     grows: bool = False
@@ -34,7 +34,7 @@ class Found:
     @property
     def is_member(self) -> bool:
         """Whether a dict has a new member that is no list."""
-        return len(self.place) > 1 and not self.grows and not isinstance(self.after, list)
+        return len(self.where) > 1 and not self.grows and not isinstance(self.after, list)
 
 
 class OwnerWatch:
@@ -48,9 +48,9 @@ class OwnerWatch:
             for name, value in self.before.items()
             if isinstance(value, dict) and len(value) <= _MOST_MEMBERS
         }
-        lists: list[tuple[Place, Any]] = [((name,), value) for name, value in self.before.items()]
+        lists: list[tuple[AttrPath, Any]] = [((name,), value) for name, value in self.before.items()]
         lists += [((name, key), value) for name, members in self.members.items() for key, value in members.items()]
-        self.lengths = {place: (value, len(value)) for place, value in lists if type(value) is list}
+        self.lengths = {where: (value, len(value)) for where, value in lists if type(value) is list}
         self.tensors = {
             name: (value, 0)
             for name, value in self.before.items()
@@ -84,9 +84,9 @@ class OwnerWatch:
     def found(self) -> list[Found]:
         """All changes so far."""
         found = [
-            Found(place, None, known[length:], grows=True)
-            for place, (known, length) in self.lengths.items()
-            if len(known) > length and value_at(self.own, place) is known and _is_plain(known[length:])
+            Found(where, None, known[length:], grows=True)
+            for where, (known, length) in self.lengths.items()
+            if len(known) > length and value_at(self.own, where) is known and _is_plain(known[length:])
         ]
         for name, after in list(self.own.items()):
             if name not in self.ignored and after is not (before := self.before.get(name, MISSING)):
@@ -96,7 +96,7 @@ class OwnerWatch:
             if now is self.before[name]:
                 changed = [(key, value) for key, value in now.items() if value is not members.get(key, MISSING)]
                 found += [Found((name, key), members.get(key, MISSING), value) for key, value in changed]
-        return [change for change in found if _is_plain(change.after) and _is_key(change.place[-1])]
+        return [change for change in found if _is_plain(change.after) and _is_key(change.where[-1])]
 
     def restore(self, of_members_alone: bool) -> None:
         """Put back lists, numbers, and what has tensors of other stages. This one's stay: they may be caches.
@@ -106,16 +106,16 @@ class OwnerWatch:
         for change in self.found():
             if of_members_alone and not change.is_member:
                 continue
-            if isinstance(change.after, list) or not tensors(change.after) or has_ghosts(change.after):
+            if isinstance(change.after, list) or not tensors(change.after) or has_remote(change.after):
                 self.put_back(change)
 
     def put_back(self, change: Found) -> None:
         """Undo one of :meth:`found`."""
         if change.grows:
-            known, length = self.lengths[change.place]
+            known, length = self.lengths[change.where]
             del known[length:]
         else:
-            set_at(self.own, change.place, change.before)
+            set_at(self.own, change.where, change.before)
 
 
 def owners_in(root: nn.Module, with_helpers: bool) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def owner_in_words(name: str) -> str:
     return words
 
 
-def has_ghosts(structure: Any) -> bool:
+def has_remote(structure: Any) -> bool:
     """Whether tensors of other stages are in it."""
     return any(type(leaf) is RemoteTensor for leaf in leaves(structure))
 
@@ -196,41 +196,41 @@ def _is_key(key: Any) -> bool:
     return isinstance(key, (str, int, nn.Module))
 
 
-def place_to_json(place: Place, root: nn.Module) -> list[Any] | None:
+def path_to_json(where: AttrPath, root: nn.Module) -> list[Any] | None:
     """An attribute, and a key of the dict that it is; modules by their names.
 
     None if a key is a module that is not in ``root``, a metric of a callback's, say: it has no name.
     """
     names = {id(module): name for name, module in root.named_modules()}
-    if any(isinstance(key, nn.Module) and id(key) not in names for key in place):
+    if any(isinstance(key, nn.Module) and id(key) not in names for key in where):
         return None
-    return [["module", names[id(key)]] if isinstance(key, nn.Module) else ["key", key] for key in place]
+    return [["module", names[id(key)]] if isinstance(key, nn.Module) else ["key", key] for key in where]
 
 
-def place_from_json(keys: list[Any], root: nn.Module) -> Place:
+def path_from_json(keys: list[Any], root: nn.Module) -> AttrPath:
     """The inverse of :func:`place_to_json`."""
     return tuple(root.get_submodule(key) if kind == "module" else key for kind, key in keys)
 
 
-def value_at(own: dict[str, Any], place: Place) -> Any:
-    """What is at ``place`` of an object's attributes; ``MISSING`` if there is nothing."""
-    value = own.get(place[0], MISSING)
-    if len(place) == 1 or not isinstance(value, dict):
+def value_at(own: dict[str, Any], where: AttrPath) -> Any:
+    """What is at ``where`` of an object's attributes; ``MISSING`` if there is nothing."""
+    value = own.get(where[0], MISSING)
+    if len(where) == 1 or not isinstance(value, dict):
         return value
-    return value.get(place[1], MISSING)
+    return value.get(where[1], MISSING)
 
 
-def set_at(own: dict[str, Any], place: Place, value: Any) -> None:
+def set_at(own: dict[str, Any], where: AttrPath, value: Any) -> None:
     """Set it, or delete it if ``value`` is ``MISSING``."""
-    container = own if len(place) == 1 else own[place[0]]
+    container = own if len(where) == 1 else own[where[0]]
     if value is MISSING:
-        container.pop(place[-1], None)
+        container.pop(where[-1], None)
     else:
-        container[place[-1]] = value
+        container[where[-1]] = value
 
 
-def list_at(own: dict[str, Any], place: Place) -> list[Any]:
-    """The list at ``place``, made if there is none."""
-    container = own if len(place) == 1 else own[place[0]]
-    found: list[Any] = container.setdefault(place[-1], [])
+def list_at(own: dict[str, Any], where: AttrPath) -> list[Any]:
+    """The list at ``where``, made if there is none."""
+    container = own if len(where) == 1 else own[where[0]]
+    found: list[Any] = container.setdefault(where[-1], [])
     return found

@@ -167,10 +167,10 @@ class SameRanks:
         Raises:
             DriftError: on every rank.
         """
-        mine = torch.tensor([self._random_sum(), *_as_integers([self._loss, *self._witnesses()])], device=self.device)
-        everyones = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(everyones, mine, group=self.group)
-        found = [part.tolist() for part in everyones]
+        local = torch.tensor([self._random_sum(), *_as_integers([self._loss, *self._witnesses()])], device=self.device)
+        gathered = [torch.empty_like(local) for _ in range(self.group.size())]
+        dist.all_gather(gathered, local, group=self.group)
+        found = [part.tolist() for part in gathered]
         self._require_equal([_as_floats(part[1:]) for part in found])
         if any(part[0] != found[0][0] for part in found):
             self._share_random_numbers()
@@ -183,9 +183,9 @@ class SameRanks:
             self._loss = float(loss.detach())
         self._name = name
 
-    def _require_equal(self, everyones: Sequence[Sequence[float]]) -> None:
-        first = everyones[0]
-        for rank, values in enumerate(everyones):
+    def _require_equal(self, gathered: Sequence[Sequence[float]]) -> None:
+        first = gathered[0]
+        for rank, values in enumerate(gathered):
             tolerance = 0.0 if self.device.type == "cpu" else _ROUNDING
             if _differ(values[0], first[0], tolerance):
                 what = f"the loss of {self._name} is {values[0]!r} on rank {rank} of the pipeline and {first[0]!r} on"

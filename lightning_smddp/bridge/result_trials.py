@@ -1,8 +1,8 @@
 """Whether what a step shows for micro-batches makes up what it shows for a batch: some rows and their parts, compared.
 
 What a user may see of a step is compared: logged values, states of metrics, lists and attributes of the module, and
-what the step returns. First it is learned what can be: the rules of logged values (``log_rules.py``), and along which
-dimension returned tensors are put together (time may be the first one). What differs then has no rule, and is one
+what the step returns. First it is learned what can be: the rules of logged values (``logged_values.py``), and along
+which dimension returned tensors are put together (time may be the first one). What differs then has no rule, and is one
 process's only where the batch is one micro-batch. A running mean differs only after the first batch: so a step that
 leaves something in attributes is compared once more, as if it had been run before.
 """
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.log_rules import learn_rules
+from lightning_smddp.bridge.logged_values import is_loss, learn_rules
 from lightning_smddp.bridge.step_attributes import learn_steps
 from lightning_smddp.bridge.step_results import KeptState, Observed
-from lightning_smddp.bridge.step_values import is_loss
 from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.loss_weights import path_text
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from lightning_smddp.bridge.step import LightningStep
 
 Run: TypeAlias = Callable[["Sequence[MicroBatch]", "KeptState | None"], "Observed | None"]
-Differences = dict[str, tuple[str, str]]  # by place: for the rows at once, and from their parts
+Differences = dict[str, tuple[str, str]]  # by what differs: for the rows at once, and from their parts
 RETURNED = "what the step returns"
 _MOST = 4
 EXACT, MIXED = 5e-5, 1e-1  # relative errors that rounding may explain, in fp32 and with 16-bit types
@@ -48,8 +47,8 @@ class Findings:
 
     Attributes:
         rules: of logged values, by name.
-        doubts: names whose values did not tell, see ``log_rules``.
-        joins: places in what the step returns, and the dimension along which tensors there are put together; None
+        doubts: names whose values did not tell, see ``logged_values.py``.
+        joins: paths in what the step returns, and the dimension along which tensors there are put together; None
             where the value of some rows is that of all rows.
         per_row: attributes of the module, and whether they gain an item or one more for each row.
         differences: what is another for the parts than for the rows at once, whatever the rules.
@@ -97,27 +96,27 @@ class Findings:
         if any(known.get(path, dimension) != dimension for path, dimension in new.items()):
             found.differences[RETURNED] = ("put together in one way", "in another way")
         found.joins = [(list(path), dimension) for path, dimension in {**new, **known}.items()]
-        places = [list(place) for place, _ in earlier.per_row]
-        found.per_row = [*earlier.per_row, *(entry for entry in self.per_row if list(entry[0]) not in places)]
+        paths = [list(where) for where, _ in earlier.per_row]
+        found.per_row = [*earlier.per_row, *(entry for entry in self.per_row if list(entry[0]) not in paths)]
         return found
 
     def teach(self, capture: StepCapture, key: Any) -> None:
         """Let ``capture`` combine results of the step ``key`` so."""
         capture.rules |= self.rules
         capture.joins[key] = {tuple(path): dimension for path, dimension in self.joins}
-        capture.per_row |= {tuple(place): flag for place, flag in self.per_row}
+        capture.per_row |= {tuple(where): flag for where, flag in self.per_row}
 
     def forget_losses(self) -> None:
         """Keep no differences of losses, nor of what the step returned: those are told apart by their weights."""
         kept = {}
-        for place, texts in self.differences.items():
-            if not is_loss(place) and place != RETURNED:
-                kept[place] = texts
+        for what, texts in self.differences.items():
+            if not is_loss(what) and what != RETURNED:
+                kept[what] = texts
         self.differences = kept
 
     def text(self) -> str:
         """What differs, in words."""
-        texts = [f"{place} is {whole} for some rows, but {made}" for place, (whole, made) in self.differences.items()]
+        texts = [f"{what} is {whole} for some rows, but {made}" for what, (whole, made) in self.differences.items()]
         more = f" ... ({len(texts) - _MOST} more)" if len(texts) > _MOST else ""
         return f"{'; '.join(texts[:_MOST])} from their halves{more}"
 
@@ -215,7 +214,7 @@ def try_results(
         set_to = [result.attributes for result in results]
         before = {name: getattr(capture.module, name, None) for name in whole.results.attributes}  # or of its class
         learn_steps(before, whole.results.attributes, set_to, capture.per_row)
-        findings.per_row = [(list(place), flag) for place, flag in capture.per_row.items() if _is_plain(place)]
+        findings.per_row = [(list(where), flag) for where, flag in capture.per_row.items() if _is_plain(where)]
         findings.teach(capture, key)
     by_chance = set() if whole is None or again is None else set(_differences(whole, again, tolerance))
     findings.differences = _compared(run, None, whole, parts, by_chance, tolerance)
@@ -242,7 +241,7 @@ def _compared(
     if whole is None or made is None:
         return {}
     found = _differences(whole, made, tolerance)
-    return {place: texts for place, texts in found.items() if place not in by_chance}
+    return {what: texts for what, texts in found.items() if what not in by_chance}
 
 
 def _find_joins(whole: Any, parts: Sequence[Any]) -> list[tuple[list[Any], int | None]]:
@@ -291,11 +290,11 @@ def _is_plain(path: Path) -> bool:
 def _dimension(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> int | None:
     if any(len(shape) != len(whole) for shape in parts):
         return None
-    for place, size in enumerate(whole):
-        others = (*whole[:place], *whole[place + 1 :])
-        adds_up = sum(shape[place] for shape in parts) == size
-        if adds_up and all((*shape[:place], *shape[place + 1 :]) == others for shape in parts):
-            return place
+    for dimension, size in enumerate(whole):
+        others = (*whole[:dimension], *whole[dimension + 1 :])
+        adds_up = sum(shape[dimension] for shape in parts) == size
+        if adds_up and all((*shape[:dimension], *shape[dimension + 1 :]) == others for shape in parts):
+            return dimension
     return None
 
 
@@ -312,17 +311,17 @@ def tolerance_of(is_exact: bool, device: torch.device) -> float:
 def _differences(one: Observed, other: Observed, tolerance: float) -> Differences:
     first, second = dict(_shown(one)), dict(_shown(other))
     found = {}
-    for place in dict.fromkeys([*first, *second]):
-        if place not in first or place not in second:
-            found[place] = (_text(first.get(place), "not there"), _text(second.get(place), "not there"))
-        elif not _same(first[place], second[place], tolerance):
-            texts = _text(first[place]), _text(second[place])
-            found[place] = texts if texts[0] != texts[1] else (texts[0], "of other values")
+    for what in dict.fromkeys([*first, *second]):
+        if what not in first or what not in second:
+            found[what] = (_text(first.get(what), "not there"), _text(second.get(what), "not there"))
+        elif not _same(first[what], second[what], tolerance):
+            texts = _text(first[what]), _text(second[what])
+            found[what] = texts if texts[0] != texts[1] else (texts[0], "of other values")
     return found
 
 
 def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
-    """All that is to be seen of a step: places, in the user's words, and leaves."""
+    """All that is to be seen of a step: paths, in the user's words, and leaves."""
     results = observed.results
     counts: dict[str, int] = {}
     for log in results.logs:
@@ -332,7 +331,7 @@ def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
             yield f"the logged {log.name!r}{again}", log.value
     roots: list[tuple[str, Any]] = [(f"the metric {name!r}", count) for name, (count, _) in results.metrics.items()]
     roots += [(f"the metric {name!r}, in its state", state) for name, state in observed.states.items()]
-    roots += [(_attribute(place), tail) for place, tail in results.appended]
+    roots += [(_attribute(where), tail) for where, tail in results.appended]
     roots += [(_attribute((name,)), value) for name, value in results.attributes.items()]
     roots.append((RETURNED, results.output))
     for root, structure in roots:
@@ -343,8 +342,8 @@ def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
             )
 
 
-def _attribute(place: Sequence[Any]) -> str:
-    return f"self.{place[0]}{path_text(tuple(place[1:]))}"
+def _attribute(where: Sequence[Any]) -> str:
+    return f"self.{where[0]}{path_text(tuple(where[1:]))}"
 
 
 def _same(one: Any, other: Any, tolerance: float) -> bool:

@@ -74,7 +74,7 @@ class LightningStep:
         """Which step this is: its name, and the index of its dataloader where Lightning gives one."""
         return self.hook, self.arguments[1:]
 
-    def place(self) -> str:
+    def batch_name(self) -> str:
         """For messages."""
         return f"batch {self.arguments[0]} of epoch {self.module.current_epoch}" if self.arguments else "this batch"
 
@@ -85,14 +85,14 @@ class LightningStep:
         return step
 
     def on_trial(self) -> LightningStep:
-        """The same step where it may fail: on one stage, and all ranks hear of it as if it had left its course."""
+        """The same step where it may fail: on one stage, and all ranks hear of it as if it had left its path."""
         step = copy.copy(self)
         step._is_on_trial = True
         return step
 
     @staticmethod
     def require_no_failure(failures: Mapping[int, str]) -> None:
-        """Raise ``SplitError`` if the user's code has failed where a step :meth:`on_trial` left its course."""
+        """Raise ``SplitError`` if the user's code has failed where a step :meth:`on_trial` left its path."""
         for text in failures.values():
             if text.startswith(_FAILED):
                 raise SplitError(text)

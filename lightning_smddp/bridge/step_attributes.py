@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.bridge.kept_tensors import StandIns
-from lightning_smddp.bridge.step_values import is_loss, reduce_losses
+from lightning_smddp.bridge.logged_values import is_loss, reduce_losses
 from lightning_smddp.pipeline.partition.microbatches import combine
 from lightning_smddp.wire.pytree import leaves, map_leaves, tensors
 
-Place: TypeAlias = tuple[Any, ...]  # (attribute,), or (attribute, key or position in it)
+AttrPath: TypeAlias = tuple[Any, ...]  # (attribute,), or (attribute, key or position in it)
 _MISSING = object()
 _ROUNDING = 1e-5  # relative
 _MOST_LISTS = 1000  # members of a dict; one with more is data
@@ -30,9 +30,9 @@ _MOST_LISTS = 1000  # members of a dict; one with more is data
 class Changes:
     """What one micro-batch appended to which list, and what it set attributes to, with what they were."""
 
-    appended: dict[Place, list[Any]] = field(default_factory=dict)
-    values: dict[Place, tuple[Any, Any]] = field(default_factory=dict)  # (before, after)
-    in_place: frozenset[Place] = frozenset()  # of values: tensors that were written, of the shape that they had
+    appended: dict[AttrPath, list[Any]] = field(default_factory=dict)
+    values: dict[AttrPath, tuple[Any, Any]] = field(default_factory=dict)  # (before, after)
+    in_place: frozenset[AttrPath] = frozenset()  # of values: tensors that were written, of the shape that they had
 
 
 class AttributeWatch:
@@ -51,17 +51,17 @@ class AttributeWatch:
         self.module, self.ignored = module, ignored
         self.in_place: set[str] = set() if in_place is None else in_place
         self.attributes = {name: value for name, value in vars(module).items() if name not in ignored}
-        self.lengths = {place: (found, len(found)) for place, found in self._lists()}
+        self.lengths = {where: (found, len(found)) for where, found in self._lists()}
         self._stand_ins = StandIns(vars(module), self.attributes, lambda name: is_trace or name in self.in_place)
 
-    def growth(self) -> dict[Place, list[Any]]:
+    def growth(self) -> dict[AttrPath, list[Any]]:
         """What lists have gained."""
         tails = {}
-        for place, found in self._lists():
-            known, length = self.lengths.get(place, (found, 0))
-            in_a_tail = place not in self.lengths and isinstance(vars(self.module)[place[0]], list) and len(place) > 1
+        for where, found in self._lists():
+            known, length = self.lengths.get(where, (found, 0))
+            in_a_tail = where not in self.lengths and isinstance(vars(self.module)[where[0]], list) and len(where) > 1
             if known is found and len(found) > length and not in_a_tail:
-                tails[place] = found[length:]
+                tails[where] = found[length:]
         return tails
 
     def assigned(self) -> list[Any]:
@@ -91,8 +91,8 @@ class AttributeWatch:
         self.in_place.update(self._stand_ins.changed())
         self._stand_ins.take_away()
         changes = Changes(appended=self.growth())
-        for place in changes.appended:
-            self._cut(place)
+        for where in changes.appended:
+            self._cut(where)
         own = vars(self.module)
         for name in [name for name in own if name not in self.ignored]:
             before, after = self.attributes.get(name, _MISSING), own[name]
@@ -111,7 +111,7 @@ class AttributeWatch:
                 own[name] = before
         return changes
 
-    def _lists(self) -> Iterator[tuple[Place, list[Any]]]:
+    def _lists(self) -> Iterator[tuple[AttrPath, list[Any]]]:
         for name, value in vars(self.module).items():
             if name in self.ignored or self.attributes.get(name, value) is not value:
                 continue
@@ -126,19 +126,19 @@ class AttributeWatch:
                 if type(member) is list:
                     yield (name, key), member
 
-    def _cut(self, place: Place) -> None:
-        found, length = self.lengths.get(place, (None, 0))
+    def _cut(self, where: AttrPath) -> None:
+        found, length = self.lengths.get(where, (None, 0))
         if found is not None:
             del found[length:]
-        elif len(place) == 1:
-            del vars(self.module)[place[0]]
+        elif len(where) == 1:
+            del vars(self.module)[where[0]]
         else:
-            del vars(self.module)[place[0]][place[1]]
+            del vars(self.module)[where[0]][where[1]]
 
 
 def combine_changes(
-    changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float], per_row: dict[Place, bool]
-) -> tuple[list[tuple[Place, list[Any]]], dict[Place, Any]]:
+    changes: Sequence[Changes], sizes: Sequence[int], weights: Sequence[float], per_row: dict[AttrPath, bool]
+) -> tuple[list[tuple[AttrPath, list[Any]]], dict[AttrPath, Any]]:
     """What the batch would have appended and set, from what its micro-batches did.
 
     A list gains what one call would have appended: one item for each position, or one for each row where the step
@@ -151,73 +151,76 @@ def combine_changes(
         per_row: which lists gain an item for each row, and which integers count rows. Kept from step to step:
             micro-batches of one row do not show it.
     """
-    appended: list[tuple[Place, list[Any]]] = []
-    for place in dict.fromkeys(place for change in changes for place in change.appended):
-        found = [(c.appended[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.appended]
+    appended: list[tuple[AttrPath, list[Any]]] = []
+    for where in dict.fromkeys(where for change in changes for where in change.appended):
+        found = [(c.appended[where], size) for c, size in zip(changes, sizes, strict=True) if where in c.appended]
         tails, its_sizes = [tail for tail, _ in found], [size for _, size in found]
-        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if place in c.appended]
-        if is_loss(place[0]) and (losses := _combine_losses(tails, its_weights)) is not None:
-            appended.append((place, losses))
+        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if where in c.appended]
+        if is_loss(where[0]) and (losses := _combine_losses(tails, its_weights)) is not None:
+            appended.append((where, losses))
             continue
         if max(its_sizes) > 1:
-            per_row[place] = _is_per_row(tails, its_sizes)
-        appended.append((place, _combine_tails(tails, its_sizes, per_row.get(place, False))))
+            per_row[where] = _is_per_row(tails, its_sizes)
+        appended.append((where, _combine_tails(tails, its_sizes, per_row.get(where, False))))
     values = {}
-    for place in dict.fromkeys(place for change in changes for place in change.values):
-        pairs = [(c.values[place], size) for c, size in zip(changes, sizes, strict=True) if place in c.values]
+    for where in dict.fromkeys(where for change in changes for where in change.values):
+        pairs = [(c.values[where], size) for c, size in zip(changes, sizes, strict=True) if where in c.values]
         before, after = pairs[0][0][0], [value for (_, value), _ in pairs]
         its_sizes = [size for _, size in pairs]
         are_integers = all(type(value) is int for value in after)
-        are_rows, as_set = are_integers and after == its_sizes, is_set(place)
+        are_rows, as_set = are_integers and after == its_sizes, is_set(where)
         if before is _MISSING and max(its_sizes) > 1:
             per_row[as_set] = are_rows
-        if (are_rows and per_row.get(as_set, False)) or (are_integers and per_row.get(is_set_to_sum(place), False)):
-            values[place] = sum(after)
+        if (are_rows and per_row.get(as_set, False)) or (are_integers and per_row.get(is_set_to_sum(where), False)):
+            values[where] = sum(after)
             continue
         if all(type(value) is int for value in [before, *after]):
-            values[place] = before + _combine_steps(place, [value - before for value in after], its_sizes, per_row)
+            values[where] = before + _combine_steps(where, [value - before for value in after], its_sizes, per_row)
             continue
-        moves = all(map(_is_number, [before, *after])) or any(place in change.in_place for change in changes)
-        if moves and per_row.get(adds_up(place), False):
-            values[place] = before + sum(value - before for value in after)
+        moves = all(map(_is_number, [before, *after])) or any(where in change.in_place for change in changes)
+        if moves and per_row.get(adds_up(where), False):
+            values[where] = before + sum(value - before for value in after)
             continue
-        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if place in c.values]
-        losses = _combine_losses([[value] for value in after], its_weights) if is_loss(place[-1]) else None
-        if losses is None and any(place in change.in_place for change in changes):
-            values[place] = _combine_written(before, after, its_sizes)
+        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if where in c.values]
+        losses = _combine_losses([[value] for value in after], its_weights) if is_loss(where[-1]) else None
+        if losses is None and any(where in change.in_place for change in changes):
+            values[where] = _combine_written(before, after, its_sizes)
         else:
-            values[place] = _combine_values(after, its_sizes) if losses is None else losses[0]
+            values[where] = _combine_values(after, its_sizes) if losses is None else losses[0]
     return appended, values
 
 
-def _combine_steps(place: Place, steps: list[int], sizes: list[int], per_row: dict[Place, bool]) -> int:
+def _combine_steps(where: AttrPath, steps: list[int], sizes: list[int], per_row: dict[AttrPath, bool]) -> int:
     """How far a batch moves an integer, by which its micro-batches would: a count of rows or hits, or of calls."""
     if max(sizes) > 1:
-        per_row[place] = steps == sizes
+        per_row[where] = steps == sizes
     differ = len(set(steps)) > 1
     if differ and sum(map(bool, steps)) > 1:
-        per_row[adds_up(place)] = True
-    adds = differ or per_row.get(place, False) or per_row.get(adds_up(place), abs(steps[0]) != 1)
+        per_row[adds_up(where)] = True
+    adds = differ or per_row.get(where, False) or per_row.get(adds_up(where), abs(steps[0]) != 1)
     return sum(steps) if adds else steps[0]
 
 
-def adds_up(place: Place) -> Place:
+def adds_up(where: AttrPath) -> AttrPath:
     """Where `per_row` has whether an integer moves by the sum of what micro-batches would move it by, or as each."""
-    return (*place, "adds up")
+    return (*where, "adds up")
 
 
-def is_set(place: Place) -> Place:
+def is_set(where: AttrPath) -> AttrPath:
     """Where `per_row` has whether an integer is set to the number of rows by each step, whatever it was before."""
-    return (*place, "set")
+    return (*where, "set")
 
 
-def is_set_to_sum(place: Place) -> Place:
+def is_set_to_sum(where: AttrPath) -> AttrPath:
     """Where `per_row` has whether an integer is set by each step to what its parts would set it to together."""
-    return (*place, "set to sum")
+    return (*where, "set to sum")
 
 
 def learn_steps(
-    before: Mapping[str, Any], whole: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], per_row: dict[Place, bool]
+    before: Mapping[str, Any],
+    whole: Mapping[str, Any],
+    parts: Sequence[Mapping[str, Any]],
+    per_row: dict[AttrPath, bool],
 ) -> None:
     """Learn of numbers and tensors in attributes whether a batch moves them as far as its parts do together.
 
@@ -243,29 +246,29 @@ def learn_steps(
             per_row[adds_up((name,))] = False
 
 
-def doubtful_counts(changes: Sequence[Changes], per_row: Mapping[Place, bool]) -> list[Place]:
+def doubtful_counts(changes: Sequence[Changes], per_row: Mapping[AttrPath, bool]) -> list[AttrPath]:
     """Integers that all micro-batches move alike, where nobody knows whether these are hits or calls."""
     found = []
-    for place in dict.fromkeys(place for change in changes for place in change.values):
-        pairs = [change.values[place] for change in changes if place in change.values]
+    for where in dict.fromkeys(where for change in changes for where in change.values):
+        pairs = [change.values[where] for change in changes if where in change.values]
         if all(type(value) is int for pair in pairs for value in pair):
             steps = {after - before for before, after in pairs}
-            if len(pairs) > 1 and len(steps) == 1 and not per_row.get(place, False) and adds_up(place) not in per_row:
-                found.append(place)
+            if len(pairs) > 1 and len(steps) == 1 and not per_row.get(where, False) and adds_up(where) not in per_row:
+                found.append(where)
     return found
 
 
-def apply_changes(module: nn.Module, appended: Sequence[tuple[Place, list[Any]]], values: Mapping[str, Any]) -> None:
+def apply_changes(module: nn.Module, appended: Sequence[tuple[AttrPath, list[Any]]], values: Mapping[str, Any]) -> None:
     """Do to ``module`` what the batch did."""
     own = vars(module)
     own.update(values)
-    for place, tail in appended:
-        if len(place) == 1:
-            own.setdefault(place[0], []).extend(tail)
-        elif isinstance(own.get(place[0]), dict):
-            own[place[0]].setdefault(place[1], []).extend(tail)
+    for where, tail in appended:
+        if len(where) == 1:
+            own.setdefault(where[0], []).extend(tail)
+        elif isinstance(own.get(where[0]), dict):
+            own[where[0]].setdefault(where[1], []).extend(tail)
         else:
-            own[place[0]][place[1]].extend(tail)
+            own[where[0]][where[1]].extend(tail)
 
 
 def _is_per_row(tails: list[list[Any]], sizes: list[int]) -> bool:
@@ -343,13 +346,13 @@ UNKNOWN = "Nobody knows what integers count: "  # begins what ``require_known_co
 class Moved:
     """An integer, and by how much each micro-batch of a batch moves it."""
 
-    place: Place
+    where: AttrPath
     before: int
     steps: list[int]
     is_new: bool = False  # it was not there, and ``before`` is zero
 
 
-def unknown_counts(changes: Sequence[Changes], per_row: Mapping[Place, bool], members: bool = False) -> list[Moved]:
+def unknown_counts(changes: Sequence[Changes], per_row: Mapping[AttrPath, bool], members: bool = False) -> list[Moved]:
     """Integers that are moved otherwise than any trial has seen.
 
     Args:
@@ -358,29 +361,29 @@ def unknown_counts(changes: Sequence[Changes], per_row: Mapping[Place, bool], me
         members: whether to look at members of dicts, and at what was not there (None before), as well.
     """
     found = []
-    for place in dict.fromkeys(place for change in changes for place in change.values):
-        pairs = [change.values.get(place) for change in changes]
+    for where in dict.fromkeys(where for change in changes for where in change.values):
+        pairs = [change.values.get(where) for change in changes]
         known = [pair for pair in pairs if pair is not None]
         is_new = members and all(before is None for before, _ in known)
         if is_new:
             known = [(0, after) for _, after in known]
             pairs = [None if pair is None else (0, pair[1]) for pair in pairs]
-        if (len(place) > 1 and not members) or not all(type(value) is int for pair in known for value in pair):
+        if (len(where) > 1 and not members) or not all(type(value) is int for pair in known for value in pair):
             continue
         steps = [0 if pair is None else pair[1] - pair[0] for pair in pairs]
-        if per_row.get(is_set(place), False) or per_row.get(is_set_to_sum(place), False):
+        if per_row.get(is_set(where), False) or per_row.get(is_set_to_sum(where), False):
             continue
-        law = per_row.get(adds_up(place))
+        law = per_row.get(adds_up(where))
         if any(steps) and (law is None or (law is False and len(set(steps)) > 1)):
-            found.append(Moved(place, known[0][0], steps, is_new))
+            found.append(Moved(where, known[0][0], steps, is_new))
     return found
 
 
 def settle(
     moved: Moved,
-    whole: Mapping[Place, Any],
-    parts: Sequence[Mapping[Place, Any]],
-    per_row: dict[Place, bool],
+    whole: Mapping[AttrPath, Any],
+    parts: Sequence[Mapping[AttrPath, Any]],
+    per_row: dict[AttrPath, bool],
     owner: str = "self",
 ) -> tuple[int, str | None]:
     """What the integer comes to for the batch; and what is wrong if it counts neither rows nor calls.
@@ -392,27 +395,27 @@ def settle(
         per_row: gains what is found out for sure: where one micro-batch alone moves it, the sum says nothing.
         owner: of the attribute, for messages.
     """
-    together = whole.get(moved.place, moved.before) - moved.before
+    together = whole.get(moved.where, moved.before) - moved.before
     if moved.is_new:
         return together, None  # set, or the first of a count: the next batch shows that
-    steps = [part.get(moved.place, moved.before) - moved.before for part in parts]
-    counts_calls = len(set(steps)) == 1 and together == steps[0] != 0 and adds_up(moved.place) not in per_row
+    steps = [part.get(moved.where, moved.before) - moved.before for part in parts]
+    counts_calls = len(set(steps)) == 1 and together == steps[0] != 0 and adds_up(moved.where) not in per_row
     if together == sum(steps) and sum(map(bool, steps)) > 1:
-        per_row[adds_up(moved.place)] = True
+        per_row[adds_up(moved.where)] = True
     elif counts_calls and len(set(moved.steps)) == 1:
-        per_row[adds_up(moved.place)] = False
+        per_row[adds_up(moved.where)] = False
         return moved.before + moved.steps[0], None
     elif together != sum(steps) and moved.before + together == sum(moved.before + step for step in steps):
-        per_row[is_set_to_sum(moved.place)] = True  # anew by each step, as in `self.rows = len(batch)`
+        per_row[is_set_to_sum(moved.where)] = True  # anew by each step, as in `self.rows = len(batch)`
         return moved.before + together, None
-    elif together != sum(steps) or not any(steps) or adds_up(moved.place) in per_row:
+    elif together != sum(steps) or not any(steps) or adds_up(moved.where) in per_row:
         return moved.before + together, (
-            f"{in_words(owner, moved.place)} is moved by {together} for a batch, and by {steps} for its micro-batches: "
+            f"{in_words(owner, moved.where)} is moved by {together} for a batch, and by {steps} for its micro-batches: "
             "it counts neither rows nor calls of the step."
         )
     return moved.before + sum(moved.steps), None
 
 
-def in_words(owner: str, place: Place) -> str:
+def in_words(owner: str, where: AttrPath) -> str:
     """An attribute, or a member of a dict that is one, as code would have it."""
-    return f"{owner}.{place[0]}" + "".join(f"[{key!r}]" for key in place[1:])
+    return f"{owner}.{where[0]}" + "".join(f"[{key!r}]" for key in where[1:])

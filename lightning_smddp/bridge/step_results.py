@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import set_forward_cache, set_update_count
 from lightning_smddp.bridge.metrics import PipelineMetrics
-from lightning_smddp.bridge.step_attributes import Place, apply_changes
+from lightning_smddp.bridge.step_attributes import AttrPath, apply_changes
 from lightning_smddp.wire.broadcast import Channel, HeaderCache, broadcast_structure, in_containers_of
 
 
@@ -49,7 +49,7 @@ class StepResults:
 
     logs: list[Log] = field(default_factory=list)
     metrics: dict[str, tuple[int, Any]] = field(default_factory=dict)
-    appended: list[tuple[Place, list[Any]]] = field(default_factory=list)
+    appended: list[tuple[AttrPath, list[Any]]] = field(default_factory=list)
     attributes: dict[str, Any] = field(default_factory=dict)
     output: Any = None
 
@@ -123,7 +123,7 @@ def broadcast_results(
 class KeptState:
     """Items that lists have gained, and values that attributes were set to."""
 
-    appended: list[tuple[Place, list[Any]]]
+    appended: list[tuple[AttrPath, list[Any]]]
     attributes: dict[str, Any]
 
     @classmethod
@@ -145,12 +145,12 @@ class KeptState:
         """Set the module's attributes so, within ``preserve_state``: members of its lists and dicts are not written."""
         own = vars(module)
         own.update(self.attributes)
-        for place, tail in self.appended:
+        for where, tail in self.appended:
             container = own
-            if len(place) > 1:
-                container = own[place[0]] = own[place[0]].copy()
-            before = container[place[-1]] if isinstance(container, list) else container.get(place[-1], [])
-            container[place[-1]] = [*before, *tail]
+            if len(where) > 1:
+                container = own[where[0]] = own[where[0]].copy()
+            before = container[where[-1]] if isinstance(container, list) else container.get(where[-1], [])
+            container[where[-1]] = [*before, *tail]
 
 
 def _is_zero(value: Any) -> bool:

@@ -138,11 +138,11 @@ class PathTrials:
         if self.partitioned.take_unforeseen(self.step) or self.doubts.of_tail:
             return self._since_now()
         if weighs_newly:
-            return f"At {self.step.place()} what counts in micro-batches is unlike their rows for the first time"
+            return f"At {self.step.batch_name()} what counts in micro-batches is unlike their rows for the first time"
         return None
 
     def _since_now(self) -> str:
-        return f"Since {self.step.place()} the training step does something else than in the first batch"
+        return f"Since {self.step.batch_name()} the training step does something else than in the first batch"
 
     def _find_problem(self, pair: MicroBatch | None, since: str) -> _Problem | None:
         """What is wrong on the rows of ``pair``."""
@@ -169,7 +169,7 @@ class PathTrials:
         can_tell = pair is not None and self.weighting.fits and self.partitioned.plan.is_exact
         if can_tell and not _draws(self.step):
             assert pair is not None
-            since = f"At {self.step.place()} the loss is another than when weights of micro-batches were found"
+            since = f"At {self.step.batch_name()} the loss is another than when weights of micro-batches were found"
             found = self._misfit_of_gradients(pair)
             if found is not None:
                 problem = _in_words(found, pair, since)
@@ -242,8 +242,8 @@ class PathTrials:
         if not found.differences or was_said:
             return None
         return (
-            f"Since {self.step.place()} the training step shows what parts of a batch do not make up: {found.text()}. "
-            "A torchmetrics object sees whole batches."
+            f"Since {self.step.batch_name()} the training step shows what parts of a batch do not make up: "
+            f"{found.text()}. A torchmetrics object sees whole batches."
         )
 
     def _misfit_of_gradients(self, pair: MicroBatch) -> Misfit | None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.bridge.step_values import reduce_values
+from lightning_smddp.bridge.logged_values import reduce_values
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.gradients.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups

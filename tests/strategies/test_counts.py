@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_smddp.bridge.step_attributes import Changes, Moved, Place, adds_up, settle, unknown_counts
+from lightning_smddp.bridge.step_attributes import AttrPath, Changes, Moved, adds_up, settle, unknown_counts
 
-PLACE: Place = ("n",)
+PLACE: AttrPath = ("n",)
 LAW = adds_up(PLACE)
 
 
@@ -22,7 +22,7 @@ LAW = adds_up(PLACE)
         ([1, 0], {LAW: False}, True),
     ],
 )
-def test_unknown(steps: list[int], known: dict[Place, bool], is_unknown: bool) -> None:
+def test_unknown(steps: list[int], known: dict[AttrPath, bool], is_unknown: bool) -> None:
     changes = [Changes(values={PLACE: (7, 7 + step)} if step else {}) for step in steps]
     assert unknown_counts(changes, known) == ([Moved(PLACE, 7, steps)] if is_unknown else [])
 
@@ -42,7 +42,7 @@ def test_unknown(steps: list[int], known: dict[Place, bool], is_unknown: bool) -
     ],
 )
 def test_settled(
-    steps: list[int], whole: int, known: dict[Place, bool], expected: int, law: bool | None, is_wrong: bool
+    steps: list[int], whole: int, known: dict[AttrPath, bool], expected: int, law: bool | None, is_wrong: bool
 ) -> None:
     parts = [{PLACE: 7 + step} if step else {} for step in steps]
     value, problem = settle(Moved(PLACE, 7, steps), {PLACE: 7 + whole}, parts, known)

@@ -140,7 +140,7 @@ def test_a_watch_sees_what_it_may_have_to_look_at() -> None:
         assert watch.is_touched()
     watch = OwnerWatch(stats, frozenset())
     stats.hits, stats.other = 5, torch.zeros(1)
-    assert [(found.place, found.before, found.after) for found in watch.numbers()] == [(("hits",), 1, 5)]
+    assert [(found.where, found.before, found.after) for found in watch.numbers()] == [(("hits",), 1, 5)]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torchmetrics.text import CharErrorRate
 from torchmetrics.wrappers import MetricTracker
 
 from lightning_smddp.bridge.capture import StepCapture
+from lightning_smddp.bridge.logged_values import reduce_values, whole_batch_size
 from lightning_smddp.bridge.step_results import StepResults
-from lightning_smddp.bridge.step_values import reduce_values, whole_batch_size
 from tests.strategies.steps import Module, run, whole
 
 # ---- logged values ----
