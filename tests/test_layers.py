@@ -119,6 +119,57 @@ def test_the_encoder_knows_no_other_room() -> None:
     assert offenders == []
 
 
+def module_name(path: Path) -> str:
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def imports_within(package: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """For each module of ``package`` those of it that it imports: also in functions, and for type checkers alone."""
+    graph = {}
+    for module, tree in package.items():
+        named = {name for _, name in imported_names(tree)}
+        found = {name if name in package else name.rpartition(".")[0] for name in named}
+        graph[module] = (found & package.keys()) - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that can only be understood together: each comes back to itself."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            news = graph[waiting.pop()] - seen
+            seen |= news
+            waiting += news
+        reached[start] = seen
+    found = {
+        frozenset(other for other in reached[one] if one in reached[other]) for one in graph if one in reached[one]
+    }
+    return sorted(sorted(circle) for circle in found)
+
+
+# Imports that make no circle of ideas: the package's own page loads what it names when somebody asks for it, and the
+# parts that a strategy holds know the type of their owner.
+LAZY = "lightning_smddp"
+OWNER = "lightning_smddp.strategies.base"
+PARTS = {
+    f"lightning_smddp.strategies.{part}" for part in ("run_supervision", "sagemaker_job", "sanity_checks", "saving")
+}
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = imports_within({module_name(path): parse(path) for path in source_files()})
+    del graph[LAZY]
+    for module, imported in graph.items():
+        imported.discard(LAZY)
+        if module in PARTS:
+            imported.discard(OWNER)
+    assert circles(graph) == []
+
+
 def test_private_upstream_names_appear_in_compat_only() -> None:
     offenders = []
     for path in source_files():
@@ -244,6 +295,17 @@ def f():
     import lightning.fabric
     return dist._hidden(), torch.distributed._c10d, torch.__version__, self._own
 """
+
+
+def test_circles_are_seen_behind_functions_and_type_checking() -> None:
+    package = {
+        "p.a": "from p import b",
+        "p.b": "def f():\n    from p.c import g",
+        "p.c": "if TYPE_CHECKING:\n    from p.a import f",
+        "p.d": "import p.a",
+    }
+    graph = imports_within({name: ast.parse(text) for name, text in package.items()})
+    assert circles(graph) == [["p.a", "p.b", "p.c"]]
 
 
 def test_the_rules_see_an_offender() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -13,11 +13,8 @@ from lightning_smddp._compat.torch import DispatchMode, without_torch_function
 from lightning_smddp._compat.torch_steps import mode_within_backwards
 from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of
 from lightning_smddp.pipeline.capture.patches import user_location
-from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError, View
 from lightning_smddp.wire.pytree import leaves, map_leaves
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.global_view import GlobalView
 
 # Give a tensor's memory to Python, or make something of its values that is no tensor.
 _READERS = {
@@ -29,7 +26,7 @@ _READERS = {
 class ViewFunctions(TorchFunctionMode):
     """Sees the calls of user code in a hook."""
 
-    def __init__(self, view: GlobalView) -> None:
+    def __init__(self, view: View) -> None:
         super().__init__()
         self.view = view
 
@@ -80,12 +77,12 @@ class ViewFunctions(TorchFunctionMode):
 class ViewOperations(DispatchMode):
     """Sees the operators that those calls come to, also in backward passes."""
 
-    def __init__(self, view: GlobalView) -> None:
+    def __init__(self, view: View) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.view = view
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.view.operations.run(function, tuple(args), dict(kwargs or {}))
+        return self.view.run_operator(function, tuple(args), dict(kwargs or {}))
 
 
 def any_leaf(predicate: Callable[[Any], bool], structure: Any) -> bool:
@@ -108,7 +105,7 @@ def refuse_new_parameter(root: nn.Module) -> Callable[[nn.Module, str, Any], Non
     return hook
 
 
-def keep_buffers(view: GlobalView) -> Callable[[nn.Module, str, Any], Any]:
+def keep_buffers(view: View) -> Callable[[nn.Module, str, Any], Any]:
     """A hook for the registration of buffers: a new value for one of the module's goes into the tensor that it has."""
     modules = {id(module) for module in view.module.modules()}
 

@@ -66,11 +66,19 @@ class GlobalView:
         self._copied: list[Memory] = []  # those with a copy
         self._parts: dict[tuple[int, int], Tensor] = {}  # by serial and version, copies of views
         self.leaves = Leaves(module, ownership, self)
-        self.gradients = ViewGradients(self)
-        self.random = SharedRandomState(self)
-        self.requests = Requests(self)
-        self.agreement = Agreement(*(host or Channel(group, device)), self.requests.serve)
+        self.agreement = Agreement(*(host or Channel(group, device)), self._serve)
+        self.gradients = ViewGradients(self, self.leaves, self.agreement)
+        self.random = SharedRandomState(self, self.agreement)
+        self.requests = Requests(self, self.leaves, self.gradients, self.random, self.agreement)
         self._modes: ExitStack | None = None
+
+    def _serve(self, ask: Ask, ranks: Sequence[int]) -> None:
+        """Take part in what ``ranks`` ask for at a meeting, which do not include this one. Collective."""
+        self.requests.serve(ask, ranks)
+
+    def run_operator(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of one operator call, on this rank."""
+        return self.operations.run(function, args, kwargs)
 
     # ---- entering ----
 
@@ -138,7 +146,7 @@ class GlobalView:
             ask, ranks, highest = self.agreement.meet(Ask.END, f"{self.writes}", self.serial)
             if ask is Ask.END:
                 break
-            self.requests.serve(ask, ranks)
+            self._serve(ask, ranks)
         self.serial = highest
         if not self.agreement.alike:
             texts = gather_json(self.last_write or "none", self.group, self.device)

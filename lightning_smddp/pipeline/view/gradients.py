@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.view.agreement import Ask
-from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf
-from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
+from lightning_smddp.pipeline.view.agreement import Agreement, Ask
+from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf, Leaves
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory, View
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.global_view import GlobalView
 
 
 class ViewGradients:
@@ -24,8 +19,8 @@ class ViewGradients:
         loaded: whether the stand-ins have them.
     """
 
-    def __init__(self, view: GlobalView) -> None:
-        self.view = view
+    def __init__(self, view: View, leaves: Leaves, agreement: Agreement) -> None:
+        self.view, self.leaves, self.agreement = view, leaves, agreement
         self.loaded = False
 
     def get(self, parameter: Tensor) -> Tensor | None:
@@ -36,9 +31,9 @@ class ViewGradients:
     def set(self, parameter: Tensor, value: Tensor | None) -> None:
         """``parameter.grad = value``."""
         self._load()
-        leaf = self.view.leaves.find(parameter)
+        leaf = self.leaves.find(parameter)
         assert leaf is not None
-        shown = self.view.leaves.show(leaf)
+        shown = self.leaves.show(leaf)
         if value is not None and not (isinstance(value, GlobalTensor) and value.home == leaf.home):
             value = self._moved(leaf, value)
         shown.grad = value
@@ -54,21 +49,21 @@ class ViewGradients:
     def _load(self) -> None:
         if self.loaded:
             return
-        _, ranks, _ = self.view.agreement.meet(Ask.GRADIENTS, "gradients", self.view.serial)
+        _, ranks, _ = self.agreement.meet(Ask.GRADIENTS, "gradients", self.view.serial)
         present = self.announce()
-        for name, leaf in self.view.leaves.by_name.items():
+        for name, leaf in self.leaves.by_name.items():
             if name in present and leaf.tensor.requires_grad:
                 mine = leaf.tensor.grad if leaf.home == self.view.rank else None
                 shape = torch.empty_strided(leaf.tensor.shape, present[name], dtype=leaf.tensor.dtype, device="meta")
                 local = None if mine is None else mine.detach()
-                shown = self.view.leaves.show(leaf)
+                shown = self.leaves.show(leaf)
                 shown.grad = GlobalTensor(self.view, leaf.home, shape, local, Memory(GRADIENT + name))
         self.loaded = True
 
     def announce(self) -> dict[str, list[int]]:
         """Names of the parameters that have a gradient, and its strides. Collective."""
         mine = {}
-        for name, leaf in self.view.leaves.by_name.items():
+        for name, leaf in self.leaves.by_name.items():
             if leaf.home == self.view.rank and leaf.tensor.grad is not None:
                 mine[name] = list(leaf.tensor.grad.stride())
         everyones = gather_json(mine, self.view.group, self.view.device)
@@ -77,7 +72,7 @@ class ViewGradients:
     def write_back(self) -> None:
         """Parameters get the gradients that their stand-ins have now. Collective if some have to be sent."""
         self._bring_home()
-        for _, leaf in sorted(self.view.leaves.by_name.items()):
+        for _, leaf in sorted(self.leaves.by_name.items()):
             gradient = None if leaf.shown is None else leaf.shown.grad
             if leaf.shown is None or (gradient is None and not self.loaded):
                 continue
@@ -94,7 +89,7 @@ class ViewGradients:
     def _bring_home(self) -> None:
         """Gradients that a backward pass made on other ranks than their parameters'."""
         away: list[tuple[Leaf, GlobalTensor]] = []
-        for _, leaf in sorted(self.view.leaves.by_name.items()):
+        for _, leaf in sorted(self.leaves.by_name.items()):
             gradient = None if leaf.shown is None else leaf.shown.grad
             if isinstance(gradient, GlobalTensor) and gradient.home != leaf.home:
                 away.append((leaf, gradient))
@@ -126,6 +121,6 @@ class ViewGradients:
     def forget(self) -> None:
         """Other code may change gradients from here on."""
         self.loaded = False
-        for leaf in self.view.leaves.by_name.values():
+        for leaf in self.leaves.by_name.values():
             if leaf.shown is not None:
                 leaf.shown.grad = None

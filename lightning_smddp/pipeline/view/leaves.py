@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, Memory, View
 
 GRADIENT = "grad:"  # before the name of a parameter: its gradient
 
@@ -47,7 +43,7 @@ class Leaves:
         view: makes the stand-ins.
     """
 
-    def __init__(self, module: nn.Module, ownership: Ownership, view: GlobalView) -> None:
+    def __init__(self, module: nn.Module, ownership: Ownership, view: View) -> None:
         self.view = view
         self.by_name: dict[str, Leaf] = {}
         self.by_id: dict[int, Leaf] = {}

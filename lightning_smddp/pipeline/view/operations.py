@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +15,10 @@ from lightning_smddp.pipeline.view.tensor import (
     GlobalViewError,
     Memory,
     Recipe,
+    View,
     globals_in,
     map_arguments,
 )
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.global_view import GlobalView
 
 # How many numbers they draw depends on the values that they are given: every rank has to do them.
 _DRAW_BY_VALUE = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
@@ -36,7 +34,7 @@ class Operations:
         view: decides what is fetched, and makes new tensors.
     """
 
-    def __init__(self, view: GlobalView) -> None:
+    def __init__(self, view: View) -> None:
         self.view = view
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

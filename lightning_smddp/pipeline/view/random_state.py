@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.pipeline.view.agreement import Ask
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.pipeline.view.agreement import Agreement, Ask
+from lightning_smddp.pipeline.view.tensor import View
 
 
 class SharedRandomState:
     """The first rank's generators on all ranks, from the first draw in a hook to its end."""
 
-    def __init__(self, view: GlobalView) -> None:
-        self.view = view
+    def __init__(self, view: View, agreement: Agreement) -> None:
+        self.view, self.agreement = view, agreement
         self._own: list[Tensor] | None = None  # this rank's states meanwhile
 
     def share(self) -> None:
         """Take over the first rank's states. Collective at the first draw."""
         if self._own is not None:
             return
-        self.view.agreement.meet(Ask.RANDOM, "random numbers", self.view.serial)
+        self.agreement.meet(Ask.RANDOM, "random numbers", self.view.serial)
         own = self._states()
         self._set(self.send(own))
         self._own = own

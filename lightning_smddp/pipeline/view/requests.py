@@ -8,34 +8,41 @@ again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.patches import user_location
-from lightning_smddp.pipeline.view.agreement import Ask
-from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf
-from lightning_smddp.pipeline.view.tensor import GlobalTensor, Recipe, globals_in, map_arguments
+from lightning_smddp.pipeline.view.agreement import Agreement, Ask
+from lightning_smddp.pipeline.view.gradients import ViewGradients
+from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf, Leaves
+from lightning_smddp.pipeline.view.random_state import SharedRandomState
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, Recipe, View, globals_in, map_arguments
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.global_view import GlobalView
 
 
 class Requests:
     """Asks for, and serves, values of single ranks."""
 
-    def __init__(self, view: GlobalView) -> None:
-        self.view = view
+    def __init__(
+        self,
+        view: View,
+        leaves: Leaves,
+        gradients: ViewGradients,
+        random: SharedRandomState,
+        agreement: Agreement,
+    ) -> None:
+        self.view, self.leaves, self.gradients = view, leaves, gradients
+        self.random, self.agreement = random, agreement
 
     def serve(self, ask: Ask, ranks: Sequence[int]) -> None:
         """Take part in what ``ranks`` ask for, which do not include this one. Collective."""
         if ask is Ask.GRADIENTS:
-            self.view.gradients.announce()
+            self.gradients.announce()
         elif ask is Ask.RANDOM:
-            self.view.random.send()
+            self.random.send()
         else:
             self._exchange(ranks, None)
 
@@ -47,7 +54,7 @@ class Requests:
         """Say on all ranks that ``ranks`` cannot do ``what`` alone. Collective."""
         problem = _alone(what, self.view.rank)
         broadcast_json({"problem": problem}, self.view.group, self.view.device, ranks[0])
-        self.view.agreement.tell(problem)
+        self.agreement.tell(problem)
 
     def _exchange(self, ranks: Sequence[int], wanted: Sequence[GlobalTensor] | None) -> None:
         view = self.view
@@ -56,7 +63,7 @@ class Requests:
             request = self._request(wanted)
         request = broadcast_json(request, view.group, view.device, ranks[0])
         problem = request.get("problem") or self._outdated(request["versions"], ranks[0], request["place"])
-        view.agreement.tell(problem)
+        self.agreement.tell(problem)
         received: dict[str, Tensor] = {}
         for name in request["versions"]:
             received[name] = self._send(name)
@@ -100,7 +107,7 @@ class Requests:
     def _outdated(self, versions: dict[str, int], asking: int, place: str) -> str | None:
         """Why this rank does not have what the rank ``asking`` needs at ``place``."""
         for name, version in versions.items():
-            leaf = self.view.leaves.by_name.get(name.removeprefix(GRADIENT))
+            leaf = self.leaves.by_name.get(name.removeprefix(GRADIENT))
             if leaf is None:
                 return _alone(f"{name} at {place}", asking)
             if leaf.home == self.view.rank and self._version_of(leaf, name) != version:
@@ -111,7 +118,7 @@ class Requests:
         """Of a parameter, buffer or gradient of this rank; None for a gradient that was replaced."""
         if not name.startswith(GRADIENT):
             return leaf.memory.version
-        if not self.view.gradients.loaded:
+        if not self.gradients.loaded:
             return 0
         gradient = None if leaf.shown is None else leaf.shown.grad
         if not isinstance(gradient, GlobalTensor) or gradient.memory.leaf != name:
@@ -121,7 +128,7 @@ class Requests:
     def _send(self, name: str) -> Tensor:
         """A parameter, buffer or gradient, contiguous. Collective."""
         view = self.view
-        leaf = view.leaves.by_name[name.removeprefix(GRADIENT)]
+        leaf = self.leaves.by_name[name.removeprefix(GRADIENT)]
         values = torch.empty(leaf.tensor.shape, dtype=leaf.tensor.dtype, device=view.device)
         if leaf.home == view.rank:
             source = leaf.tensor.grad if name.startswith(GRADIENT) else leaf.tensor

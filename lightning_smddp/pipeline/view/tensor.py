@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
 from lightning_smddp.pipeline.capture.patches import user_location
-
-if TYPE_CHECKING:
-    from lightning_smddp.pipeline.view.global_view import GlobalView
 
 
 class GlobalViewError(RuntimeError):
@@ -65,11 +63,107 @@ class Memory:
         self.copy = None
 
 
+class View(Protocol):
+    """What tensors, operations and requests ask of the :class:`~.global_view.GlobalView` that they belong to.
+
+    Attributes:
+        module: divided among the ranks of ``group``.
+        device: of this rank.
+        rank: of this process in ``group``.
+        serial: of the tensor that was made last; the same on all ranks.
+    """
+
+    module: nn.Module
+    group: dist.ProcessGroup
+    device: torch.device
+    rank: int
+    serial: int
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether user code runs within it now."""
+        ...
+
+    def run_operator(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of one operator call, on this rank."""
+        ...
+
+    def next_serial(self, tensor: GlobalTensor) -> int:
+        """A number for a new tensor, the same on all ranks."""
+        ...
+
+    def alias(self, tensor: GlobalTensor) -> GlobalTensor:
+        """Another object for the same values."""
+        ...
+
+    # ---- the module's own tensors, and their stand-ins ----
+
+    def knows(self, tensor: object) -> bool:
+        """Whether it is one of the module's parameters or buffers."""
+        ...
+
+    def stand_in_for(self, tensor: Tensor) -> GlobalTensor:
+        """What a parameter or buffer of the module is within the view."""
+        ...
+
+    def stand_in(self, structure: Any) -> Any:
+        """``structure`` with stand-ins in place of the module's parameters and buffers."""
+        ...
+
+    def own_object(self, tensor: GlobalTensor) -> Tensor:
+        """The module's own tensor, if ``tensor`` is its stand-in; else ``tensor``."""
+        ...
+
+    # ---- values ----
+
+    def plain(self, structure: Any) -> Any:
+        """``structure`` with plain tensors, this rank's own, in place of global ones. Collective if there are any."""
+        ...
+
+    def fetch(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
+        """The values of ``tensors`` on every rank, not to be written. Collective, unless all were fetched already."""
+        ...
+
+    def keep_copy(self, tensor: GlobalTensor, values: Tensor) -> None:
+        """``values`` of ``tensor`` are on every rank now."""
+        ...
+
+    def tell(self, value: Any, home: int, function: Any) -> Any:
+        """What ``home`` has found out, on every rank. Collective."""
+        ...
+
+    # ---- changes ----
+
+    def set_data(self, target: Tensor, value: Tensor) -> None:
+        """``target.data = value``."""
+        ...
+
+    def gradient(self, parameter: Tensor) -> Any:
+        """``parameter.grad``."""
+        ...
+
+    def set_gradient(self, parameter: Tensor, value: Tensor | None) -> None:
+        """``parameter.grad = value``."""
+        ...
+
+    def note_write(self, tensor: GlobalTensor) -> None:
+        """An operation has changed ``tensor``."""
+        ...
+
+    def note_operation(self, name: str, tensors: Sequence[GlobalTensor]) -> None:
+        """An operation is done with ``tensors``: what ranks do has to be the same."""
+        ...
+
+    def share_random_state(self) -> None:
+        """From here to the hook's end all ranks draw what the first one draws."""
+        ...
+
+
 class GlobalTensor(Tensor):
     """The same tensor on every rank of a pipeline; one of them, its *home*, has the values.
 
     It has the shape, dtype, strides and the device of the rank; autograd works on it. Operations on it need the
-    :class:`GlobalView` that made it to be entered on all ranks.
+    :class:`View` that made it to be entered on all ranks.
 
     Attributes:
         global_view: whose it is.
@@ -81,7 +175,7 @@ class GlobalTensor(Tensor):
         recipe: see there; None where there is no need for it, or none can be kept.
     """
 
-    global_view: GlobalView
+    global_view: View
     home: int
     local: Tensor | None
     meta: Tensor
@@ -90,7 +184,7 @@ class GlobalTensor(Tensor):
     recipe: Recipe | None
 
     @staticmethod
-    def __new__(cls, view: GlobalView, home: int, meta: Tensor, local: Tensor | None, memory: Memory) -> GlobalTensor:
+    def __new__(cls, view: View, home: int, meta: Tensor, local: Tensor | None, memory: Memory) -> GlobalTensor:
         """Wrap ``local``; see the attributes."""
         self: GlobalTensor = wrapper_subclass(cls, meta, view.device)
         self.global_view, self.home, self.local, self.meta, self.memory = view, home, local, meta, memory
@@ -106,7 +200,7 @@ class GlobalTensor(Tensor):
         """Called outside of the view, and inside of it where modes are off."""
         tensor = next(leaf for leaf in _flat((args, kwargs or {})) if isinstance(leaf, GlobalTensor))
         if tensor.global_view.is_entered:
-            return tensor.global_view.operations.run(function, tuple(args), dict(kwargs or {}))
+            return tensor.global_view.run_operator(function, tuple(args), dict(kwargs or {}))
         if function is torch.ops.aten.detach.default:  # autograd's own, which reads nothing
             return tensor.global_view.alias(tensor)
         raise OutsideViewError(
