@@ -1,9 +1,8 @@
 """``Trainer(strategy="smddp_pipeline")``: pipeline parallelism of the module's own ``training_step``.
 
 A micro-batch's way, downward: :meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (one batch),
-``bridge/partitioned_module.py`` (its micro-batches), ``pipeline/runtime/step_runtime.py`` (which path, which shapes),
-``pipeline/runtime/engine.py`` (torch's schedule), ``stage.py`` (forward and backward of one stage), ``replay.py`` (the
-step's own code again).
+``bridge/attempts.py`` (its micro-batches), ``pipeline/runtime/step_runtime.py`` (one run of them), ``engine.py``
+(torch's schedule), ``stage.py`` (one stage's forward, backward and messages), ``replay.py`` (the step's code again).
 """
 
 from __future__ import annotations
