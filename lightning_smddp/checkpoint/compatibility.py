@@ -42,12 +42,14 @@ class OptimizerOutline:
 
 def needed_options(optimizer: Optimizer) -> frozenset[str]:
     """Options with numbers, such as ``betas``. Others come and go with torch's versions and have fallbacks."""
-    defaults = optimizer.defaults.items()
-    kinds = (int, float, tuple, Tensor)
-    return frozenset(name for name, value in defaults if isinstance(value, kinds) and not isinstance(value, bool))
+    needed = set()
+    for name, value in optimizer.defaults.items():
+        if isinstance(value, (int, float, tuple, Tensor)) and not isinstance(value, bool):
+            needed.add(name)
+    return frozenset(needed)
 
 
-def check_fits(
+def check_compatibility(
     checkpoint: Mapping[str, Any],
     module: nn.Module,
     optimizers: Iterable[Optimizer] = (),
@@ -72,7 +74,7 @@ def check_fits(
     names = loadable_names(module)
     if names is not None:
         expected, exempt = names
-        shapes = {name: None if tensor is None else _shape(tensor) for name, tensor in expected.items()}
+        shapes = {name: _shape(tensor) for name, tensor in expected.items()}
         problems += compare_states(shapes, checkpoint["state_dict"], strict, tuple(exempt))
     outlines = [OptimizerOutline.of(optimizer) for optimizer in optimizers]
     if outlines and "optimizer_states" in checkpoint:
@@ -97,17 +99,16 @@ def compare_states(
         strict: whether names may not be missing or unexpected.
         exempt: beginnings of names that are not compared.
     """
-    mine = {name: shape for name, shape in expected.items() if not name.startswith(exempt)}
-    theirs = {name: _shape(value) for name, value in state.items() if not name.startswith(exempt)}
-    differing = [
-        f"{name} is {list(theirs[name] or ())} in the checkpoint and {list(shape or ())} in the model"
-        for name, shape in mine.items()
-        if name in theirs and not _interchangeable(shape, theirs[name])
-    ]
+    wanted = {name: shape for name, shape in expected.items() if not name.startswith(exempt)}
+    saved = {name: _shape(value) for name, value in state.items() if not name.startswith(exempt)}
+    differing = []
+    for name, shape in wanted.items():
+        if name in saved and not _interchangeable(shape, saved[name]):
+            differing.append(_differs(name, saved[name], shape))
     problems = _listed("of another shape", differing)
     if strict:
-        problems += _listed("missing in the checkpoint", [name for name in mine if name not in theirs])
-        problems += _listed("not in the model", [name for name in theirs if name not in mine])
+        problems += _listed("missing in the checkpoint", [name for name in wanted if name not in saved])
+        problems += _listed("not in the model", [name for name in saved if name not in wanted])
     return problems
 
 
@@ -115,39 +116,47 @@ def compare_optimizers(outlines: Sequence[OptimizerOutline], states: Sequence[Ma
     """What is wrong with saved optimizer states for these optimizers; empty if nothing."""
     if len(outlines) != len(states):
         return [f"it has the states of {counted(len(states), 'optimizer')}, the model has {len(outlines)}"]
-    return [
-        f"optimizer {index} ({outline.name}): {problem}"
-        for index, (outline, state) in enumerate(zip(outlines, states, strict=True))
-        for problem in _compare_optimizer(outline, state)
-    ]
+    problems = []
+    for index, (outline, state) in enumerate(zip(outlines, states, strict=True)):
+        for problem in _compare_optimizer(outline, state):
+            problems.append(f"optimizer {index} ({outline.name}): {problem}")
+    return problems
 
 
 def _compare_optimizer(outline: OptimizerOutline, state: Mapping[str, Any]) -> list[str]:
     groups = state["param_groups"]
-    theirs = [len(group["params"]) for group in groups]
-    mine = [len(shapes) for shapes in outline.groups]
-    if theirs != mine:
-        return [f"the checkpoint has parameter groups of {_some(theirs)} parameters, the model of {_some(mine)}"]
-    missing = sorted({option for group in groups for option in outline.options - set(group)})
+    saved = [len(group["params"]) for group in groups]
+    wanted = [len(shapes) for shapes in outline.groups]
+    if saved != wanted:
+        return [f"the checkpoint has parameter groups of {_some(saved)} parameters, the model of {_some(wanted)}"]
+    missing: set[str] = set()
+    shape_of: dict[Any, Shape | None] = {}
+    for group, shapes in zip(groups, outline.groups, strict=True):
+        missing |= outline.options - set(group)
+        shape_of.update(zip(group["params"], shapes, strict=True))
     if missing:
-        return [f"it was saved by another kind of optimizer, without {', '.join(missing)}"]
-    pairs = zip(groups, outline.groups, strict=True)
-    wanted = {number: shape for group, shapes in pairs for number, shape in zip(group["params"], shapes, strict=True)}
-    differing = [
-        f"{key} of parameter {number} is {list(value.shape)} in the checkpoint and {list(wanted[number] or ())} "
-        "in the model"
-        for number, values in state["state"].items()
-        if wanted.get(number) is not None and isinstance(values, Mapping)
-        for key, value in values.items()
-        if key in _STATE_LIKE_PARAMETER and isinstance(value, Tensor) and value.dim() > 0
-        and tuple(value.shape) != wanted[number]
-    ]  # fmt: skip
+        return [f"it was saved by another kind of optimizer, without {', '.join(sorted(missing))}"]
+    differing = []
+    for number, values in state["state"].items():
+        shape = shape_of.get(number)
+        if shape is None or not isinstance(values, Mapping):
+            continue
+        for key, value in values.items():
+            found = _shape(value)
+            if (
+                key in _STATE_LIKE_PARAMETER and found and found != shape
+            ):  # `()` is a number's, such as a count of steps
+                differing.append(_differs(f"{key} of parameter {number}", found, shape))
     return _listed("state of another shape", differing)
 
 
-def _interchangeable(mine: Shape | None, theirs: Shape | None) -> bool:
+def _differs(what: str, saved: Shape | None, wanted: Shape | None) -> str:
+    return f"{what} is {list(saved or ())} in the checkpoint and {list(wanted or ())} in the model"
+
+
+def _interchangeable(wanted: Shape | None, saved: Shape | None) -> bool:
     """Old versions of torch saved a scalar as one element."""
-    return mine is None or theirs is None or mine == theirs or (mine == () and theirs == (1,))
+    return wanted is None or saved is None or wanted == saved or (wanted == () and saved == (1,))
 
 
 def _shape(value: Any) -> Shape | None:
@@ -162,5 +171,7 @@ def _listed(what: str, found: list[str]) -> list[str]:
 
 
 def _some(values: Sequence[Any]) -> str:
-    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
-    return ", ".join(str(value) for value in values[:_SHOWN]) + more
+    shown = ", ".join(str(value) for value in values[:_SHOWN])
+    if len(values) > _SHOWN:
+        shown += f" and {len(values) - _SHOWN} more"
+    return shown

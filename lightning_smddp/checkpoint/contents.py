@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any, cast
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +41,17 @@ def bytes_needed(checkpoint: Any) -> int:
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (Mapping, list, tuple)) and id(value) not in seen:
+        return
+    if isinstance(value, Mapping):
+        members: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        members = value
+    else:
+        return
+    if id(value) not in seen:
         seen.add(id(value))
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item, seen)
+        for member in members:
+            yield from _tensors(member, seen)
 
 
 class Snapshot:
@@ -60,47 +68,36 @@ class Snapshot:
         try:
             copied = _copied(checkpoint)
         except Exception:  # whatever an object's own way to be copied raises; pickle may do
-            pieces = _Pieces()
-            torch.save(checkpoint, cast(IO[bytes], pieces))  # of a file it needs `write` only
-            self.size, self.dump = sum(map(len, pieces.found)), pieces.dump
+            file = io.BytesIO()
+            torch.save(checkpoint, file)
+            contents = file.getbuffer()
+            self.size = contents.nbytes
+            self.dump = lambda file: file.write(contents)
         else:
-            self.size, self.dump = bytes_needed(copied), dump_of(copied)
-
-
-class _Pieces:
-    """What ``torch.save`` writes. Kept as it comes: one growing buffer would be copied again and again."""
-
-    def __init__(self) -> None:
-        self.found: list[bytes] = []
-
-    def write(self, data: Any) -> int:
-        """Keep a copy of ``data``."""
-        self.found.append(bytes(data))
-        return len(self.found[-1])
-
-    def flush(self) -> None:
-        """Do nothing; called by ``torch.save``."""
-
-    def dump(self, file: Any) -> None:
-        """Write all to ``file``."""
-        for piece in self.found:
-            file.write(piece)
+            self.size = bytes_needed(copied)
+            self.dump = dump_of(copied)
 
 
 def _copied(checkpoint: Any) -> Any:
     """A deep copy with all tensors on the CPU, in which tensors that share memory still do."""
-    tensors = {id(tensor): tensor for tensor in _tensors(checkpoint, set()) if _is_plain(tensor)}
-    memory = {_memory(tensor): tensor.untyped_storage() for tensor in tensors.values()}
-    flats = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in memory.values()]
-    copies = [here.clone() if here is flat else here for flat, here in zip(flats, to_host(flats), strict=True)]
-    storages = dict(zip(memory, copies, strict=True))
+    tensors = [tensor for tensor in _tensors(checkpoint, set()) if _is_plain(tensor)]
+    flats: dict[int, Tensor] = {}  # each memory as bytes, once
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        flats[_memory(tensor)] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    copies: dict[int, Tensor] = {}
+    for (memory, flat), on_host in zip(flats.items(), to_host(list(flats.values())), strict=True):
+        copies[memory] = on_host.clone() if on_host is flat else on_host
+    # What `deepcopy` finds in its memo it does not copy: the same views of the copied memory.
     memo: dict[int, Any] = {}
-    for number, tensor in tensors.items():
+    for tensor in tensors:
+        storage = copies[_memory(tensor)].untyped_storage()
         made = torch.empty(0, dtype=tensor.dtype)
-        made.set_(storages[_memory(tensor)].untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        memo[number] = made.requires_grad_(tensor.requires_grad)
+        made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
-            memo[number] = torch.nn.Parameter(made.detach(), tensor.requires_grad)
+            memo[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad)
+        else:
+            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
     return copy.deepcopy(checkpoint, memo)
 
 

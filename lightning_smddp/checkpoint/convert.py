@@ -53,8 +53,7 @@ def shard(file: str | os.PathLike[str], directory: str | os.PathLike[str], parts
 
 def _names(groups: list[dict[str, Any]]) -> dict[int, str]:
     """Those of parameters that an optimizer was given with their names."""
-    return {
-        number: name
-        for group in groups
-        for number, name in zip(group["params"], group.get("param_names") or (), strict=False)
-    }
+    names: dict[int, str] = {}
+    for group in groups:
+        names.update(zip(group["params"], group.get("param_names") or (), strict=False))
+    return names

@@ -29,12 +29,16 @@ class Ranks:
     @property
     def rank(self) -> int:
         """This one, in the group."""
-        return 0 if self.group is None else self.group.rank()
+        if self.group is None:
+            return 0
+        return self.group.rank()
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return 1 if self.group is None else self.group.size()
+        if self.group is None:
+            return 1
+        return self.group.size()
 
     def gather(self, act: Callable[[], Any]) -> list[Any]:
         """Call ``act`` on every rank; its results (anything that JSON carries) in rank order. Collective.
@@ -50,39 +54,43 @@ class Ranks:
             result = act()
         except Exception as caught:
             error = caught
-        everyones = gather_json([result, _to_json(error)], self.group, self.device)
+        gathered = gather_json([result, _to_json(error)], self.group, self.device)
         if error is not None:
             try:
                 raise error
             finally:
                 error = None  # which this frame would keep alive, and it this frame
-        for rank, (_, told) in enumerate(everyones):
+        for rank, (_, told) in enumerate(gathered):
             if told is not None:
                 raise _from_json(told, rank)
-        return [theirs for theirs, _ in everyones]
+        return [remote for remote, _ in gathered]
 
     def first(self, act: Callable[[], Any]) -> Any:
         """Call ``act`` on the first rank; its result on all. Collective, and fails as :meth:`gather`."""
-        return self.gather(act if self.rank == 0 else lambda: None)[0]
+        if self.rank != 0:
+            return self.gather(lambda: None)[0]
+        return self.gather(act)[0]
+
+
+_ERRORS: dict[str, type[Exception]] = {"OSError": OSError, "CheckpointError": CheckpointError, "ValueError": ValueError}
 
 
 def _to_json(error: Exception | None) -> list[Any] | None:
-    if isinstance(error, OSError):
-        if error.errno is None:
-            return ["OSError", str(error)]
-        return ["OSError", error.errno, error.strerror, None if error.filename is None else str(error.filename)]
+    """The type's name, and the arguments with which another rank makes an equal one."""
+    if error is None:
+        return None
     if isinstance(error, CheckpointError):
         return ["CheckpointError", error.path, error.reason, error.fix]
-    return None if error is None else [type(error).__name__, str(error)]
+    if not isinstance(error, OSError):
+        return [type(error).__name__, str(error)]
+    if error.errno is None:
+        return ["OSError", str(error)]
+    filename = None if error.filename is None else str(error.filename)
+    return ["OSError", error.errno, error.strerror, filename]
 
 
 def _from_json(told: list[Any], rank: int) -> Exception:
-    kind, *details = told
-    errors: dict[str, type[Exception]] = {
-        "OSError": OSError,
-        "CheckpointError": CheckpointError,
-        "ValueError": ValueError,
-    }
-    if kind in errors:
-        return errors[kind](*details)
-    return RankFailedError(rank, f"Rank {rank} failed: {kind}: {details[0]}")
+    kind, *arguments = told
+    if kind in _ERRORS:
+        return _ERRORS[kind](*arguments)
+    return RankFailedError(rank, f"Rank {rank} failed: {kind}: {arguments[0]}")

@@ -61,7 +61,9 @@ def read_checkpoint(
 def refused_objects(path: str | PathLike[str]) -> list[str]:
     """Classes and functions in a local file that :func:`read_checkpoint` will refuse; of a remote one none is known."""
     fs, name = locate(path)
-    return sorted(get_unsafe_globals_in_checkpoint(name)) if fs is None else []
+    if fs is not None:
+        return []
+    return sorted(get_unsafe_globals_in_checkpoint(name))
 
 
 def verify_checkpoint(path: str | PathLike[str]) -> None:
@@ -79,12 +81,12 @@ def _opened(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
     """The file; of a remote one a local copy, so that what was verified is what is loaded."""
     fs, name = locate(path)
     try:
-        with open(name, "rb") if fs is None else fs.open(name, "rb") as file:
-            if fs is None:
+        if fs is None:
+            with open(name, "rb") as file:
                 yield file
-                return
-            with tempfile.TemporaryFile() as copy:
-                shutil.copyfileobj(file, copy, 2**24)
+        else:
+            with fs.open(name, "rb") as remote, tempfile.TemporaryFile() as copy:
+                shutil.copyfileobj(remote, copy, 2**24)
                 yield copy
     except FileNotFoundError as error:
         raise FileNotFoundError(f"Checkpoint file not found: {path}") from error
@@ -122,14 +124,16 @@ def _what_it_is(start: bytes) -> tuple[str, str]:
 
 
 def _load(file: IO[bytes], path: str, map_location: Any, weights_only: bool, mmap: bool) -> Any:
+    source = path if mmap else file
     try:
-        return torch.load(path if mmap else file, map_location=map_location, weights_only=weights_only, mmap=mmap)
+        return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mmap)
     except (OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(path, *_refused(str(error))) from error
     except Exception as error:  # a damaged file without a hash of ours, or what unpickling the user's classes raised
-        reason = f"cannot be read: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        first_line, _, _ = str(error).partition("\n")
+        reason = f"cannot be read: {type(error).__name__}: {first_line}"
         raise CheckpointError(path, reason, _ANOTHER) from error
 
 

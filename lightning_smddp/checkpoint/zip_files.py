@@ -36,7 +36,9 @@ class BrokenZipError(ValueError):
 def saved_ns(tail: bytes) -> int | None:
     """When a file that ends with ``tail`` was saved, in nanoseconds since 1970; None if it does not say so."""
     match = _SAVED.search(tail)
-    return None if match is None else int(match[1])
+    if match is None:
+        return None
+    return int(match[1])
 
 
 def require_whole(file: IO[bytes]) -> None:

@@ -25,25 +25,29 @@ STOP_CHECKPOINT = "smddp-stop.ckpt"
 
 
 def stop_checkpoint(trainer: Any) -> str:
-    """Where the checkpoint of a run that is told to stop belongs: beside the others, where :func:`places` looks."""
-    directory = next(iter(_directories(trainer)), str(trainer.default_root_dir))
-    return f"{directory}/{STOP_CHECKPOINT}" if "://" in directory else os.path.join(directory, STOP_CHECKPOINT)
+    """Where the checkpoint of a run that is told to stop belongs: where :func:`checkpoint_locations` looks."""
+    directory, *_ = [*_directories(trainer), str(trainer.default_root_dir)]
+    if "://" in directory:
+        return f"{directory}/{STOP_CHECKPOINT}"
+    return os.path.join(directory, STOP_CHECKPOINT)
 
 
-def places(trainer: Any) -> list[str]:
+def checkpoint_locations(trainer: Any) -> list[str]:
     """Directories and files in which a fit may have left checkpoints, each once.
 
     Those of the checkpoint callbacks (not of those that save weights alone), of earlier versions of the same logger,
     the checkpoint of a stop, the one that ``newest`` names in a SageMaker job's folder, and the one that Lightning
     writes when Slurm requeues the job.
     """
-    found = [sibling for directory in _directories(trainer) for sibling in _versions(directory)]
-    found += [os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT)]
+    found: list[str | None] = []
+    for directory in _directories(trainer):
+        found += _versions(directory)
+    found.append(os.path.join(str(trainer.default_root_dir), STOP_CHECKPOINT))
     folder = getattr(trainer.strategy, "newest_in", None)
-    pointed = None if folder is None else pointed_at(folder)
-    found += [] if pointed is None else [pointed]
-    requeued = requeue_checkpoint(trainer)
-    return list(dict.fromkeys(found if requeued is None else [*found, requeued]))
+    if folder is not None:
+        found.append(pointed_at(folder))
+    found.append(requeue_checkpoint(trainer))
+    return list(dict.fromkeys(location for location in found if location is not None))
 
 
 def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[None]:
@@ -63,19 +67,27 @@ def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[Non
     def choose(given: Any) -> Any:
         if trainer.state.fn != "fit" or (given is not None and given != requeue_checkpoint(trainer)):
             return given
-        looked = places(trainer)
-        path = newest_checkpoint(looked, ranks=Ranks(dist.group.WORLD, device))
+        locations = checkpoint_locations(trainer)
+        path = newest_checkpoint(locations, ranks=Ranks(dist.group.WORLD, device))
         trainer.strategy.verified_checkpoint = path
         if not dist.is_initialized() or dist.get_rank() == 0:
-            say(_line(path, looked))
+            if path is None:
+                say(f"resume='auto': no checkpoint in {', '.join(locations)}; the run starts from scratch.")
+            else:
+                say(f"resume='auto': the run goes on from {path}")
         return path
 
     return around_resume_start(trainer, choose)
 
 
 def _directories(trainer: Any) -> list[str]:
-    callbacks = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
-    return [str(c.dirpath) for c in callbacks if getattr(c, "dirpath", None) is not None]
+    """Of the callbacks that save more than weights."""
+    found = []
+    for callback in trainer.checkpoint_callbacks:
+        directory = getattr(callback, "dirpath", None)
+        if directory is not None and not getattr(callback, "save_weights_only", False):
+            found.append(str(directory))
+    return found
 
 
 def _versions(directory: str) -> list[str]:
@@ -84,9 +96,3 @@ def _versions(directory: str) -> list[str]:
     if "://" in directory or not path.parent.name.startswith("version_"):
         return [directory]
     return [directory, *sorted(map(str, path.parent.parent.glob(f"version_*/{path.name}")))]
-
-
-def _line(path: str | None, looked: list[str]) -> str:
-    if path is None:
-        return f"resume='auto': no checkpoint in {', '.join(looked)}; the run starts from scratch."
-    return f"resume='auto': the run goes on from {path}"

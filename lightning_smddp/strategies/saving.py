@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from lightning_smddp.checkpoint.compatibility import OptimizerOutline, check_fits, compare_optimizers, require_none
+from lightning_smddp.checkpoint.compatibility import (
+    OptimizerOutline,
+    check_compatibility,
+    compare_optimizers,
+    require_none,
+)
 from lightning_smddp.checkpoint.files import remove_directory
 from lightning_smddp.checkpoint.parts import names_of
 from lightning_smddp.checkpoint.ranks import Ranks
@@ -143,7 +148,7 @@ class Saving:
     def require_fitting_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Raise ``CheckpointError`` if names or shapes differ from the module's, before anything is changed."""
         assert self.strategy.lightning_module is not None
-        check_fits(checkpoint, self.strategy.lightning_module, (), strict, self._source)
+        check_compatibility(checkpoint, self.strategy.lightning_module, (), strict, self._source)
 
     def require_fitting_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` if the optimizers, which hold all parameters, are others than the checkpoint's."""

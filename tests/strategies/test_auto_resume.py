@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import CheckpointError, PipelineStrategy, SMDDPStrategy
 from lightning_smddp.checkpoint import sharded
-from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, places, stop_checkpoint
+from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, checkpoint_locations, stop_checkpoint
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer
@@ -200,7 +200,7 @@ def test_earlier_versions(tmp_path: Path) -> None:
     assert "version_0" in second[2]
 
 
-def test_places(tmp_path: Path) -> None:
+def test_checkpoint_locations(tmp_path: Path) -> None:
     callbacks = [
         ModelCheckpoint("s3://bucket/checkpoints", monitor="a"),
         ModelCheckpoint(str(tmp_path / "weights"), save_weights_only=True, monitor="b"),
@@ -209,7 +209,7 @@ def test_places(tmp_path: Path) -> None:
     (tmp_path / "version_0" / "checkpoints").mkdir(parents=True)
     (tmp_path / "hpc_ckpt_3.ckpt").touch()
     trainer = make_trainer("auto", callbacks=callbacks, enable_checkpointing=True, default_root_dir=tmp_path)
-    assert places(trainer) == [
+    assert checkpoint_locations(trainer) == [
         "s3://bucket/checkpoints",
         str(tmp_path / "version_1" / "checkpoints"),
         str(tmp_path / "version_0" / "checkpoints"),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_smddp.checkpoint.compatibility import check_fits, compare_states
+from lightning_smddp.checkpoint.compatibility import check_compatibility, compare_states
 from lightning_smddp.checkpoint.errors import CheckpointError
 
 SGD([nn.Parameter(torch.zeros(1))])  # the first optimizer imports torch's compiler, which sets environment variables
@@ -43,7 +43,7 @@ def checkpoint(module: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
 def refused(saved: dict[str, Any], module: nn.Module, *optimizers: Optimizer, strict: bool = True) -> str:
     before = copy.deepcopy([module.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)])
     with pytest.raises(CheckpointError) as caught:
-        check_fits(saved, module, optimizers, strict, "runs/a.ckpt")
+        check_compatibility(saved, module, optimizers, strict, "runs/a.ckpt")
     after = [module.state_dict(), *(optimizer.state_dict() for optimizer in optimizers)]
     assert str(after) == str(before)
     assert str(caught.value).startswith("runs/a.ckpt: does not fit: ")
@@ -55,11 +55,11 @@ def test_what_fits() -> None:
     net = Net()
     saved = checkpoint(net, trained(net), trained(net, SGD))
     other = Net()
-    check_fits(saved, other, [Adam(other.parameters()), SGD(other.parameters())])
-    check_fits(saved, other, [AdamW(other.parameters()), SGD(other.parameters(), momentum=0.9)])  # alike
-    check_fits(saved, Net().to("meta"))
+    check_compatibility(saved, other, [Adam(other.parameters()), SGD(other.parameters())])
+    check_compatibility(saved, other, [AdamW(other.parameters()), SGD(other.parameters(), momentum=0.9)])  # alike
+    check_compatibility(saved, Net().to("meta"))
     del saved["optimizer_states"]
-    check_fits(saved, other, [Adam(other.parameters())])
+    check_compatibility(saved, other, [Adam(other.parameters())])
 
 
 def test_another_size() -> None:
@@ -77,7 +77,7 @@ def test_other_names() -> None:
     message = refused(checkpoint(Net(layers=1)), Net(layers=2, bias=False))
     assert "missing in the checkpoint (1): layers.1.weight" in message
     assert "not in the model (2): layers.0.bias, tied.bias" in message
-    check_fits(checkpoint(Net(layers=1)), Net(layers=2, bias=False), strict=False)
+    check_compatibility(checkpoint(Net(layers=1)), Net(layers=2, bias=False), strict=False)
     assert "another shape" in refused(checkpoint(Net(4, layers=1)), Net(5), strict=False)
 
 
@@ -141,7 +141,7 @@ def test_modules_with_ways_of_their_own() -> None:
     state = dict(source.state_dict())
     state["renaming.kernel"] = state.pop("renaming.weight")
     del state["norm.num_batches_tracked"]
-    check_fits({"state_dict": state}, Extra())
+    check_compatibility({"state_dict": state}, Extra())
     Extra().load_state_dict(state)  # torch thinks so too
     del state["_extra_state"]
     assert "missing in the checkpoint (1): _extra_state" in refused({"state_dict": state}, Extra())
@@ -153,7 +153,7 @@ class Overriding(Net):
 
 
 def test_a_module_that_loads_itself() -> None:
-    check_fits({"state_dict": {"w": torch.zeros(4)}}, Overriding())
+    check_compatibility({"state_dict": {"w": torch.zeros(4)}}, Overriding())
 
 
 def test_names_and_shapes_alone() -> None:
