@@ -74,4 +74,6 @@ class BackgroundWriter:
     def _next(self) -> Task | None:
         with self._lock:
             self._busy = bool(self._afterwards)
-            return self._afterwards.pop(0) if self._afterwards else None
+            if self._busy:
+                return self._afterwards.pop(0)
+            return None

@@ -206,7 +206,9 @@ def _make_directory(path: str) -> int:
 def existing(path: str) -> str:
     """``path``; or if there is none, but a writer died between two renames, where the previous one is."""
     previous = previous_name(path)
-    return previous if not os.path.lexists(path) and os.path.isdir(previous) else path
+    if not os.path.lexists(path) and os.path.isdir(previous):
+        return previous
+    return path
 
 
 def remove_directory(path: str) -> None:

@@ -26,7 +26,9 @@ def locate(path: str | os.PathLike[str]) -> tuple[Any, str]:
     if isinstance(path, Path):
         return None, str(path)
     fs, name = url_to_fs(os.fspath(path))
-    return (None if isinstance(fs, LocalFileSystem) else fs), name
+    if isinstance(fs, LocalFileSystem):
+        return None, name
+    return fs, name
 
 
 def write_checkpoint(dump: Dump, path: str | os.PathLike[str], needed: int, verify: bool = True) -> None:

@@ -67,7 +67,10 @@ def _newest_first(locations: Iterable[str | PathLike[str]]) -> list[Any]:
     candidates: set[tuple[int, str, bool]] = set()
     for location in locations:
         fs, name = locate(location)
-        candidates.update(_local(name) if fs is None else _remote(fs, name))
+        if fs is None:
+            candidates.update(_local(name))
+        else:
+            candidates.update(_remote(fs, name))
     return [[path, is_sharded] for _, path, is_sharded in sorted(candidates, reverse=True)]
 
 
@@ -75,9 +78,9 @@ def _require_readable(path: str, ranks: Ranks) -> None:
     """Raise on every rank if the first can read ``path`` and another cannot. Collective."""
     if "://" in path:
         return
-    first, *others = ranks.gather(lambda: None if os.access(path, os.R_OK) else socket.gethostname())
-    blind = [f"rank {rank} on {host}" for rank, host in enumerate(others, 1) if host is not None]
-    if first is None and blind:
+    (first, _), *others = ranks.gather(lambda: [os.access(path, os.R_OK), socket.gethostname()])
+    blind = [f"rank {rank} on {host}" for rank, (reads, host) in enumerate(others, 1) if not reads]
+    if first and blind:
         raise CheckpointError(
             path,
             f"rank 0 has chosen it, but {', '.join(blind)} cannot read it",
@@ -107,7 +110,9 @@ def _saved_ns(path: str) -> int:
             said = saved_ns(file.read())
     except OSError:  # which will be reported when it is verified
         return 0
-    return status.st_mtime_ns if said is None else said
+    if said is None:
+        return status.st_mtime_ns
+    return said
 
 
 def _remote(fs: Any, location: str) -> Iterator[tuple[int, str, bool]]:
@@ -129,6 +134,8 @@ def _remote_saved_ns(fs: Any, name: str) -> int:
         size = fs.size(name)
         if size:
             said = saved_ns(fs.cat_file(name, start=max(0, size - TAIL_BYTES), end=size))
-        return modified_ns(fs, name) if said is None else said
+        if said is None:
+            return modified_ns(fs, name)
+        return said
     except OSError:  # which will be reported when it is verified
         return 0

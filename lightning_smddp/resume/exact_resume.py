@@ -63,7 +63,6 @@ class ExactResume:
         self._loaders: list[RecordedLoader] = []
         self._combined: Any = None
         self._originals: list[Any] = []
-        self._facts: list[dict[str, Any]] = []
         self._saved: Mapping[str, Any] | None = None
         self._resumption: Resumption | None = None
         self._last_step: Position | None = None
@@ -104,12 +103,13 @@ class ExactResume:
         trainer = self._trainer
         if trainer is None or trainer.interrupted or "optimizer_states" not in checkpoint:
             return
-        point, validated = self._validation or (self._position(), None)
-        if point is self._last_step:
-            set_back(checkpoint, point.trained)
+        position, validated = self._validation or (self._position(), None)
+        in_step = position is self._last_step
+        if in_step:
+            set_back(checkpoint, position.trained)
         if validated is not None:
-            set_before_validation(checkpoint, validated, in_step=point is self._last_step)
-        ranks = gather_states(point.to_plain(self._rank), self._device)
+            set_before_validation(checkpoint, validated, in_step)
+        ranks = gather_states(position.to_plain(self._rank), self._device)
         if not ranks:  # another rank writes it
             return
         checkpoint[CHECKPOINT_KEY] = {
@@ -118,17 +118,19 @@ class ExactResume:
             "step": trainer.global_step,
             "seed": ranks[0]["seed"],
             "ranks": ranks,
-            **{name: json.dumps(value) for name, value in (more or {}).items()},
         }
+        for name, value in (more or {}).items():
+            checkpoint[CHECKPOINT_KEY][name] = json.dumps(value)
 
     def _position(self) -> Position:
         """Where a run that is resumed here has to go on."""
         trainer = self._trainer
         if not self._loaders or steps_fetch(trainer):
             return self._now(0)
-        trained, begun = trained_batches(trainer), begun_batches(trainer)
-        steps_open = trained % trainer.accumulate_grad_batches != 0 and not epoch_has_ended(trainer)
-        if (begun != trained or steps_open) and self._last_step is not None:
+        trained = trained_batches(trainer)
+        in_batch = begun_batches(trainer) != trained
+        accumulates = trained % trainer.accumulate_grad_batches != 0 and not epoch_has_ended(trainer)
+        if (in_batch or accumulates) and self._last_step is not None:
             return self._last_step
         return self._now(trained)
 
@@ -139,15 +141,13 @@ class ExactResume:
         self._validation = None
 
     def _now(self, trained: int, now: dict[str, Any] | None = None) -> Position:
-        loaders = self._loaders
-        return Position(
-            trained,
-            self._states.capture() if now is None else now,
-            fetched_ahead(self._trainer) if loaders else 0,
-            cycles(self._combined) if loaders else [],
-            self._facts if loaders else [],
-            [loader.now() for loader in loaders],
-        )
+        position = Position(trained, now or self._states.capture())
+        if self._loaders:
+            position.ahead = fetched_ahead(self._trainer)
+            position.cycles = cycles(self._combined)
+            position.facts = [facts_of(loader) for loader in self._originals]
+            position.courses = [loader.now() for loader in self._loaders]
+        return position
 
     def _before_fetch(self, now: dict[str, Any]) -> None:
         """The last moment before a batch is fetched, and before its training begins."""
@@ -160,7 +160,9 @@ class ExactResume:
     def take(self, checkpoint: Mapping[str, Any]) -> None:
         """The checkpoint that the fit starts from."""
         saved = checkpoint.get(CHECKPOINT_KEY)
-        self._saved = saved if saved is not None and saved["version"] == _VERSION else None
+        if saved is not None and saved["version"] != _VERSION:
+            saved = None
+        self._saved = saved
 
     def saved(self, key: str) -> Any:
         """What :meth:`add_to` got as ``more[key]``, if this run has the layout of that one; else None."""
@@ -186,7 +188,6 @@ class ExactResume:
         self._states = RandomStates(self._device, loaders)
         if not any(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders):
             self._combined, self._originals = combined, loaders
-            self._facts = [facts_of(loader) for loader in loaders]
             self._loaders = [RecordedLoader(loader, self._states) for loader in loaders]
             self._loaders[0].before_fetch = self._before_fetch
             iterate_over(combined, self._loaders)

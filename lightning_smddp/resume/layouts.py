@@ -15,6 +15,7 @@ import torch
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.resume.random_states import from_plain, to_plain
 from lightning_smddp.resume.recorded_loader import Course
+from lightning_smddp.wording import counted
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class LayoutRank:
         return {"replicas": self.replicas, "size": self.size}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Position:
     """Where a rank is in an epoch.
 
@@ -59,10 +60,10 @@ class Position:
 
     trained: int
     now: dict[str, Any]
-    ahead: int
-    cycles: list[bool]
-    facts: list[dict[str, Any]]
-    courses: list[Course]
+    ahead: int = 0
+    cycles: list[bool] = field(default_factory=list)
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    courses: list[Course] = field(default_factory=list)
 
     def to_plain(self, rank: LayoutRank) -> dict[str, Any]:
         """What a checkpoint says about ``rank``."""
@@ -117,7 +118,8 @@ def resume_at(
         accumulate: batches between optimizer steps, counted from the epoch's first.
     """
     same_layout = rank.layout == saved["layout"]
-    found = _rank_in(saved, rank.replica, rank.pipeline_rank if same_layout else 0)
+    # Another number of stages: what matters is the data, which all ranks of a replica have.
+    found = _rank_in(saved, rank.replica, rank.pipeline_rank) if same_layout else _rank_in(saved, rank.replica, 0)
     facts = [facts_of(loader) for loader in loaders]
     result = Resumption(None, [Course() for _ in loaders])
     if found is None or not _has_same_batches(saved, found, rank, facts):
@@ -165,4 +167,4 @@ def _has_same_batches(
 
 
 def _in_words(layout: Mapping[str, int]) -> str:
-    return f"{layout['replicas']} replica{'s' * (layout['replicas'] != 1)} of {layout['size']} rank(s)"
+    return f"{counted(layout['replicas'], 'replica')} of {layout['size']} rank(s)"

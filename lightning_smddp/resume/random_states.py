@@ -30,8 +30,12 @@ class RandomStates:
     """
 
     def __init__(self, device: torch.device, loaders: Iterable[Any] = ()) -> None:
-        self._device = device if device.type == "cuda" else None
-        self._own = {name: source for i, loader in enumerate(loaders) for name, source in _find(loader, f"loader {i}")}
+        self._device = None
+        if device.type == "cuda":
+            self._device = device
+        self._own: dict[str, Any] = {}
+        for number, loader in enumerate(loaders):
+            self._own.update(_find(loader, f"loader {number}"))
 
     def capture(self) -> dict[str, Any]:
         """All states as they are. Takes about 60 microseconds."""
@@ -125,14 +129,20 @@ def _from_plain(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state
     if isinstance(state, str):
-        decoded = json.loads(state)
-        for part in (decoded, decoded["state"]):
-            part.update({key: np.array(value, np.uint64) for key, value in part.items() if isinstance(value, list)})
-        return decoded
+        return _with_arrays(json.loads(state))
     words = np.frombuffer(state["words"].numpy().tobytes(), np.uint32)
     if "name" in state:
         return (state["name"], words, *state["rest"])
     return state["version"], tuple(int(word) for word in words), state["normal"]
+
+
+def _with_arrays(state: Any) -> Any:
+    """The state of a numpy Generator, in which lists were arrays; what it has of these depends on its kind."""
+    if isinstance(state, dict):
+        return {key: _with_arrays(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return np.array(state, np.uint64)
+    return state
 
 
 def _bytes(words: Any) -> Tensor:
