@@ -29,7 +29,7 @@ from lightning_smddp.wire.pytree import leaves, map_leaves, tensors
 _FEW = 4  # rows are enough to compare with their halves
 _CURE = (
     "Give the module a method `split_batch(batch, num_microbatches)` that returns a list of batches (or of pairs of a "
-    "batch and its number of rows), or PipelineStrategy the argument split_batch= or batch_size_fn=; "
+    "batch and its number of rows), or the strategy PartitionOptions(split_batch=...) or (batch_size_fn=...); "
     "num_microbatches=1 says that one micro-batch is what you want."
 )
 

@@ -31,7 +31,7 @@ from lightning_smddp.wire.stream import CPU
 
 _CURE = (
     "It trains as in one process: right, but no faster, and each rank needs memory for the whole model. "
-    "fallback='error' refuses such steps instead."
+    "PartitionOptions(fallback='error') refuses such steps instead."
 )
 _WITNESSES = 8  # parameters whose values are looked at: the smallest
 _ROUNDING = 1e-2  # relative differences of losses that the order of additions on a GPU explains

@@ -155,7 +155,7 @@ def refuse(text: str) -> NonFiniteGradientError:
     """The error, with what can be done."""
     return NonFiniteGradientError(
         f"{text} The step was not taken. Look at that rank's batch and at the learning rate, `detect_anomaly=True` "
-        "shows the operation; `on_nonfinite='skip'` leaves such steps out on all ranks."
+        "shows the operation; `ReliabilityOptions(on_nonfinite='skip')` leaves such steps out on all ranks."
     )
 
 

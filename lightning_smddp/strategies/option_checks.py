@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
@@ -79,6 +80,15 @@ def refuse_moved(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) 
     if moved:
         names = " and ".join(map(repr, moved))
         raise TypeError(f"{type(strategy).__name__} takes {names} in a group of options. Write {', '.join(lines)}.")
+
+
+def moved_in_file(error: str, groups: OptionGroups) -> str:
+    """What to add to an ``error`` of jsonargparse, on an option that is not accepted, if it is in one of ``groups``."""
+    refused = re.search(r"Option '(\w+)' is not accepted", error)
+    for group, kind in groups.items():
+        if refused is not None and refused[1] in _names(kind):
+            return f"\n{refused[1]!r} is in a group of options. Write {group}: {{{refused[1]}: ...}} instead."
+    return ""
 
 
 def _names(kind: type[Any]) -> list[str]:

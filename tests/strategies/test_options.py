@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import lightning_smddp.strategies.lightning_fabric
 import lightning_smddp.strategies.pytorch_lightning
@@ -239,6 +240,20 @@ def test_cli_reads_groups_and_a_saved_configuration(
             assert "gradient_as_bucket_view" not in made._ddp_kwargs  # DDP's default is not ours
         else:
             assert made.options.partition == PartitionOptions(check=False)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_cli_says_where_an_old_name_went(package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, options = tmp_path / "config.yaml", {"communication": "tuning_cache", "partition": "check"}
+    for group, option in options.items():
+        strategy = {"class_path": "PipelineStrategy", "init_args": {option: False}}
+        path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+        text = said(capsys, "--config", str(path), package=package)
+        assert f"'{option}' is in a group of options. Write {group}: {{{option}: ...}} instead." in text
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": {**strategy, "class_path": "SMDDPStrategy"}}}))
+    text = said(capsys, "--config", str(path), package=package)
+    assert "Option 'check' is not accepted" in text
+    assert "group of options" not in text
 
 
 def test_cli_refuses_bad_values_in_a_group(tmp_path: Path) -> None:

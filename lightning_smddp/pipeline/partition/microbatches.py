@@ -185,7 +185,7 @@ def _rows(batch: Any, strict: bool = True, ways: Ways | None = None) -> int:
     if strict and most == second:
         raise UnclearBatchError(
             f"the batch may have {rows} or {other} rows: {_sizes_text(batch)}; "
-            "say which with batch_size_fn=, a function of the batch"
+            "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
         )
     return rows
 

@@ -109,7 +109,7 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
         "The pipeline does not compute what the step computes on one rank: " + "; ".join(lines) + ". Something passes "
         "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, "
         "a global variable. Return it from the module as a tensor, keep both ends in one module, or name the "
-        "modules of each stage by `split=`. (`check=False` turns this check off, not the error.)",
+        "modules of each stage by `split=`. (`PartitionOptions(check=False)` turns this check off, not the error.)",
         findings,
     )
 
