@@ -120,11 +120,11 @@ class TrainerStrategy(_Base):
     @override
     def setup(self, trainer: Trainer) -> None:
         """Set up the model and optimizers, and take over signals."""
-        fits = trainer.state.fn == "fit"
-        if fits:
+        is_fit = trainer.state.fn == "fit"
+        if is_fit:
             self._saving.require_no_links(trainer)
         self._set_up_model(trainer)
-        if fits:
+        if is_fit:
             self._exact_resume.start(trainer, self._layout_rank, self.root_device)
         self._supervision.take_over(trainer)
         self._watch_hooks(trainer)

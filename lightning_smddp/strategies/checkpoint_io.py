@@ -50,7 +50,9 @@ class SafeFiles(_Base):
     @property
     def failure(self) -> BaseException | None:
         """Why an asynchronous save failed, until it has been raised. Cheap: may be read every step."""
-        return None if self._writer is None else self._writer.failure
+        if self._writer is None:
+            return None
+        return self._writer.failure
 
     def raise_failure(self) -> None:
         """Raise :attr:`failure`, once."""

@@ -100,7 +100,9 @@ class DataParallel(TrainerStrategy):
     @property
     def communication_report(self) -> CommunicationReport | None:
         """What gradient communication cost so far; None before fit. Collective: read it on every rank."""
-        return self._session.report() if self._session.synchronizers else self._last_report
+        if not self._session.synchronizers:
+            return self._last_report
+        return self._session.report()
 
     # ---- gradients ----
 
@@ -139,7 +141,9 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _brought(self) -> Mapping[str, str]:
-        return self._session.synchronizers[-1].watch.take_findings() if self._session.synchronizers else {}
+        if not self._session.synchronizers:
+            return {}
+        return self._session.synchronizers[-1].watch.take_findings()
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:

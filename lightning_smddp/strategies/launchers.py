@@ -34,7 +34,9 @@ def launcher_pid() -> int | None:
     """The process without which this rank must not go on: launcher, torchrun's agent, mpirun; None if there is none."""
     parent = os.getppid()
     started_by_script = os.environ.get(LAUNCHER_PID) == str(parent)
-    return parent if started_by_script or may_be_ended() else None
+    if started_by_script or may_be_ended():
+        return parent
+    return None
 
 
 def may_be_ended() -> bool:
@@ -58,7 +60,9 @@ class Ranked:
 
 
 def _ranked(function: Callable[..., Any], trainer: Any) -> Callable[..., Any]:
-    return function if trainer is None else Ranked(trainer.strategy, function)
+    if trainer is None:
+        return function
+    return Ranked(trainer.strategy, function)
 
 
 class ScriptLaunching:

@@ -64,18 +64,24 @@ class NonFiniteGuard:
 
     def report(self) -> str | None:
         """What was left out, at the end."""
-        return f"on_nonfinite='skip' left out {counted(self.skipped, 'step')}" if self.skipped else None
+        if not self.skipped:
+            return None
+        return f"on_nonfinite='skip' left out {counted(self.skipped, 'step')}"
 
 
 def by_watch(watch: NonFiniteWatch) -> Mapping[str, str] | None:
     """Findings where buckets are averaged over all ranks: no message is needed."""
-    return watch.take_findings() if watch.spoiled() else None
+    if not watch.spoiled():
+        return None
+    return watch.take_findings()
 
 
 def by_asking(found: Mapping[str, str] | None, device: torch.device) -> Mapping[str, str] | None:
     """Findings where ranks have different gradients; ``found``: None if this rank's are fine. Collective."""
     assert dist.group.WORLD is not None
-    return found or {} if agreed(found is not None, dist.group.WORLD, device) else None
+    if not agreed(found is not None, dist.group.WORLD, device):
+        return None
+    return found or {}
 
 
 def after_changes(

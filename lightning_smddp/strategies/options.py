@@ -51,13 +51,17 @@ class CommunicationOptions:
     @property
     def limit(self) -> timedelta | None:
         """``collective_timeout``."""
-        return None if self.collective_timeout is None else duration("collective_timeout", self.collective_timeout)
+        if self.collective_timeout is None:
+            return None
+        return duration("collective_timeout", self.collective_timeout)
 
     @property
     def cache(self) -> Path | None:
         """The file for measured plans; None for none."""
-        if isinstance(self.tuning_cache, bool):
-            return default_cache() if self.tuning_cache else None
+        if self.tuning_cache is False:
+            return None
+        if self.tuning_cache is True:
+            return default_cache()
         return Path(self.tuning_cache)
 
 
@@ -100,7 +104,9 @@ class ReliabilityOptions:
     @property
     def start_limit(self) -> timedelta | None:
         """``init_timeout``."""
-        return None if self.init_timeout is None else duration("init_timeout", self.init_timeout)
+        if self.init_timeout is None:
+            return None
+        return duration("init_timeout", self.init_timeout)
 
     @property
     def stop_limit(self) -> timedelta:

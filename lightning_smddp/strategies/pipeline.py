@@ -199,15 +199,15 @@ class PipelineParallel(TrainerStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         assert self._groups is not None
-        fits = trainer.state.fn == "fit"
+        is_fit = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
         one_replica = self._groups.mesh.num_replicas == 1
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
         require_whole(self.lightning_module)
-        require_supported(self.lightning_module, callbacks_of(trainer), fits, self.options.partition.fallback)
-        if fits and self._layer_sync and self._groups.mesh.num_replicas > 1:
+        require_supported(self.lightning_module, callbacks_of(trainer), is_fit, self.options.partition.fallback)
+        if is_fit and self._layer_sync and self._groups.mesh.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
@@ -223,10 +223,10 @@ class PipelineParallel(TrainerStrategy):
             self._pipelined.load_state_dict(self._restored, strict=False)
             self._restored = None
         self.model_to_device()
-        if fits:
+        if is_fit:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if fits:
+        if is_fit:
             self._pipelined.take_optimizers(self.optimizers, self.precision_plugin)
             self._pipelined.watching = self._checks.watches_gradients
             self._pipelined.marking = not self._checks.changes_gradients
@@ -249,7 +249,7 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Move what is not partitioned yet, if it fits."""
+        """Move what is not partitioned yet, if there is room."""
         assert self._pipelined is not None
         self._pipelined.to_device()
 
@@ -281,7 +281,9 @@ class PipelineParallel(TrainerStrategy):
             yield
 
     def _meta(self) -> AbstractContextManager[None]:
-        return parameters_on_meta() if self.options.meta_init else nullcontext()
+        if self.options.meta_init:
+            return parameters_on_meta()
+        return nullcontext()
 
     @override
     def _training_starts(self) -> None:
@@ -313,8 +315,10 @@ class PipelineParallel(TrainerStrategy):
             return output
 
         def deliver(arrived: Tensor) -> None:
-            is_known = arrived.is_cuda and arrives_as_expected(trainer)
-            pipelined.deliver(1.0 if is_known else factor_of(arrived, expected), accumulates)
+            factor = 1.0
+            if not (arrived.is_cuda and arrives_as_expected(trainer)):  # reading it would make the host wait
+                factor = factor_of(arrived, expected)
+            pipelined.deliver(factor, accumulates)
 
         if isinstance(output, dict):
             return {**output, "loss": connected(output["loss"], deliver)}
@@ -373,7 +377,9 @@ class PipelineParallel(TrainerStrategy):
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         found = self._require_pipelined().nonfinite()
-        return by_asking(found, self.root_device) if self._finders is None else found
+        if self._finders is None:
+            return by_asking(found, self.root_device)
+        return found
 
     @override
     def _brought(self) -> Mapping[str, str]:
@@ -447,15 +453,18 @@ class PipelineParallel(TrainerStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over replicas, as all ranks of a pipeline have the same values; over ``group`` if given."""
-        chosen = group if group is not None or self._groups is None else self._groups.data_parallel_group
-        return mean_by_sum(super().reduce, tensor, chosen, reduce_op)
+        if group is None and self._groups is not None:
+            group = self._groups.data_parallel_group
+        return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Over all ranks."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
-        return int(votes) == dist.get_world_size() if all else bool(votes)
+        if all:
+            return int(votes) == dist.get_world_size()
+        return bool(votes)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process and its run."""
@@ -479,14 +488,16 @@ class PipelineParallel(TrainerStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole module's state, on global rank 0; with ``sharded`` of each rank what it holds. Collective."""
-        gather = not self._reliability.sharded
-        return {} if self._interrupted else self._last_pipelined().state_dict(gather)
+        if self._interrupted:
+            return {}
+        return self._last_pipelined().state_dict(gather=not self._reliability.sharded)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its part. Collective."""
-        gather = not self._reliability.sharded
-        return {} if self._interrupted else self._last_pipelined().optimizer_state(optimizer, gather)
+        if self._interrupted:
+            return {}
+        return self._last_pipelined().optimizer_state(optimizer, gather=not self._reliability.sharded)
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -497,7 +508,9 @@ class PipelineParallel(TrainerStrategy):
         module = self.lightning_module
         assert module is not None
         load_full_state_dict(module, checkpoint["state_dict"], strict)
-        self._restored = checkpoint["state_dict"] if any(p.is_meta for p in module.parameters()) else None
+        self._restored = None
+        if any(p.is_meta for p in module.parameters()):
+            self._restored = checkpoint["state_dict"]
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
@@ -547,15 +560,16 @@ class PipelineParallel(TrainerStrategy):
     @property
     def findings(self) -> list[Finding]:
         """The start-up check's comparisons: the loss, and the norm of each unit's gradient; empty before it."""
-        partitioned = None if self._pipelined is None else self._pipelined.partitioned
-        return [] if partitioned is None else partitioned.findings
+        if self._pipelined is None or self._pipelined.partitioned is None:
+            return []
+        return self._pipelined.partitioned.findings
 
     @property
     def parameters_by_rank(self) -> list[int]:
         """How many parameters each rank of a pipeline holds; empty before the module is partitioned. Not collective."""
-        partitioned = None if self._pipelined is None else self._pipelined.partitioned
-        if partitioned is None:
+        if self._pipelined is None or self._pipelined.partitioned is None:
             return []
+        partitioned = self._pipelined.partitioned
         sizes = {name: parameter.numel() for name, parameter in partitioned.setup.module.named_parameters()}
         ownership = partitioned.plan.ownership
         return [sum(sizes[name] for name in ownership.held_by(rank)) for rank in range(ownership.num_ranks)]
@@ -563,7 +577,9 @@ class PipelineParallel(TrainerStrategy):
     @property
     def communication_report(self) -> CommunicationReport | None:
         """What averaging over replicas cost so far; None with one replica. Collective over the replicas."""
-        return self._last_report if self._pipelined is None else self._pipelined.report()
+        if self._pipelined is None:
+            return self._last_report
+        return self._pipelined.report()
 
     @property
     def _trainer(self) -> Trainer:

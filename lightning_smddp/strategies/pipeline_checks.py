@@ -53,11 +53,11 @@ def manual_optimization(module: LightningModule) -> str:
     )
 
 
-def require_supported(module: LightningModule, callbacks: Iterable[Any], fits: bool, fallback: str) -> None:
+def require_supported(module: LightningModule, callbacks: Iterable[Any], is_fit: bool, fallback: str) -> None:
     """Raise ``ValueError`` for what no split can run, unless there is a ``fallback``; warn of what runs otherwise."""
     name = type(module).__name__
     require_initialized(module)
-    if fits and not module.automatic_optimization and fallback == "error":
+    if is_fit and not module.automatic_optimization and fallback == "error":
         raise ValueError(manual_optimization(module))
     if is_compiled_module(module) and dist.get_rank() == 0:
         warnings.warn(

@@ -21,4 +21,6 @@ def mean_by_sum(reduce: Callable[[Any, Any, Any], Tensor], tensor: Tensor, group
         return reduce(tensor, group, reduce_op)
     total = reduce(tensor, group, "sum")
     size = dist.get_world_size(group)
-    return total.div_(size) if total.is_floating_point() or total.is_complex() else total.copy_(total / size)
+    if total.is_floating_point() or total.is_complex():
+        return total.div_(size)
+    return total.copy_(total / size)

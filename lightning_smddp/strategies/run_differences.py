@@ -92,7 +92,7 @@ def _moved(where: str, one: tuple[Any, Any], other: tuple[Any, Any]) -> list[Dif
 
 def _difference(label: str, one: Tensor, other: Tensor, scale: float, tolerance: float) -> Difference:
     apart = float((one.double() - other.double()).norm())
-    relative = 0.0 if apart == 0 else apart / max(scale, 1e-8)
+    relative = apart / max(scale, 1e-8)
     shown = [float(value) if value.numel() == 1 else _norm(value) for value in (one, other)]
     return Difference(label, shown[0], shown[1], relative, tolerance)
 

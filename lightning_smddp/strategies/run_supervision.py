@@ -227,7 +227,8 @@ class RunSupervision:
                 how = "Give it to `fit` as `ckpt_path`, or use resume='auto',"
             text = f"saved to {path}. {how} to go on"
         else:
-            text = "nothing is saved: " + ("no training ran" if self._stopped else "a rank did not answer")
+            reason = "no training ran" if self._stopped else "a rank did not answer"
+            text = f"nothing is saved: {reason}"
         self._end_by_stop(error, supervisor, text)
 
     def _end_by_stop(self, error: BaseException, supervisor: Supervisor, text: str) -> None:
@@ -265,24 +266,24 @@ class RunSupervision:
         progress.step, progress.batches, progress.phase = trainer.global_step, batch_idx + 1, "forward"
         mark()
         if will_step(trainer):
-            self._look_for_stop(_place(trainer, 0))
+            self._look_for_stop(_position(trainer, 0))
 
     def validation_starts(self) -> None:
         """Ranks that came to the end of an epoch wait for each other before validation."""
         trainer = self._trainer
-        fits = trainer.state.fn == "fit" and not trainer.sanity_checking
-        if fits and no_batch_follows(trainer):
+        trains = trainer.state.fn == "fit" and not trainer.sanity_checking
+        if trains and no_batch_follows(trainer):
             self._end_epoch(validates=True)
         self.phase("validation")
         self._seen, self._stops_in_validation = 0, False
-        if self.supervisor is not None and fits:
+        if self.supervisor is not None and trains:
             self._stops_in_validation = will_step(trainer) and self._same_everywhere(sum(trainer.num_val_batches))
 
     def validation_ends(self) -> None:
         """Validation inside of fit is a place to stop at, too."""
         trainer = self._trainer
         if not trainer.sanity_checking and trainer.state.fn == "fit" and will_step(trainer):
-            self._look_for_stop(_place(trainer, _VALIDATED))
+            self._look_for_stop(_position(trainer, _VALIDATED))
 
     def _same_everywhere(self, count: float) -> bool:
         """Whether it is finite and the same on all ranks. Collective."""
@@ -322,7 +323,7 @@ class RunSupervision:
                 raise stop_exception(trainer)
         elif trainer.validating and self._stops_in_validation:
             self._seen += 1
-            self._look_for_stop(_place(trainer, self._seen))  # Lightning ends the run behind this batch
+            self._look_for_stop(_position(trainer, self._seen))  # Lightning ends the run behind this batch
 
     @contextmanager
     def saves(self) -> Iterator[None]:
@@ -334,7 +335,7 @@ class RunSupervision:
         self.phase("data")
 
 
-def _place(trainer: Any, batch: int) -> int:
+def _position(trainer: Any, batch: int) -> int:
     """Numbers that rise: 0 of a training batch, then 1, 2, ... of the validation behind it, then ``_VALIDATED``."""
     return int(trainer.fit_loop.total_batch_idx) * (_VALIDATED + 1) + batch
 

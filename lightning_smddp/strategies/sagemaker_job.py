@@ -151,19 +151,23 @@ class SageMakerJob:
         path = next((path for path in found if path and _exists(path)), None)
         if path is not None:
             self._folders.model.mkdir(parents=True, exist_ok=True)
-            (consolidate if is_sharded(path) else _copy)(path, target)
+            copy = consolidate if is_sharded(path) else _copy
+            copy(path, target)
 
     # ---- failures ----
 
     def write_failure(self, error: BaseException | None = None) -> None:
         """The job's first failure, if the ranks know one; else ``error``."""
         supervisor = self.strategy._supervision.supervisor
-        failure = None if supervisor is None else supervisor.failure
         path = failure_file(os.environ)
-        if path is not None and failure is not None:
-            write_failure(path, str(failure.error()), _STARTED)
-        elif path is not None and error is not None:
-            write_failure(path, str(error) if isinstance(error, RankFailedError) else text_of(error), _STARTED)
+        if path is None:
+            return
+        if supervisor is not None and supervisor.failure is not None:
+            error = supervisor.failure.error()
+        if isinstance(error, RankFailedError):
+            write_failure(path, str(error), _STARTED)
+        elif error is not None:
+            write_failure(path, text_of(error), _STARTED)
 
 
 def _only_weights(callback: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +96,10 @@ class SanityChecks:
         def watched() -> Any:
             nonlocal loss, found
             loss = closure()
-            found = self._find_changed() if self.changes_gradients else self.strategy._find_nonfinite()
+            if self.changes_gradients:
+                found = self._find_changed()
+            else:
+                found = self.strategy._find_nonfinite()
             if not looks_behind_hooks:
                 self._judge(optimizer, found, loss)
             return loss
@@ -106,7 +108,9 @@ class SanityChecks:
             if found is not None and self._is_still_bad():
                 self._judge(optimizer, found, loss)
 
-        with before_step(optimizer, look) if looks_behind_hooks else nullcontext():
+        if not looks_behind_hooks:
+            return step(watched)
+        with before_step(optimizer, look):
             return step(watched)
 
     @property
@@ -166,8 +170,9 @@ def _batches(trainer: Any) -> float:
         length = float(len(trainer.train_dataloader))
     except (TypeError, NotImplementedError):  # several loaders, or a stream
         length = float("inf")
-    single = hasattr(trainer.train_dataloader, "batch_sampler")
-    return min(float(trainer.num_training_batches), length if single else float("inf"))
+    if not hasattr(trainer.train_dataloader, "batch_sampler"):
+        length = float("inf")
+    return min(float(trainer.num_training_batches), length)
 
 
 def _describe_schedule(config: Any) -> str:

@@ -90,8 +90,10 @@ class Saving:
     @property
     def ranks(self) -> Ranks:
         """Those that save and load together: all, or this one alone after an exception, when others may be gone."""
-        together = dist.is_initialized() and not self.strategy._interrupted
-        return Ranks(dist.group.WORLD if together else None, self.strategy.root_device)
+        group = None
+        if dist.is_initialized() and not self.strategy._interrupted:
+            group = dist.group.WORLD
+        return Ranks(group, self.strategy.root_device)
 
     # ---- files and directories ----
 

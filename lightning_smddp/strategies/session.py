@@ -108,11 +108,15 @@ class GradientCommunication:
 
     def report(self) -> CommunicationReport | None:
         """What communication cost so far; None before the first module. Collective."""
-        return self.synchronizers[-1].report() if self.synchronizers else None
+        if not self.synchronizers:
+            return None
+        return self.synchronizers[-1].report()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """What compression remembers. Collective."""
-        return self.synchronizers[-1].state_dict() if self.synchronizers else {}
+        if not self.synchronizers:
+            return {}
+        return self.synchronizers[-1].state_dict()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from a saved :meth:`state_dict`."""
@@ -134,10 +138,13 @@ class GradientCommunication:
         assert self.plan is not None
         topology = self.communicator.topology
         world = topology.world_size
-        sizes = sorted({len(ranks) for ranks in topology.nodes})
+        sizes = [len(ranks) for ranks in topology.nodes]
+        ranks_per_node = str(min(sizes))
+        if max(sizes) > min(sizes):
+            ranks_per_node = f"{min(sizes)} to {max(sizes)}"
         rows = [
             ("nodes", f"{topology.num_nodes} ({', '.join(topology.hosts)})"),
-            ("ranks per node", " to ".join(map(str, sizes if len(sizes) == 1 else (sizes[0], sizes[-1])))),
+            ("ranks per node", ranks_per_node),
             ("cluster size", f"{counted(world, 'rank')} on {self.communicator.device.type}"),
             ("replicas", str(world)),
         ]
@@ -147,11 +154,13 @@ class GradientCommunication:
             rows.append(("accumulation", str(accumulate)))
         if batch is not None:
             rows.append(("global batch", f"{world * batch * (accumulate or 1)} for each optimizer step"))
-        cap = self.plan.bucket_cap_mb
+        bucket_size = "DDP's default"
+        if self.plan.bucket_cap_mb is not None:
+            bucket_size = f"{self.plan.bucket_cap_mb:g} MiB"
         rows += [
             ("backend", str(dist.get_backend(self.communicator.group))),
             ("algorithm", self.plan.describe()),
-            ("bucket size", "DDP's default" if cap is None else f"{cap:g} MiB"),
+            ("bucket size", bucket_size),
             ("wire dtype", self._wire()),
         ]
         rows += [("note", note) for note in self.communicator.notes]
@@ -160,14 +169,14 @@ class GradientCommunication:
     def _check_same_options(self, communicator: Communicator) -> None:
         """Raise ``ValueError`` on every rank if one was asked for other communication than the first. Collective."""
         options = self.options
-        mine = f"algorithm={options.algorithm!r}, {options.compression}, bucket_cap_mb={options.bucket_cap_mb}"
-        everyones = gather_json(mine, communicator.group, communicator.device)
-        other = next((rank for rank, theirs in enumerate(everyones) if theirs != everyones[0]), None)
+        local = f"algorithm={options.algorithm!r}, {options.compression}, bucket_cap_mb={options.bucket_cap_mb}"
+        gathered = gather_json(local, communicator.group, communicator.device)
+        other = next((rank for rank, remote in enumerate(gathered) if remote != gathered[0]), None)
         if other is not None:
             describe = communicator.topology.describe
             raise ValueError(
-                f"The ranks' options differ: {describe(0)} has {everyones[0]}; {describe(other)} has "
-                f"{everyones[other]}. Give every rank the same ones."
+                f"The ranks' options differ: {describe(0)} has {gathered[0]}; {describe(other)} has "
+                f"{gathered[other]}. Give every rank the same ones."
             )
 
     def _choose(self, communicator: Communicator, module: nn.Module, compression: Compression | None) -> Plan:
@@ -196,7 +205,8 @@ def _leave(reference: weakref.ref[GradientCommunication]) -> None:
     """
     session = reference()
     failed = session is not None and session.failed
-    with ends_within(_LEAVE_AFTER_FAILURE_S if failed else _LEAVE_S):
+    patience_s = _LEAVE_AFTER_FAILURE_S if failed else _LEAVE_S
+    with ends_within(patience_s):
         if session is not None:
             session.close()
         close_all(failed)

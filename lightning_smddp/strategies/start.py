@@ -48,7 +48,9 @@ def start_process_group(
     device: torch.device | None = None if strategy.root_device.type == "cpu" else strategy.root_device
     served = join(meeting, backend, device, timeout, init_timeout)
     line = "-" * 100
-    where = f"The job's store listens on {served}\n" if served else ""
+    where = ""
+    if served:
+        where = f"The job's store listens on {served}\n"
     rank_zero_info(
         f"{line}\ndistributed_backend={backend}\n{where}"
         f"All distributed processes registered. Starting with {world_size} processes\n{line}\n"

@@ -36,7 +36,9 @@ class RecordTimeline:
     """
 
     def __init__(self, paths: str | Path | Sequence[str | Path], batch_idx: int = 3) -> None:
-        self.paths = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+        if isinstance(paths, (str, Path)):
+            paths = [paths]
+        self.paths = [Path(path) for path in paths]
         wrong = [str(path) for path in self.paths if path.suffix not in _SUFFIXES]
         if wrong or not self.paths:
             raise ValueError(f"paths={wrong}: use files that end in {', '.join(_SUFFIXES)}.")
@@ -64,13 +66,13 @@ class RecordTimeline:
             return
         engine.record(None)
         self._recorder = None
-        mine = [
+        local = [
             (span.rank, span.stage, span.kind, span.microbatch, span.start_s - self._origin, span.end_s - self._origin)
             for span in recorder.take()
         ]
         assert dist.group.WORLD is not None
-        everyones = gather_json(mine, dist.group.WORLD, trainer.strategy.root_device)
-        self.spans = [Span(*fields) for spans in everyones for fields in spans]
+        gathered = gather_json(local, dist.group.WORLD, trainer.strategy.root_device)
+        self.spans = [Span(*fields) for spans in gathered for fields in spans]
         if trainer.is_global_zero:
             options = trainer.strategy.options
             count = 1 + max(span.microbatch for span in self.spans)
@@ -88,6 +90,8 @@ class RecordTimeline:
 
 def _engine(trainer: Any) -> Any:
     """The engine of the Trainer's pipeline, once its module is divided."""
-    staged = getattr(trainer.strategy, "_staged", None)
-    divided = getattr(staged, "divided", None)
-    return None if divided is None else divided.runtime.engine
+    pipelined = getattr(trainer.strategy, "_pipelined", None)
+    divided = getattr(pipelined, "divided", None)
+    if divided is None:
+        return None
+    return divided.runtime.engine
