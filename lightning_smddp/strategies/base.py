@@ -139,7 +139,7 @@ class TrainerStrategy(_Base):
 
     @override
     def on_train_start(self) -> None:
-        """Say what runs."""
+        """Print what runs, and begin the first epoch's comparisons."""
         super().on_train_start()
         self._checks.training_starts()
         self._supervision.training_starts()
@@ -156,14 +156,14 @@ class TrainerStrategy(_Base):
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """A batch begins."""
+        """Tell the supervision that a batch begins, stop there if all are to stop, and move it."""
         self._supervision.batch_begins()
         with self._moving_batch():
             return super().batch_to_device(batch, *args, **kwargs)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, within :meth:`_averaging`."""
+        """The backward pass; of a step that runs as a whole on every rank, gradients are averaged in it."""
         self._supervision.phase("backward")
         with self._averaging():
             return super().backward(*args, **kwargs)
@@ -247,7 +247,7 @@ class TrainerStrategy(_Base):
     @property
     @override
     def checkpoint_io(self) -> Any:
-        """The user's, or ours."""
+        """The one that the user gave, or :class:`SafeFiles`; made when Lightning first asks."""
         self._checkpoint_io = self._saving.complete(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -273,7 +273,7 @@ class TrainerStrategy(_Base):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a file or a directory."""
+        """Remove a file or a sharded directory."""
         self._saving.remove(filepath, super().remove_checkpoint)
 
     @override

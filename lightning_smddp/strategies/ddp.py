@@ -23,6 +23,7 @@ from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
 from lightning_smddp.strategies.options import (
+    GROUPS,
     CommunicationOptions,
     GradientOptions,
     ReliabilityOptions,
@@ -64,10 +65,7 @@ class DataParallel(TrainerStrategy):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
-    _option_groups: ClassVar[OptionGroups] = {
-        "communication": CommunicationOptions,
-        "reliability": ReliabilityOptions,
-    }
+    _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
         self,

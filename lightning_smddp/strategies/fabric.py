@@ -14,7 +14,7 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
-from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions, ReliabilityOptions
+from lightning_smddp.strategies.options import GROUPS, CommunicationOptions, GradientOptions, ReliabilityOptions
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.session import GradientCommunication, check_devices, finish_wrapping
 from lightning_smddp.strategies.start import start_process_group
@@ -37,10 +37,7 @@ class FabricDataParallel(_Base):
     model and give it back to ``strategy.load_communication_state(...)``.
     """
 
-    _option_groups: ClassVar[OptionGroups] = {
-        "communication": CommunicationOptions,
-        "reliability": ReliabilityOptions,
-    }
+    _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
         self,
@@ -109,7 +106,7 @@ class FabricDataParallel(_Base):
         return broadcast_value(obj, src, dist.group.WORLD, self.root_device)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
-        """Choose the communication and wrap ``module``."""
+        """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
         self._ddp_kwargs = self._session.prepare(module, self.root_device, self._user_ddp_kwargs, self._timeout)
         scaler = getattr(self.precision, "scaler", None)  # one makes inf on purpose
         watch = self._session.synchronizers[-1].watch

@@ -54,7 +54,7 @@ class Ranked:
     function: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run ``function``; an error that another rank caused names that rank."""
         with self.strategy.explained_errors():
             return self.function(*args, **kwargs)
 
@@ -89,6 +89,7 @@ class ScriptLaunching:
             with _told(LAUNCHER_PID, str(os.getpid())):
                 launcher._call_children_scripts()
         set_num_threads_if_needed(launcher, launcher.num_processes)
+        # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them.
         atexit.unregister(end_processes)
         joined = threading.Event()
         if trainer is not None and self.procs:

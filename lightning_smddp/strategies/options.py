@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import default_cache
 from lightning_smddp.communication.compression import Compression
-from lightning_smddp.strategies.option_checks import duration, group_of, is_positive, require_bools
+from lightning_smddp.strategies.option_checks import OptionGroups, duration, group_of, is_positive, require_bools
 
 OnNonfinite = Literal["error", "skip", "ignore"]
 
@@ -50,7 +50,7 @@ class CommunicationOptions:
 
     @property
     def limit(self) -> timedelta | None:
-        """``collective_timeout``."""
+        """``collective_timeout`` as a timedelta; None is left to DDP's ``timeout``."""
         if self.collective_timeout is None:
             return None
         return duration("collective_timeout", self.collective_timeout)
@@ -103,15 +103,19 @@ class ReliabilityOptions:
 
     @property
     def start_limit(self) -> timedelta | None:
-        """``init_timeout``."""
+        """``init_timeout`` as a timedelta; None is left to ``rendezvous.start_limit``."""
         if self.init_timeout is None:
             return None
         return duration("init_timeout", self.init_timeout)
 
     @property
     def stop_limit(self) -> timedelta:
-        """``stop_grace``."""
+        """``stop_grace`` as a timedelta."""
         return duration("stop_grace", self.stop_grace)
+
+
+# What all strategies have, by the name of the argument.
+GROUPS: OptionGroups = {"communication": CommunicationOptions, "reliability": ReliabilityOptions}
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
 from lightning_smddp.strategies.options import (
+    GROUPS,
     CommunicationOptions,
     GradientOptions,
     ReliabilityOptions,
@@ -125,11 +126,7 @@ class PipelineParallel(TrainerStrategy):
     _in_step = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
 
-    _option_groups: ClassVar[OptionGroups] = {
-        "partition": PartitionOptions,
-        "communication": CommunicationOptions,
-        "reliability": ReliabilityOptions,
-    }
+    _option_groups: ClassVar[OptionGroups] = {"partition": PartitionOptions, **GROUPS}
 
     def __init__(  # what users write: 12 at most, the rest in groups
         self,
@@ -267,9 +264,11 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def _tear_down_model(self) -> None:
+        # Lightning moves what it finds here to the CPU, which tensors without memory cannot do: the module is out of
+        # sight meanwhile.
         module = self._lightning_module
         if module is not None and any(p.is_meta for p in module.parameters()):
-            self._lightning_module = None  # Lightning moves what it finds here to the CPU, which parts cannot do
+            self._lightning_module = None
         super()._tear_down_model()
         self._lightning_module = module
 
@@ -287,7 +286,7 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def _training_starts(self) -> None:
-        """Look at the data's samplers."""
+        """Raise ``ValueError`` if replicas would get the same samples from a sampler of the user's."""
         assert self._groups is not None
         require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.mesh.num_replicas)
 
@@ -307,6 +306,9 @@ class PipelineParallel(TrainerStrategy):
         pipelined = self._require_pipelined()
         trainer = self._trainer
         batch, *rest = [*args, *kwargs.values()]
+        # Gradients exist when this returns, computed with the factor that Lightning's backward is expected to bring
+        # (loss scale / accumulated batches). They are kept aside until that backward reaches `deliver`, which corrects
+        # them by the factor that did arrive.
         expected = pipelined.scale() / trainer.accumulate_grad_batches
         accumulates = self._accumulates
         continues = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches != 0
@@ -459,7 +461,7 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all ranks."""
+        """Whether all ranks, or any, say yes: all ranks of the world, not one for each replica."""
         votes = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(votes)
         if all:

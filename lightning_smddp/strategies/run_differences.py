@@ -37,11 +37,11 @@ class Difference:
 
     @property
     def matters(self) -> bool:
-        """Whether it is more than rounding."""
+        """Whether it is more than rounding explains; NaN, which compares as False, matters."""
         return not self.relative <= self.tolerance
 
     def text(self) -> str:
-        """For a table."""
+        """Both values and their relative difference, in a line."""
         return f"one process {self.expected:.7g}, pipeline {self.actual:.7g}, difference {self.relative:.1e}"
 
 
@@ -82,6 +82,7 @@ def _moved(where: str, one: tuple[Any, Any], other: tuple[Any, Any]) -> list[Dif
         change = float((value.double() - one[0][name].double()).norm())
         other_change = float((other[1][name].double() - other[0][name].double()).norm())
         if change or other_change:
+            # In terms of the step, not of the weight: an update that is wrong altogether is a small part of a weight.
             apart = float((value.double() - other[1][name].double()).norm())
             floor = 1e-6 * float(value.double().norm())  # the change may be within rounding of the value itself
             relative = apart / max(change, floor, 1e-30)

@@ -83,7 +83,7 @@ class RunSupervision:
     # ---- start and end ----
 
     def start(self) -> None:
-        """The process group is up."""
+        """Connect to the other ranks' supervisors, over the default group's store. Collective."""
         if self.supervisor is not None or not dist.is_initialized():
             return
         strategy, reliability = self.strategy, self.strategy._reliability
@@ -287,6 +287,7 @@ class RunSupervision:
 
     def _same_everywhere(self, count: float) -> bool:
         """Whether it is finite and the same on all ranks. Collective."""
+        # The largest of count and of -count: they add up to 0 where the largest count is the smallest, too.
         bounds = torch.tensor([count, -count], dtype=torch.float32, device=self.strategy.root_device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
         return bool(bounds.isfinite().all()) and float(bounds.sum()) == 0.0

@@ -107,7 +107,7 @@ class SageMakerJob:
     # ---- checkpoints ----
 
     def saved(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
-        """Let ``newest`` name it."""
+        """A checkpoint of this step is at ``filepath``; where it can be resumed from, ``newest`` names it."""
         if self._folders is None or self._saved is None:
             return
         self._saved[str(filepath)] = int(checkpoint.get("global_step", -1))

@@ -89,6 +89,11 @@ class SanityChecks:
         """
         if not (self.watches_gradients and dist.is_initialized()):
             return step(closure)
+        # Lightning's closure is: training step, backward, the hooks behind it. Where the user's code has none of these
+        # hooks, what the averaging noted on its way says it all, and nothing is read twice:
+        #   closure() -> found -> judge -> optimizer
+        # A hook may clip or zero what was bad, so there the verdict waits until optimizer.step() has run the closure:
+        #   optimizer.step: closure() -> found -> hooks -> look again -> judge -> update
         looks_behind_hooks = self._changes_before_step
         loss: Any = None
         found: Mapping[str, str] | None = None

@@ -54,7 +54,7 @@ class Saving:
 
     @property
     def _has_safe_files(self) -> bool:
-        """Whether the CheckpointIO is ours."""
+        """Whether the CheckpointIO is ours, which can be asked to finish; the user's own may do as it likes."""
         return isinstance(self.strategy.checkpoint_io, self.strategy._safe_files)
 
     def require_no_links(self, trainer: Any) -> None:

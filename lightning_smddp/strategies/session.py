@@ -83,6 +83,8 @@ class GradientCommunication:
             size = sum(p.numel() * p.dtype.itemsize for p in module.parameters() if p.requires_grad)
             limit = self.options.communication.limit or timeout or DEFAULT_TIMEOUT
             self.communicator = Communicator(group, device, limit, self.recorder.on_wait, size)
+        # Each check is collective and raises on all ranks, so that none waits in the first all-reduce for one that
+        # has left. Options come first, as they decide which messages follow.
         self._check_same_options(self.communicator)
         check_same_model(module, group, device, self.communicator.topology)
         check_trainable(module)
@@ -92,6 +94,7 @@ class GradientCommunication:
         self.synchronizers.append(
             GradientSynchronizer(self.communicator, module, self.plan.table, compression, self.recorder)
         )
+        # DDP's buckets then are the gradients: the hook's result need not be copied into them.
         arguments = {"gradient_as_bucket_view": True, **ddp_kwargs}
         if self.plan.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
             arguments["bucket_cap_mb"] = self.plan.bucket_cap_mb
@@ -113,7 +116,7 @@ class GradientCommunication:
         return self.synchronizers[-1].report()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """What compression remembers. Collective."""
+        """What compression remembers, by parameter, for any number of ranks; empty without compression. Collective."""
         if not self.synchronizers:
             return {}
         return self.synchronizers[-1].state_dict()
