@@ -286,7 +286,7 @@ class PipelineParallel(TrainerStrategy):
 
     @override
     def _training_starts(self) -> None:
-        """Raise ``ValueError`` if replicas would get the same samples from a sampler of the user's."""
+        """Raise ``ValueError`` if a ``DistributedSampler`` of the user's takes each rank for a replica."""
         assert self._groups is not None
         require_samplers_of_replicas(self._trainer.train_dataloader, self._groups.mesh.num_replicas)
 
