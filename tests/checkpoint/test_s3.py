@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_smddp import CheckpointError, SafeCheckpointIO
-from lightning_smddp.checkpoint import places
+from lightning_smddp.checkpoint import locations
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.reading import read_checkpoint
 from lightning_smddp.checkpoint.temporary import temporary_name
@@ -136,7 +136,7 @@ def test_an_upload_that_fails_leaves_the_previous_one(bucket: str) -> None:
     with pytest.raises(
         OSError, match="the network is gone: could not save a checkpoint, which needs 99 bytes"
     ) as caught:
-        places.write_checkpoint(dump, url, 99)
+        locations.write_checkpoint(dump, url, 99)
     assert caught.value.filename == url
     assert names(bucket) == ["bucket/run/a.ckpt"]
     assert_equal(read_checkpoint(url), example(1))
@@ -153,7 +153,7 @@ def test_removes_only_old_strays(bucket: str, monkeypatch: pytest.MonkeyPatch) -
     fs.pipe(stray, b"half")
     save(f"{bucket}/run/a.ckpt")
     assert names(bucket) == sorted([stray, "bucket/run/a.ckpt"])
-    monkeypatch.setattr(places, "STRAY_AFTER_S", -60.0)
+    monkeypatch.setattr(locations, "STRAY_AFTER_S", -60.0)
     save(f"{bucket}/run/a.ckpt")
     assert names(bucket) == ["bucket/run/a.ckpt"]
 
