@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, places
+from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT, checkpoint_locations
 from lightning_smddp.sagemaker.folders import Folders, failure_file, point_at, pointed_at, write_failure
 from lightning_smddp.strategies import sagemaker_job
 from tests.ranks import run_trainer_ranks
@@ -105,9 +105,9 @@ def test_resuming_looks_where_newest_points(tmp_path: Path) -> None:
     strategy._sagemaker.newest_in = tmp_path
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "a.ckpt").touch()
-    assert places(trainer) == [str(tmp_path / STOP_CHECKPOINT)]
+    assert checkpoint_locations(trainer) == [str(tmp_path / STOP_CHECKPOINT)]
     point_at(tmp_path, tmp_path / "old" / "a.ckpt")
-    assert places(trainer) == [str(tmp_path / STOP_CHECKPOINT), str(tmp_path / "old" / "a.ckpt")]
+    assert checkpoint_locations(trainer) == [str(tmp_path / STOP_CHECKPOINT), str(tmp_path / "old" / "a.ckpt")]
 
 
 # ---- with one: every case is a start of a script that knows nothing of SageMaker ----
