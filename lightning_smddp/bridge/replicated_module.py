@@ -8,7 +8,6 @@ averaged after each backward pass, as ``ddp`` would.
 from __future__ import annotations
 
 import math
-import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +25,8 @@ from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.gradients.whole_gradients import WholeGradients
 from lightning_smddp.resume.random_states import RandomStates, from_plain, to_plain
-from lightning_smddp.resume.rank_states import pack, unpack
-from lightning_smddp.wire.stream import CPU
+from lightning_smddp.wire.encode import bits_of, float_of
+from lightning_smddp.wire.values import broadcast_value
 
 _CURE = (
     "It trains as in one process: right, but no faster, and each rank needs memory for the whole model. "
@@ -167,11 +166,12 @@ class SameRanks:
         Raises:
             DriftError: on every rank.
         """
-        local = torch.tensor([self._random_sum(), *_as_integers([self._loss, *self._witnesses()])], device=self.device)
+        seen = [bits_of(value) for value in (self._loss, *self._witnesses())]
+        local = torch.tensor([self._random_sum(), *seen], device=self.device)
         gathered = [torch.empty_like(local) for _ in range(self.group.size())]
         dist.all_gather(gathered, local, group=self.group)
         found = [part.tolist() for part in gathered]
-        self._require_equal([_as_floats(part[1:]) for part in found])
+        self._require_equal([[float_of(bits) for bits in part[1:]] for part in found])
         if any(part[0] != found[0][0] for part in found):
             self._share_random_numbers()
 
@@ -215,14 +215,8 @@ class SameRanks:
 
     def _share_random_numbers(self) -> None:
         """All ranks go on with the random numbers of the first."""
-        packed = pack(to_plain(self._states.capture()))
-        length = torch.tensor([packed.numel()], device=self.device)
-        dist.broadcast(length, group=self.group, group_src=0)
-        if self.group.rank() != 0:
-            packed = torch.empty(int(length), dtype=torch.uint8)
-        packed = packed.to(self.device)
-        dist.broadcast(packed, group=self.group, group_src=0)
-        self._states.restore(from_plain(unpack(packed.to(CPU))))
+        states = broadcast_value(to_plain(self._states.capture()), 0, self.group, self.device)
+        self._states.restore(from_plain(states))
 
 
 def _differ(one: float, other: float, tolerance: float) -> bool:
@@ -231,12 +225,3 @@ def _differ(one: float, other: float, tolerance: float) -> bool:
     if one == other:
         return False
     return not abs(one - other) <= tolerance * max(abs(one), abs(other))
-
-
-def _as_integers(values: Sequence[float]) -> list[int]:
-    """The bits of each value: a message of integers carries every value as it is."""
-    return [struct.unpack("<q", struct.pack("<d", value))[0] for value in values]
-
-
-def _as_floats(values: Sequence[int]) -> list[float]:
-    return [struct.unpack("<d", struct.pack("<q", value))[0] for value in values]

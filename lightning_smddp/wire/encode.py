@@ -1,13 +1,24 @@
-"""Nested values as JSON and a table of tensors: how they are sent and stored without pickle."""
+"""The one encoder: nested values as plain data, which JSON carries, and tensors. Nothing decoded is ever unpickled.
+
+    {"lr": 0.1, "momentum": tensor}  <->  ["dict", [[["plain", "lr"], ["plain", 0.1]],
+                                                    [["plain", "momentum"], ["tensor", ["momentum"]]]]]
+                                          {("momentum",): tensor}
+
+A sharded checkpoint keeps this form of an optimizer's state: what is written here has to stay readable.
+"""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
+import functools
+import json
+import struct
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path as FilePath
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,75 +26,280 @@ from torch import Tensor
 
 Path = tuple[str, ...]
 """Keys and positions, from the outside in."""
-_PLAIN = (type(None), bool, int, float, str)
-_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+class Form(NamedTuple):
+    """A row of :data:`FORMS`.
+
+    Attributes:
+        name: of the form, in the encoded value.
+        types: of the values that have it.
+        in_values: whether it is among values, which come back as what they were. So subclasses are not, unless
+            ``of_subclasses``: of a list's subclass a list would come back.
+        in_structures: whether it, and any subclass, is among structures: batches, and what a step shows. There any
+            mapping, sequence and dataclass is taken for a dict, list or tuple, as the receiver has a pattern.
+        of_subclasses: see above.
+    """
+
+    name: str
+    types: tuple[type, ...]
+    in_values: bool
+    in_structures: bool
+    of_subclasses: bool = False
+
+    def fits(self, kind: type, is_structure: bool) -> bool:
+        """Whether values of type ``kind`` have this form."""
+        if is_structure:
+            return self.in_structures and issubclass(kind, self.types)
+        if self.of_subclasses:
+            return self.in_values and issubclass(kind, self.types)
+        return self.in_values and kind in self.types
+
+
+# What can be sent and stored. The first row that fits counts: a number of numpy's is also one of Python's.
+FORMS = (
+    Form("scalar", (np.bool_, np.number, np.str_, np.bytes_, np.datetime64), True, True, of_subclasses=True),
+    Form("plain", (type(None), bool, str), True, True),
+    Form("int", (int,), True, True),
+    Form("float", (float,), True, True),
+    Form("tensor", (Tensor,), True, True, of_subclasses=True),
+    Form("array", (np.ndarray,), False, True),
+    Form("bytes", (bytes,), True, False),
+    Form("path", (PurePath,), True, False, of_subclasses=True),
+    Form("dtype", (torch.dtype,), True, False),
+    Form("dict", (dict, OrderedDict, defaultdict, Mapping), True, True),
+    Form("list", (list,), True, True),
+    Form("tuple", (tuple,), True, True),
+    Form("set", (set,), True, False),
+    Form("frozenset", (frozenset,), True, False),
+)
+_CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+_INT64 = range(-(2**63), 2**63)
 
 
 class UnknownTypeError(ValueError):
-    """Something that has no form of its own.
+    """Something that has no form.
 
     Attributes:
-        kind: the name of its type.
+        path: keys and positions of it, from the outside in.
+        kind: its type, with its module.
+        problem: what is wrong, with the cure: a sentence of which ``path`` is the subject.
     """
 
-    def __init__(self, path: Path, kind: str) -> None:
-        super().__init__(f"{'.'.join(path) or 'the value'} is a {kind}")
+    def __init__(self, path: tuple[Any, ...], kind: str, problem: str = "") -> None:
+        super().__init__(f"{'.'.join(map(str, path)) or 'the value'} is a {kind}")
+        self.path = path
         self.kind = kind
+        self.problem = problem
+
+
+@functools.lru_cache(maxsize=1024)
+def _form_of(kind: Any, is_structure: bool) -> str:
+    """The form of values of type ``kind``; empty if there is none."""
+    for form in FORMS:
+        if form.fits(kind, is_structure):
+            return form.name
+    if is_structure and dataclasses.is_dataclass(kind):
+        return "dataclass"
+    return ""
+
+
+class Encoder:
+    """Encodes values, and collects what does not go into plain data.
+
+    Args:
+        is_structure: which types are taken, see :class:`Form`. Numbers of structures go to ``numbers``: so the encoded
+            value is the same at every step, and need not be sent again.
+
+    Attributes:
+        tensors: found, each under its path.
+        numbers: found, each as 8 bytes.
+    """
+
+    def __init__(self, is_structure: bool = False) -> None:
+        self.is_structure = is_structure
+        self.tensors: dict[Path, Tensor] = {}
+        self.numbers: list[bytes] = []
+
+    def encode(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
+        """``value`` as plain data: the name of its form, and its contents. Plain ones of structures are bare.
+
+        Raises:
+            UnknownTypeError: something in it has no form, or is a mapping's key in a structure and not plain.
+        """
+        kind: Any = type(value)  # hashable, though mypy doubts it
+        form = _form_of(kind, self.is_structure)
+        if form == "plain":
+            return self._plain(value)
+        if form in ("int", "float"):
+            return self._number(form, value)
+        if form == "tensor":
+            return ["tensor", self._keep(value, path)]
+        if form == "dict":
+            return ["dict", self._members(value, path)]
+        if form in _CONTAINERS:
+            return [form, [self.encode(member, (*path, index)) for index, member in enumerate(value)]]
+        if form == "dataclass":
+            fields = dataclasses.fields(value)
+            return ["dict", self._members({field.name: getattr(value, field.name) for field in fields}, path)]
+        if form == "scalar":
+            return self.encode(value.item(), path)
+        if form == "array" and value.dtype.kind in "biufc":
+            return ["array", self._keep(torch.from_numpy(np.ascontiguousarray(value)), path)]
+        return self._rare(form, value, path)
+
+    def _rare(self, form: str, value: Any, path: tuple[Any, ...]) -> list[Any]:
+        if form == "bytes":
+            return ["bytes", base64.b64encode(value).decode()]
+        if form == "path":
+            return ["path", str(value)]
+        if form == "dtype":
+            return ["dtype", name_of_dtype(value)]
+        name = type(value).__name__
+        raise UnknownTypeError(
+            path,
+            name_of_type(value),
+            f"is a {name}, which cannot be sent to other ranks. "
+            "Make it a tensor, a number, a string, or a dict, list or tuple of these.",
+        )
+
+    def _plain(self, value: Any) -> Any:
+        return value if self.is_structure else ["plain", value]
+
+    def _number(self, form: str, value: Any) -> Any:
+        if not self.is_structure:
+            return ["plain", value]
+        if form == "int" and value not in _INT64:
+            return int(value)
+        self.numbers.append(struct.pack("<q" if form == "int" else "<d", value))
+        return [form, len(self.numbers) - 1]
+
+    def _keep(self, tensor: Tensor, path: tuple[Any, ...]) -> list[str]:
+        if self.is_structure and not is_dense(tensor):
+            problem = f"is a {_kind_of_tensor(tensor)} tensor; only dense tensors can be sent to other ranks."
+            raise UnknownTypeError(path, name_of_type(tensor), problem)
+        name = tuple(map(str, path))
+        assert name not in self.tensors
+        self.tensors[name] = tensor
+        return list(name)
+
+    def _members(self, mapping: Mapping[Any, Any], path: tuple[Any, ...]) -> list[Any]:
+        names: Iterable[Any] = mapping
+        if len(set(map(type, mapping))) > 1 and len(set(map(str, mapping))) < len(mapping):  # 1 and "1"
+            names = [f"{type(key).__name__} {key}" for key in mapping]
+        encoded = []
+        for name, (key, member) in zip(names, mapping.items(), strict=True):
+            own = (*path, name)
+            plain = key if type(key) is str and self.is_structure else self._key(key, own)
+            encoded.append([plain, self.encode(member, own)])
+        return encoded
+
+    def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
+        if not self.is_structure:
+            return self.encode(key, (*path, "key"))
+        if not isinstance(key, (bool, int, float, str, type(None))):
+            name = type(key).__name__
+            problem = f"has the key {key!r}, a {name}, which cannot be sent to other ranks. Use strings or numbers."
+            raise UnknownTypeError(path[:-1], name_of_type(key), problem)
+        return key
 
 
 def encode(value: Any, tensors: dict[Path, Tensor], path: Path = ()) -> list[Any]:
-    """``value`` as JSON, with its tensors moved to ``tensors``, each under its path below ``path``.
-
-    None, bool, int, float, str, bytes, paths, dtypes, numbers of numpy, tensors, and lists, tuples, sets and dicts of
-    these; subclasses of containers, which would come back as something else, are not among them.
+    """``value`` as plain data, with its tensors moved to ``tensors``, each under its path below ``path``.
 
     Raises:
-        UnknownTypeError: something else is in it, with its path.
+        UnknownTypeError: something in it is none of the values of :data:`FORMS`; says where it is, and its type.
     """
-    if isinstance(value, np.generic) and not isinstance(value, np.void):
-        value = value.item()
-    kind = type(value)
-    if kind in _PLAIN:
-        return ["plain", value]
-    if isinstance(value, Tensor):
-        assert path not in tensors
-        tensors[path] = value
-        return ["tensor", list(path)]
-    if kind is bytes:
-        return ["bytes", base64.b64encode(value).decode()]
-    if isinstance(value, PurePath):
-        return ["path", str(value)]
-    if kind is torch.dtype:
-        return ["dtype", name_of_dtype(value)]
-    if kind in _SEQUENCES.values():
-        return [kind.__name__, [encode(member, tensors, (*path, str(i))) for i, member in enumerate(value)]]
-    if kind in _MAPPINGS:
-        names = [str(key) for key in value]
-        if len(set(names)) < len(names):  # 1 and "1"
-            names = [f"{type(key).__name__} {key}" for key in value]
-        members = [encode(member, tensors, (*path, name)) for name, member in zip(names, value.values(), strict=True)]
-        keys = [encode(key, tensors, (*path, name, "key")) for name, key in zip(names, value, strict=True)]
-        return ["dict", [list(pair) for pair in zip(keys, members, strict=True)]]
-    raise UnknownTypeError(path, f"{kind.__module__}.{kind.__qualname__}")
+    encoder = Encoder()
+    encoder.tensors = tensors
+    plain: list[Any] = encoder.encode(value, path)
+    return plain
 
 
-def decode(plain: Any, tensors: Mapping[Path, Tensor]) -> Any:
-    """The inverse of :func:`encode`; all mappings come back as dicts."""
-    kind, content = plain
-    if kind == "plain":
+def decode(plain: Any, tensors: Mapping[Path, Tensor], numbers: bytes = b"") -> Any:
+    """The inverse of :func:`encode`; all mappings come back as dicts.
+
+    Args:
+        plain: what was encoded.
+        tensors: the encoder's.
+        numbers: the encoder's, one behind the other.
+    """
+    if not isinstance(plain, list):
+        return plain
+    form, content = plain
+    if form == "plain":
         return content
-    if kind == "tensor":
+    if form == "tensor":
         return tensors[tuple(content)]
-    if kind == "bytes":
+    if form == "dict":
+        return {decode(key, tensors, numbers): decode(member, tensors, numbers) for key, member in content}
+    if form in _CONTAINERS:
+        return _CONTAINERS[form](decode(member, tensors, numbers) for member in content)
+    if form == "int":
+        return struct.unpack_from("<q", numbers, 8 * content)[0]
+    if form == "float":
+        return struct.unpack_from("<d", numbers, 8 * content)[0]
+    if form == "array":
+        return tensors[tuple(content)].cpu().numpy()
+    if form == "bytes":
         return base64.b64decode(content)
-    if kind == "path":
+    if form == "path":
         return FilePath(content)
-    if kind == "dtype":
-        return dtype_of(content)
-    if kind == "dict":
-        return {decode(key, tensors): decode(member, tensors) for key, member in content}
-    return _SEQUENCES[kind](decode(member, tensors) for member in content)
+    assert form == "dtype", form
+    return dtype_of(content)
+
+
+# ---- one message of bytes ----
+
+
+def pack(value: Any) -> Tensor:
+    """``value`` (see :data:`FORMS`; tensors of the CPU) as one tensor of bytes; tensors that are equal are in it once.
+
+    The length of the header (8 bytes), the header, the tensors.
+    """
+    tensors: dict[Path, Tensor] = {}
+    plain = encode(value, tensors)
+    offsets: dict[bytes, int] = {}
+    specs = []
+    end = 0
+    for path, tensor in tensors.items():
+        data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        if data not in offsets:
+            offsets[data] = end
+            end += len(data)
+        specs.append([path, name_of_dtype(tensor.dtype), list(tensor.shape), offsets[data], len(data)])
+    header = json.dumps([plain, specs]).encode()
+    message = len(header).to_bytes(8, "little") + header + b"".join(offsets)
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def unpack(data: Tensor) -> Any:
+    """The inverse of :func:`pack`; what was equal is one tensor."""
+    message = np.asarray(data.cpu()).tobytes()
+    begin = 8 + int.from_bytes(message[:8], "little")
+    plain, specs = json.loads(message[8:begin])
+    found: dict[tuple[str, int, int], Tensor] = {}
+    tensors: dict[Path, Tensor] = {}
+    for path, name, shape, offset, length in specs:
+        key = (name, offset, length)
+        if key not in found:
+            found[key] = _tensor_of(message[begin + offset : begin + offset + length], dtype_of(name))
+        tensors[tuple(path)] = found[key].view(shape)
+    return decode(plain, tensors)
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype) -> Tensor:
+    if not data:  # `frombuffer` refuses
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+# ---- leaves ----
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
@@ -97,3 +313,34 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch {torch.__version__}. Run one version on every rank.")
     return found
+
+
+def bits_of(number: float) -> int:
+    """The bits of a float as an integer, so that a message of integers carries it as it is."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def float_of(bits: int) -> float:
+    """The inverse of :func:`bits_of`."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def name_of_type(value: Any) -> str:
+    """Module and name of the type of ``value``, for messages."""
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has memory of its own with one value for each element, as a message has."""
+    if tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.layout is torch.strided
+
+
+def _kind_of_tensor(tensor: Tensor) -> str:
+    if tensor.is_meta:
+        return "meta"
+    if tensor.is_nested:
+        return "nested"
+    return f"{tensor.layout} {tensor.dtype}"

@@ -15,70 +15,60 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.wire.broadcast import broadcast_json
-from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, dtype_of, encode, name_of_dtype
+from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode, is_dense, name_of_type
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
 ALLOW_PICKLE = "LIGHTNING_SMDDP_ALLOW_PICKLE"
 
 
-def broadcast_value(value: Any, src: int, group: dist.ProcessGroup, device: torch.device) -> Any:
-    """``value`` of the global rank ``src``, on every rank. Collective.
+def broadcast_value(value: Any, group_src: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """``value`` of the rank ``group_src`` of ``group``, on every rank. Collective.
 
-    None, bool, int, float, str, bytes, paths, dtypes, numbers of numpy, tensors, and lists, tuples, sets and dicts of
-    these. A tensor that was on an accelerator arrives on the receiver's ``device``. Other objects go by pickle if the
-    environment of every rank has ``LIGHTNING_SMDDP_ALLOW_PICKLE=1``.
+    The values of :data:`~lightning_smddp.wire.encode.FORMS`: None, bool, int, float, str, bytes, paths, dtypes, numbers
+    of numpy, tensors, and lists, tuples, sets and dicts of these. A tensor that was on an accelerator arrives on the
+    receiver's ``device``. Other objects go by pickle if the environment of every rank has
+    ``LIGHTNING_SMDDP_ALLOW_PICKLE=1``.
 
     Raises:
         ValueError: on every rank, for a value that cannot be sent.
     """
+    is_source = group.rank() == group_src
     tensors: dict[Path, Tensor] = {}
     message: Any = None
-    if dist.get_rank() == src:
+    if is_source:
         try:
             message = _describe(value, tensors)
         except UnknownTypeError as unknown:
             tensors = {}
             message = _pickled(value) if _pickle_allowed() else ["refused", unknown.kind]
-    message = broadcast_json(message, group, device, src)
+    message = broadcast_json(message, group, device, group_src)
     if message[0] == "refused":
         raise ValueError(
             f"A {message[1]} cannot be broadcast: it would have to be pickled, and unpickling runs code of the "
             "sender's choice. Broadcast its contents (numbers, strings, paths, tensors, and lists, tuples and dicts of "
             f"them), or set {ALLOW_PICKLE}=1 on all ranks if you trust every process that can reach this job's ports."
         )
-    is_source = dist.get_rank() == src
     if message[0] == "pickle":
-        return value if is_source else _unpickled(message[1], src)
-    plain, specs = message
-    received = {
-        tuple(path): _broadcast_tensor(spec, tensors.get(tuple(path)), src, group, device) for path, spec in specs
-    }
-    return value if is_source else decode(plain, received)
+        return value if is_source else _unpickled(message[1], dist.get_global_rank(group, group_src))
+    _, plain, announced = message
+    specs = [Spec.from_json(spec) for _, spec, _ in announced]
+    if is_source:
+        broadcast_tensors(specs, list(tensors.values()), group, group_src, device)
+        return value
+    for (path, _, on_device), spec in zip(announced, specs, strict=True):
+        tensors[tuple(path)] = torch.empty(spec.shape, dtype=spec.dtype, device=device if on_device else "cpu")
+    broadcast_tensors(specs, list(tensors.values()), group, group_src, device)
+    return decode(plain, tensors)
 
 
 def _describe(value: Any, tensors: dict[Path, Tensor]) -> list[Any]:
-    """``value`` without its tensors, and what each of them is like."""
+    """``value`` without its tensors, and of each its path, shape and dtype, and whether it is on an accelerator."""
     plain = encode(value, tensors)
     for path, tensor in tensors.items():
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-            raise UnknownTypeError(path, f"{type(tensor).__module__}.{type(tensor).__qualname__} ({tensor.layout})")
-    return [
-        plain,
-        [[path, [name_of_dtype(t.dtype), list(t.shape), t.device.type != "cpu"]] for path, t in tensors.items()],
-    ]
-
-
-def _broadcast_tensor(
-    spec: Any, sent: Tensor | None, src: int, group: dist.ProcessGroup, device: torch.device
-) -> Tensor:
-    name, shape, on_device = spec
-    if sent is None:
-        data = torch.empty(shape, dtype=dtype_of(name), device=device)
-    else:
-        data = sent.detach().to(device).contiguous()
-    raw = data.view(torch.uint8) if data.dtype == torch.bool else data  # not every backend carries bool
-    if raw.numel():
-        dist.broadcast(raw, src, group=group)
-    return data if on_device else data.cpu()
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_dense(tensor):
+            raise UnknownTypeError(path, f"{name_of_type(tensor)} ({tensor.layout})")
+    announced = [[path, Spec.of(t).to_json(), t.device.type != "cpu"] for path, t in tensors.items()]
+    return ["value", plain, announced]
 
 
 def _pickle_allowed() -> bool:

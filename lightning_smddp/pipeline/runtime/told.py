@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.capture.graph import Node
 from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.wire.encode import bits_of, float_of
 from lightning_smddp.wire.pytree import leaves, rebuild
 
 
@@ -44,13 +44,9 @@ def read_told(items: Sequence[Node], message: Tensor) -> dict[int, Any]:
 
 
 def _bits(number: Any) -> int:
-    if not isinstance(number, float):
-        return int(number)
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+    return bits_of(number) if isinstance(number, float) else int(number)
 
 
 def _number(bits: int, traced: Any) -> Any:
     """Of the kind that it was when the step was traced."""
-    if not isinstance(traced, float):
-        return type(traced)(bits)
-    return struct.unpack("<d", struct.pack("<q", bits))[0]
+    return float_of(bits) if isinstance(traced, float) else type(traced)(bits)
