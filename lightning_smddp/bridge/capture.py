@@ -46,8 +46,8 @@ from lightning_smddp.bridge.step_attributes import (
     combine_changes,
     detached,
     doubtful_counts,
-    settle,
-    unknown_counts,
+    settle_counts,
+    unsettled_counts,
 )
 from lightning_smddp.bridge.step_results import Log, Observed, StepResults
 from lightning_smddp.pipeline.partition.microbatches import UncombinableError, combine
@@ -169,16 +169,19 @@ class StepCapture:
         looked at. If the step raises, nothing is kept.
         """
         metrics = self._find_metrics()
-        share = 2.0 * size if weight is None else weight  # 1 would mean that losses are added up
-        record = _Record(size, share)
+        if weight is None:
+            weight = 2.0 * size  # 1 would mean that losses are added up
+        record = _Record(size, weight)
         watch = AttributeWatch(self.module, self._ignored, self.in_place[key], self.left.is_learning)
-        recorder = MetricRecorder(metrics, record.add_call if keep else None, self._known)
-        log = self._recording_log(record, self.module.log) if keep else _ignore
-        self._running = (record, watch) if keep else None
+        recorder, log = MetricRecorder(metrics, None, self._known), _ignore
+        self._running = None
+        if keep:
+            recorder, log = MetricRecorder(metrics, record.add_call, self._known), self._recording_log(record)
+            self._running = (record, watch)
         self._watch = watch
         try:
             patches = patched([*recorder.patches(), (self.module, "log", log)])
-            with self.left.watched(index, size, share), self._without_pipeline(), patches:
+            with self.left.watched(index, size, weight), self._without_pipeline(), patches:
                 yield
         finally:
             self._running = self._watch = None
@@ -287,8 +290,8 @@ class StepCapture:
 
     def require_known_counts(self, key: Any) -> None:
         """Raise ``UncombinableError`` if a trial has to show first what an integer counts that training has moved."""
-        unknown = self._unknown_counts() if key[0] == "training_step" and not self._settled else []
-        if unknown:
+        unknown = self._unknown_counts()
+        if unknown and key[0] == "training_step":
             raise UncombinableError(f"{UNKNOWN}self.{unknown[0].where[0]}")
 
     def learn_counts(self, whole: Mapping[AttrPath, Any], parts: Sequence[Mapping[AttrPath, Any]]) -> str | None:
@@ -297,16 +300,11 @@ class StepCapture:
         Returns:
             What is wrong with one that counts neither rows nor calls.
         """
-        problems = []
-        for moved in self._unknown_counts():
-            self._settled[moved.where], problem = settle(moved, whole, parts, self.per_row)
-            problems += [] if problem is None else [problem]
-        return problems[0] if problems else None
+        return settle_counts(self._unknown_counts(), whole, parts, self.per_row, self._settled)
 
     def _unknown_counts(self) -> list[Moved]:
-        if len(self._kept) < 2:
-            return []
-        return unknown_counts([self._kept[index].changes for index in sorted(self._kept)], self.per_row)
+        changes = [self._kept[index].changes for index in sorted(self._kept)]
+        return unsettled_counts(changes, self.per_row, self._settled)
 
     # ---- micro-batches ----
 
@@ -322,11 +320,16 @@ class StepCapture:
     def _without_pipeline(self) -> AbstractContextManager[None]:
         return nullcontext() if self.pipeline_metrics is None else self.pipeline_metrics.local()
 
-    def _recording_log(self, record: _Record, original: Callable[..., None]) -> Callable[..., None]:
+    def _recording_log(self, record: _Record) -> Callable[..., None]:
+        """In place of ``module.log``: keeps what it is called with."""
+        original = self.module.log
+
         def log(*args: Any, **kwargs: Any) -> None:
             options = self._options(args, kwargs)
             name, value = options.pop("name"), options.pop("value")
-            metric = self._names.get(id(value), options.get("metric_attribute")) if isinstance(value, Metric) else None
+            metric = None
+            if isinstance(value, Metric):
+                metric = self._names.get(id(value), options.get("metric_attribute"))
             with without_torch_functions():
                 if self._is_loggable(name, value, metric, options):
                     record.add_log(name, value, metric, options)
@@ -352,7 +355,10 @@ class StepCapture:
             )
         rule = reduction_name(options.get("reduce_fx", "mean"))
         options["reduce_fx"] = rule or "mean"
-        is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Number)
+        if isinstance(value, Tensor):
+            is_number = value.numel() == 1
+        else:
+            is_number = isinstance(value, numbers.Number)
         return rule is not None and (metric is not None or is_number)
 
     # ---- the batch ----
@@ -437,7 +443,14 @@ class _Marks:
 
     def put_on(self, structure: Any, record: _Record) -> Any:
         """Marks in place of what metrics returned in this micro-batch."""
-        return map_leaves(lambda leaf: self._mark(leaf, record), structure) if record.sources else structure
+        if not record.sources:
+            return structure
+
+        def mark(leaf: Any) -> Any:
+            source = record.sources.get(id(leaf))
+            return leaf if source is None else self.marks[source]
+
+        return map_leaves(mark, structure)
 
     def put_on_changes(self, record: _Record) -> Changes:
         """The same for lists and attributes."""
@@ -454,10 +467,6 @@ class _Marks:
     def take_off(structure: Any) -> Any:
         """What metrics returned for the batch in place of the marks."""
         return map_leaves(lambda leaf: leaf.value if isinstance(leaf, _Mark) else leaf, structure)
-
-    def _mark(self, leaf: Any, record: _Record) -> Any:
-        source = record.sources.get(id(leaf))
-        return leaf if source is None else self.marks[source]
 
 
 class _Mark:

@@ -45,8 +45,8 @@ from lightning_smddp.bridge.step_attributes import (
     combine_changes,
     detached,
     in_words,
-    settle,
-    unknown_counts,
+    settle_counts,
+    unsettled_counts,
 )
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.capture.tracer import note_left
@@ -175,11 +175,14 @@ class LeftBehind:
         if self._is_off:
             yield
             return
+        # A trace watches all owners. Later runs look at those that a trace has seen change, and at numbers of others.
         if self.is_learning:
             self._owners = owners_in(self.module, with_helpers=True)
-        names = self._owners if self.is_learning else self.changing
+            names, quiet = dict.fromkeys(self._owners), {}
+        else:
+            names, quiet = self.changing, self._refreshed()
         watches = {name: self._watch(name) for name in names if name in self._owners}
-        self._pass = now = _Pass(index, size, weight, watches, {} if self.is_learning else self._refreshed())
+        self._pass = now = _Pass(index, size, weight, watches, quiet)
         try:
             yield
         finally:
@@ -315,21 +318,18 @@ class LeftBehind:
         Returns:
             What is wrong with one that counts neither rows nor calls.
         """
-        problems = []
+        first = None
         for stage, name in self._notes:
-            mine = [part.get((stage, name), {}) for part in parts]
-            for moved in self._unknown_counts(stage, name):
-                found = settle(moved, whole.get((stage, name), {}), mine, self._per_row[name], owner_in_words(name))
-                self._settled[stage, name][moved.where], problem = found
-                problems += [] if problem is None else [problem]
-        return problems[0] if problems else None
+            unknown, settled = self._unknown_counts(stage, name), self._settled[stage, name]
+            of_whole = whole.get((stage, name), {})
+            of_parts = [part.get((stage, name), {}) for part in parts]
+            problem = settle_counts(unknown, of_whole, of_parts, self._per_row[name], settled, owner_in_words(name))
+            first = first or problem
+        return first
 
     def _unknown_counts(self, stage: int, name: str) -> list[Moved]:
-        notes = self._ordered(stage, name)
-        if len(notes) < 2:
-            return []
-        found = unknown_counts([note.whole for note in notes], self._per_row[name], members=True)
-        return [moved for moved in found if moved.where not in self._settled[stage, name]]
+        changes = [note.whole for note in self._ordered(stage, name)]
+        return unsettled_counts(changes, self._per_row[name], self._settled[stage, name], members=True)
 
     def _doubt(self) -> str | None:
         for stage, name in self._notes:
@@ -408,7 +408,10 @@ class LeftBehind:
 
     def _watch(self, name: str) -> OwnerWatch:
         owner = self._owners[name]
-        return OwnerWatch(owner, ignored_of(owner) if name else self._ignored)
+        ignored = self._ignored  # of the LightningModule, whose name is empty
+        if name:
+            ignored = ignored_of(owner)
+        return OwnerWatch(owner, ignored)
 
     def _report(self, last_stage: int) -> dict[str, Any]:
         """What this rank's stages have, and what the last one would like to have, as JSON."""
@@ -427,7 +430,9 @@ class LeftBehind:
                     wanted[name, where] = [grows, None, []]
                     continue
                 offers[name, where] = [stage, grows, plain, [_spec(path, tensor) for path, tensor in found.items()]]
-            for where, want in ordered[-1].remote.items() if stage == last_stage else ():
+            if stage != last_stage:
+                continue
+            for where, want in ordered[-1].remote.items():
                 alike = all(note.remote.get(where) == want for note in ordered)  # else it takes several paths
                 wanted[name, where] = [want.grows, want.plain if alike else None, want.values]
         held = []

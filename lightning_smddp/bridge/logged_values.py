@@ -54,7 +54,8 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -
         return values[-1]
     if rule in ("rms", "norm"):
         squares = [_precise(value) ** 2 for value in values]
-        return _as_first(values, reduce_values("mean" if rule == "rms" else "sum", squares, weights) ** 0.5)
+        of_squares: Rule = "mean" if rule == "rms" else "sum"
+        return _as_first(values, reduce_values(of_squares, squares, weights) ** 0.5)
     if rule == "mean" and any(weights) and not all(weights):  # a loss of nothing is nan
         values, weights = zip(*[(v, w) for v, w in zip(values, weights, strict=True) if w], strict=True)
     if rule == "mean" and not any(weights):
@@ -65,7 +66,9 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -
     parts = [torch.as_tensor(value, device=device).squeeze() for value in values]
     stacked = torch.stack(parts)
     if rule != "mean":
-        return stacked.sum() if rule == "sum" else stacked.amax() if rule == "max" else stacked.amin()
+        if rule == "sum":
+            return stacked.sum()
+        return stacked.amax() if rule == "max" else stacked.amin()
     dtype = stacked.dtype if stacked.dtype in (torch.float32, torch.float64) else torch.float32
     precise = torch.float32 if device.type == "mps" else torch.float64
     shares = from_numbers(weights, precise, device)
@@ -77,7 +80,9 @@ def _reduce_numbers(rule: Rule, values: Sequence[Any], weights: Sequence[float])
         if all(value == values[0] for value in values):
             return values[0]
         return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-    return sum(values) if rule == "sum" else max(values) if rule == "max" else min(values)
+    if rule == "sum":
+        return sum(values)
+    return max(values) if rule == "max" else min(values)
 
 
 def reduce_losses(values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -190,8 +195,12 @@ def disagree(rules: Sequence[Rule], values: Values) -> bool:
 
 def _reduced(rule: Rule, values: Sequence[float], sizes: Sequence[int], weights: Sequence[float]) -> float:
     if rule == "exp":
-        return math.nan if min(values) <= 0 else float(reduce_exponentials(values, weights))
-    return float(reduce_losses(values, weights) if rule == "loss" else reduce_values(rule, values, sizes))
+        if min(values) <= 0:
+            return math.nan  # it is no exponential
+        return float(reduce_exponentials(values, weights))
+    if rule == "loss":
+        return float(reduce_losses(values, weights))
+    return float(reduce_values(rule, values, sizes))
 
 
 def _numbers(logs: Sequence[Log]) -> dict[str, float]:
@@ -199,7 +208,9 @@ def _numbers(logs: Sequence[Log]) -> dict[str, float]:
 
 
 def _number(log: Log) -> float | None:
-    return None if log.metric is not None or log.is_whole else _plain(log.value)
+    if log.metric is not None or log.is_whole:
+        return None
+    return _plain(log.value)
 
 
 def _plain(value: Any) -> float | None:

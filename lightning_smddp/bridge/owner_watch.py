@@ -143,10 +143,15 @@ def owners_in(root: nn.Module, with_helpers: bool) -> dict[str, Any]:
 def owner_in_words(name: str) -> str:
     """One of :func:`owners_in`, for messages."""
     name, _, helper = name.partition("->")
-    words = name.split(" ")[1] if name.startswith("callback ") else ".".join(["self", *filter(None, [name])])
+    if name.startswith("callback "):
+        words = name.split(" ")[1]
+    else:
+        words = f"self.{name}" if name else "self"
     attribute, _, index = helper.rpartition(".")
     if attribute:
-        words += f".{attribute}" + (f"[{index}]" if index != "0" else "")
+        words += f".{attribute}"
+        if index != "0":
+            words += f"[{index}]"
     return words
 
 
@@ -208,7 +213,7 @@ def path_to_json(where: AttrPath, root: nn.Module) -> list[Any] | None:
 
 
 def path_from_json(keys: list[Any], root: nn.Module) -> AttrPath:
-    """The inverse of :func:`place_to_json`."""
+    """The inverse of :func:`path_to_json`."""
     return tuple(root.get_submodule(key) if kind == "module" else key for kind, key in keys)
 
 
@@ -222,7 +227,7 @@ def value_at(own: dict[str, Any], where: AttrPath) -> Any:
 
 def set_at(own: dict[str, Any], where: AttrPath, value: Any) -> None:
     """Set it, or delete it if ``value`` is ``MISSING``."""
-    container = own if len(where) == 1 else own[where[0]]
+    container = _container(own, where)
     if value is MISSING:
         container.pop(where[-1], None)
     else:
@@ -231,6 +236,10 @@ def set_at(own: dict[str, Any], where: AttrPath, value: Any) -> None:
 
 def list_at(own: dict[str, Any], where: AttrPath) -> list[Any]:
     """The list at ``where``, made if there is none."""
-    container = own if len(where) == 1 else own[where[0]]
-    found: list[Any] = container.setdefault(where[-1], [])
+    found: list[Any] = _container(own, where).setdefault(where[-1], [])
     return found
+
+
+def _container(own: dict[str, Any], where: AttrPath) -> Any:
+    """The attributes themselves, or the dict among them that has the member."""
+    return own if len(where) == 1 else own[where[0]]

@@ -185,8 +185,9 @@ class Partitioning:
             return Weighed()
         if not setup.is_whole():
             doubts.next_look = None  # never: a whole batch may be too large
-            warning = warning_without_trial(pair, "with a model that is never whole on a rank")
-            return Weighed(warnings=[] if warning is None else [warning])
+            weighed = Weighed()
+            weighed.warn(warning_without_trial(pair, "with a model that is never whole on a rank"))
+            return weighed
         buffers = sorted({name for node in plan.graph.nodes for name in node.buffers})
         may_be_whole = setup.options.num_microbatches is None
         weighing = Weighing(setup.module, setup.device, self.step, pair, plan.is_exact, buffers, may_be_whole)

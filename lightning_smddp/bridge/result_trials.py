@@ -83,12 +83,15 @@ class Findings:
         """These of a later batch, and ``earlier`` ones; what they say otherwise is a difference."""
         found = replace(self, rules=dict(self.rules), doubts=dict(self.doubts), differences=dict(self.differences))
         for name, rule in earlier.rules.items():
-            before = earlier.doubts.get(name, [rule])
-            now = self.doubts.get(name, [self.rules.get(name, rule)]) if name in self.rules else before
+            before = now = earlier.doubts.get(name, [rule])
+            if name in self.rules:
+                now = self.doubts.get(name, [self.rules[name]])
             both = [one for one in before if one in now]
             if not both:
                 found.differences[f"the logged {name!r}"] = (f"the {now[0]} of parts", f"not their {rule}, as before,")
-            found.rules[name] = rule if rule in both or not both else both[0]
+            found.rules[name] = rule
+            if both and rule not in both:
+                found.rules[name] = both[0]
             found.doubts.pop(name, None)
             if len(both) > 1:
                 found.doubts[name] = both
@@ -117,8 +120,10 @@ class Findings:
     def text(self) -> str:
         """What differs, in words."""
         texts = [f"{what} is {whole} for some rows, but {made}" for what, (whole, made) in self.differences.items()]
-        more = f" ... ({len(texts) - _MOST} more)" if len(texts) > _MOST else ""
-        return f"{'; '.join(texts[:_MOST])} from their halves{more}"
+        words = f"{'; '.join(texts[:_MOST])} from their halves"
+        if len(texts) > _MOST:
+            words += f" ... ({len(texts) - _MOST} more)"
+        return words
 
 
 class PartFailedError(SplitError):
@@ -216,10 +221,16 @@ def try_results(
         learn_steps(before, whole.results.attributes, set_to, capture.per_row)
         findings.per_row = [(list(where), flag) for where, flag in capture.per_row.items() if _is_plain(where)]
         findings.teach(capture, key)
-    by_chance = set() if whole is None or again is None else set(_differences(whole, again, tolerance))
+    by_chance: set[str] = set()
+    if whole is not None and again is not None:
+        by_chance = set(_differences(whole, again, tolerance))
     findings.differences = _compared(run, None, whole, parts, by_chance, tolerance)
-    kept = None if whole is None or findings.differences else KeptState.of(whole.results)
-    state = share(None if kept is None else kept.moved(capture.module))
+    kept = None
+    if whole is not None and not findings.differences:
+        kept = KeptState.of(whole.results)
+    if kept is not None:
+        kept = kept.moved(capture.module)
+    state = share(kept)
     if state is not None:
         findings.differences = _compared(run, state, run([rows], state), parts, by_chance, tolerance)
     return findings

@@ -76,7 +76,9 @@ class LightningStep:
 
     def batch_name(self) -> str:
         """For messages."""
-        return f"batch {self.arguments[0]} of epoch {self.module.current_epoch}" if self.arguments else "this batch"
+        if not self.arguments:
+            return "this batch"
+        return f"batch {self.arguments[0]} of epoch {self.module.current_epoch}"
 
     def unscaled(self) -> LightningStep:
         """The same step with its loss as it is."""
@@ -103,8 +105,10 @@ class LightningStep:
         Only a step that changes numbers in place gets a copy of those too. What it does to containers, objects and
         flags (``requires_grad_``) is not seen by the next run in any case.
         """
-        changes = self.key in self.capture.changing_steps
-        value = map_leaves(with_same_memory, copied(microbatch.value) if changes else microbatch.value)
+        value = microbatch.value
+        if self.key in self.capture.changing_steps:
+            value = copied(value)
+        value = map_leaves(with_same_memory, value)
         with self.precision():
             if self.keeps_casts:
                 look_for_casts()
@@ -191,8 +195,10 @@ class LightningStep:
             seed: what torch, and Python where it is known to, draws follows from it.
             precision: whether to enter the Trainer's precision.
         """
-        step = self if precision else self.unscaled()
-        step.precision = self.precision if precision else nullcontext
+        step = self
+        if not precision:
+            step = self.unscaled()
+            step.precision = nullcontext
         copy = replace(microbatch, value=copied(microbatch.value))
         try:
             with torch.enable_grad(), Eager(), step.around(seed, copy, keep=True):

@@ -49,7 +49,9 @@ class AttributeWatch:
         self, module: nn.Module, ignored: Collection[str], in_place: set[str] | None = None, is_trace: bool = False
     ) -> None:
         self.module, self.ignored = module, ignored
-        self.in_place: set[str] = set() if in_place is None else in_place
+        if in_place is None:
+            in_place = set()
+        self.in_place = in_place
         self.attributes = {name: value for name, value in vars(module).items() if name not in ignored}
         self.lengths = {where: (found, len(found)) for where, found in self._lists()}
         self._stand_ins = StandIns(vars(module), self.attributes, lambda name: is_trace or name in self.in_place)
@@ -181,12 +183,16 @@ def combine_changes(
         if moves and per_row.get(adds_up(where), False):
             values[where] = before + sum(value - before for value in after)
             continue
-        its_weights = [weight for c, weight in zip(changes, weights, strict=True) if where in c.values]
-        losses = _combine_losses([[value] for value in after], its_weights) if is_loss(where[-1]) else None
-        if losses is None and any(where in change.in_place for change in changes):
+        losses = None
+        if is_loss(where[-1]):
+            its_weights = [weight for c, weight in zip(changes, weights, strict=True) if where in c.values]
+            losses = _combine_losses([[value] for value in after], its_weights)
+        if losses is not None:
+            values[where] = losses[0]
+        elif any(where in change.in_place for change in changes):
             values[where] = _combine_written(before, after, its_sizes)
         else:
-            values[where] = _combine_values(after, its_sizes) if losses is None else losses[0]
+            values[where] = _combine_values(after, its_sizes)
     return appended, values
 
 
@@ -321,9 +327,13 @@ def _combine_values(values: list[Any], sizes: list[int]) -> Any:
 
 def detached(structure: Any) -> Any:
     """``structure`` with its tensors off the graph; those that are stay the objects that they are."""
-    return map_leaves(
-        lambda leaf: leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, structure
-    )
+
+    def detach(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return leaf.detach()
+        return leaf
+
+    return map_leaves(detach, structure)
 
 
 def _begins_with(longer: list[Any], shorter: list[Any]) -> bool:
@@ -362,15 +372,14 @@ def unknown_counts(changes: Sequence[Changes], per_row: Mapping[AttrPath, bool],
     """
     found = []
     for where in dict.fromkeys(where for change in changes for where in change.values):
-        pairs = [change.values.get(where) for change in changes]
-        known = [pair for pair in pairs if pair is not None]
+        known = [change.values[where] for change in changes if where in change.values]
         is_new = members and all(before is None for before, _ in known)
         if is_new:
             known = [(0, after) for _, after in known]
-            pairs = [None if pair is None else (0, pair[1]) for pair in pairs]
         if (len(where) > 1 and not members) or not all(type(value) is int for pair in known for value in pair):
             continue
-        steps = [0 if pair is None else pair[1] - pair[0] for pair in pairs]
+        steps = [after - before for before, after in known]
+        steps += [0] * (len(changes) - len(known))  # micro-batches that have left it alone
         if per_row.get(is_set(where), False) or per_row.get(is_set_to_sum(where), False):
             continue
         law = per_row.get(adds_up(where))
@@ -414,6 +423,31 @@ def settle(
             "it counts neither rows nor calls of the step."
         )
     return moved.before + sum(moved.steps), None
+
+
+def unsettled_counts(
+    changes: Sequence[Changes], per_row: Mapping[AttrPath, bool], settled: Mapping[AttrPath, int], members: bool = False
+) -> list[Moved]:
+    """Those of :func:`unknown_counts` that no trial of this batch has shown yet; one micro-batch leaves no doubt."""
+    if len(changes) < 2:
+        return []
+    return [moved for moved in unknown_counts(changes, per_row, members) if moved.where not in settled]
+
+
+def settle_counts(
+    unknown: Sequence[Moved],
+    whole: Mapping[AttrPath, Any],
+    parts: Sequence[Mapping[AttrPath, Any]],
+    per_row: dict[AttrPath, bool],
+    settled: dict[AttrPath, int],
+    owner: str = "self",
+) -> str | None:
+    """:func:`settle` each of ``unknown``, and note what it comes to in ``settled``; the first problem."""
+    first = None
+    for moved in unknown:
+        settled[moved.where], problem = settle(moved, whole, parts, per_row, owner)
+        first = first or problem
+    return first
 
 
 def in_words(owner: str, where: AttrPath) -> str:

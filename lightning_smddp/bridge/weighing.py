@@ -42,8 +42,13 @@ class Weighed:
     findings: Findings = field(default_factory=Findings)
     whole: bool = False  # batches run as one micro-batch, as no cut gives one process's numbers
 
+    def warn(self, warning: str | None) -> None:
+        """Tell the user so, if it is anything."""
+        if warning is not None:
+            self.warnings.append(warning)
+
     def to_json(self) -> Any:
-        """Plain data."""
+        """All of it, as lists, dicts and numbers."""
         return {**asdict(self), "weighting": self.weighting.to_json()}
 
     @classmethod
@@ -84,8 +89,9 @@ class Weighing:
             except Exception as error:  # of user code in a mode that it is not made for
                 failure = error
         why = f"the step fails in evaluation mode ({failure!r}), in which micro-batches are compared, so"
-        buffers, warning = self._moving_buffers(), warning_without_trial(self.pair, why)
-        return self._judged(Weighed(warnings=[] if warning is None else [warning]), buffers, Findings())
+        found = Weighed()
+        found.warn(warning_without_trial(self.pair, why))
+        return self._judged(found, self._moving_buffers(), Findings())
 
     def _weighed(self, mode: Callable[[nn.Module], None]) -> Weighed:
         runs = _Runs(self, mode)
@@ -95,7 +101,8 @@ class Weighing:
         weighting, warning = find_weighting(
             runs.loss, self.pair, self._cut, tolerance, louder, self.may_be_whole, trial.fitting
         )
-        found = Weighed(weighting, [] if warning is None else [warning])
+        found = Weighed(weighting)
+        found.warn(warning)
         if self.may_be_whole and not weighting.fits:
             found.whole = True
             return found  # nothing else is done for each micro-batch either
