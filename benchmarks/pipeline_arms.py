@@ -65,10 +65,10 @@ class Fit:
 
     def stages_begin(self) -> list[str]:
         """The first item of each stage but the first, as the strategy has divided the module."""
-        division = self.trainer.strategy._pipelined.partitioned.plan
-        stages = division.stage_of_item
+        plan = self.trainer.strategy._pipelined.partitioned.plan
+        stages = plan.stage_of_node
         firsts = [stages.index(stage) for stage in range(1, max(stages) + 1)]
-        return [division.program.items[index].name for index in firsts]
+        return [plan.graph.nodes[index].name for index in firsts]
 
     def __len__(self) -> int:
         return 10**6  # Lightning fetches a batch ahead if it does not know the length

@@ -202,8 +202,8 @@ class Plain(Net):
     """Its course depends on nothing, and no module draws random numbers."""
 
     def on_train_batch_end(self, *args: Any) -> None:
-        program = self.trainer.strategy._pipelined.partitioned.plan.program
-        self.reads = (program.reads_of_batch, program.draws)
+        graph = self.trainer.strategy._pipelined.partitioned.plan.graph
+        self.reads = (graph.reads_of_batch, graph.draws)
 
 
 def plain(bench: Bench) -> Any:
