@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from lightning_smddp._compat.torch import forward_cache, without_torch_functions
 from lightning_smddp.bridge.left_behind import LeftBehind, without_remote
 from lightning_smddp.bridge.logged_values import (
+    Log,
     Rule,
     is_loss,
     reduce_exponentials,
@@ -49,7 +50,7 @@ from lightning_smddp.bridge.step_attributes import (
     settle_counts,
     unsettled_counts,
 )
-from lightning_smddp.bridge.step_results import Log, Observed, StepResults
+from lightning_smddp.bridge.step_results import Observed, StepResults
 from lightning_smddp.pipeline.partition.microbatches import UncombinableError, combine
 from lightning_smddp.wire.pytree import Path, copied, leaves, map_leaves
 

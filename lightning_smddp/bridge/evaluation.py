@@ -15,7 +15,7 @@ from lightning_smddp.bridge.batch_cutting import BatchCutter, rows_by_results
 from lightning_smddp.bridge.batch_results import BatchResults
 from lightning_smddp.bridge.logged_values import disagree
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.result_trials import Findings, PartFailedError, try_on_parts
+from lightning_smddp.bridge.result_trials import Findings, PartFailedError
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_results import Observed
@@ -161,7 +161,7 @@ class Evaluation:
         """Compare what ``step`` shows for ``rows`` with what two parts of them make up. Collective."""
         known = self._found.setdefault(step.key, Findings())
         try:
-            found = try_on_parts(partitioned, step, rows, known)
+            found = partitioned.try_on_parts(step, rows, known)
         except PartFailedError as error:
             self.cutter.refuse_parts(step, f"it fails on a part ({error})")
             return

@@ -11,16 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-
-if TYPE_CHECKING:
-    from lightning_smddp.bridge.step_results import Log, StepResults
 
 # "loss": weighted as losses are; "exp": the exponential of what is weighted so (perplexity); "rms" and "norm": roots of
 # the mean and of the sum of squares.
@@ -35,6 +32,21 @@ _REDUCTIONS: list[tuple[Callable[..., Any], Rule]] = [
     (min, "min"),
 ]
 _BY_NAME: dict[str, Rule] = {"avg": "mean", "mean": "mean", "sum": "sum", "max": "max", "min": "min"}
+
+
+@dataclass
+class Log:
+    """One call of ``self.log``: the value, or the name of the metric that was logged and what it showed then.
+
+    ``is_whole`` if the value is what a metric returned for the whole batch.
+    """
+
+    name: str
+    value: Any
+    metric: str | None
+    cache: Any
+    options: dict[str, Any]
+    is_whole: bool = False
 
 
 def reduction_name(reduce_fx: Any) -> Rule | None:
@@ -149,22 +161,22 @@ class Learned:
 
 
 def learn_rules(
-    whole: StepResults, parts: Sequence[StepResults], microbatches: Sequence[MicroBatch], by_rows: bool = False
+    whole: Sequence[Log], parts: Sequence[Sequence[Log]], microbatches: Sequence[MicroBatch], by_rows: bool = False
 ) -> Learned:
     """How each logged number of a batch comes out of those of its micro-batches.
 
     Args:
-        whole: of some rows.
-        parts: of consecutive parts of these rows.
+        whole: what was logged for some rows.
+        parts: and for consecutive parts of these rows.
         microbatches: the parts, weighted as losses are.
         by_rows: losses are weighted by rows, so that they are usual means.
     """
     learned = Learned()
     if len(parts) < 2:
         return learned  # all rules are the same for one
-    values, sizes = [_numbers(part.logs) for part in parts], [microbatch.size for microbatch in microbatches]
+    values, sizes = [_numbers(part) for part in parts], [microbatch.size for microbatch in microbatches]
     weights = [microbatch.weight for microbatch in microbatches]
-    for log in whole.logs:
+    for log in whole:
         expected = _number(log)
         if expected is None or any(log.name not in part for part in values):
             continue

@@ -4,13 +4,13 @@
           |                                       '-----------end of the run-----------> WholeAgain
           '--------its step cannot be cut--------> ReplicatedModule
 
-``PartitionedModule`` and ``ReplicatedModule`` have files of their own.
+``PartitionedModule`` and ``ReplicatedModule`` have files of their own; ``WholeAgain`` is in ``whole_again.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,9 +19,6 @@ from typing_extensions import override
 from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.state.full_state import load_full_state_dict
-
-if TYPE_CHECKING:
-    from lightning_smddp.bridge.partitioned_module import PartitionedModule
 
 
 class ModuleState:
@@ -95,23 +92,3 @@ class Unpartitioned(ModuleState):
         self.optimizer_states = states
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict({**state, "state": {}})
-
-
-class WholeAgain(ModuleState):
-    """A module that was partitioned, after the run: each rank has all of it, and its own part of the optimizers."""
-
-    def __init__(self, partitioned: PartitionedModule) -> None:
-        self.setup = partitioned.setup
-        self._partitioned = partitioned
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
-        return self._partitioned.optimizer_state(optimizer, gather)
-
-    @override
-    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        self._partitioned.load_optimizer_states(states)
-
-    @override
-    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        return self._partitioned.optimized(optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,14 @@ from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.carried_state import require_no_new_state
 from lightning_smddp.bridge.metrics import patched
 from lightning_smddp.bridge.module_states import ModuleState
-from lightning_smddp.bridge.result_trials import PartFailedError
+from lightning_smddp.bridge.result_trials import Findings, PartFailedError, tolerance_of, try_results
 from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_results import KeptState, Observed
 from lightning_smddp.bridge.weighing import Weighed, WeightDoubts
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom, from_json, to_json
@@ -48,7 +49,7 @@ from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
-from lightning_smddp.wire.broadcast import Channel, broadcast_json
+from lightning_smddp.wire.broadcast import Channel, broadcast_json, broadcast_structure
 
 
 @dataclass
@@ -206,6 +207,50 @@ class PartitionedModule(ModuleState):
                 self.learn(step, microbatches, paths, failures)
             except SplitError as error:  # on every rank
                 raise PartFailedError(f"{type(error).__name__}: {error}") from error
+
+    def try_on_parts(self, step: LightningStep, rows: MicroBatch, known: Findings) -> Findings | None:
+        """Compare what ``step`` shows for ``rows`` with what two parts of them make up. Collective.
+
+        A training step is compared as things are, others also in the state that a batch leaves behind.
+
+        Args:
+            step: the user's.
+            rows: about two micro-batches.
+            known: what earlier trials have found.
+
+        Returns:
+            ``known`` with what is new, which the step's capture has learned; None where the rows cannot be cut.
+
+        Raises:
+            PartFailedError: on every rank: it cannot be run on these.
+        """
+        setup, weighting = self.setup, self.weighed.weighting
+        parts = weighting.apply(rows.split(2))
+        if len(parts) < 2:
+            return None
+
+        def run(some: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
+            with _without_chance() if step.trains else nullcontext():
+                try:
+                    return self.try_out(step, some, state)
+                except PartFailedError:  # on all ranks
+                    if state is None:
+                        raise
+                    return None
+
+        def share(state: KeptState | None) -> KeptState | None:
+            """That of the rank where the step ends, on all of them."""
+            if step.trains:
+                return None
+            shared = broadcast_structure(state, setup.groups.pipeline, setup.last_rank, setup.device)
+            return shared if shared is None or isinstance(shared, KeptState) else KeptState(**shared)
+
+        tolerance = tolerance_of(self.plan.is_exact, setup.device)
+        found = try_results(run, share, rows, parts, step.capture, step.key, tolerance, weighting.kind == "rows")
+        sent = broadcast_json(found.to_json(), setup.groups.pipeline, setup.device, setup.last_rank)
+        found = Findings.from_json(sent).beside(known)
+        found.teach(step.capture, step.key)
+        return found
 
     def _tried_paths(self, step: LightningStep, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
         try:
@@ -404,6 +449,12 @@ class PartitionedModule(ModuleState):
         """Free what averaging over replicas holds."""
         if self.replicas is not None:
             self.replicas.close()
+
+
+@contextmanager
+def _without_chance() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
+        yield
 
 
 def share_random(module: nn.Module, device: torch.device | None, channel: Channel) -> SharedRandom:

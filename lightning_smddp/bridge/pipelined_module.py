@@ -23,7 +23,7 @@ from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.deferred_backward import scale_of
 from lightning_smddp.bridge.evaluation import Evaluation
 from lightning_smddp.bridge.metrics import PipelineMetrics
-from lightning_smddp.bridge.module_states import Unpartitioned, WholeAgain
+from lightning_smddp.bridge.module_states import Unpartitioned
 from lightning_smddp.bridge.partition_table import print_partition, print_replicated
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.partitioning import Partitioning
@@ -34,6 +34,7 @@ from lightning_smddp.bridge.step import LightningStep, Scale
 from lightning_smddp.bridge.training import Training
 from lightning_smddp.bridge.whole_again import (
     BY_EXCEPTION,
+    WholeAgain,
     gather_at_end,
     gather_in_training,
     leave_in_parts,

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,16 +21,10 @@ from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.logged_values import is_loss, learn_rules
 from lightning_smddp.bridge.step_attributes import learn_steps
 from lightning_smddp.bridge.step_results import KeptState, Observed
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.loss_weights import path_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
-from lightning_smddp.wire.broadcast import broadcast_json, broadcast_structure
 from lightning_smddp.wire.pytree import Path, items
-
-if TYPE_CHECKING:
-    from lightning_smddp.bridge.partitioned_module import PartitionedModule
-    from lightning_smddp.bridge.step import LightningStep
 
 Run: TypeAlias = Callable[["Sequence[MicroBatch]", "KeptState | None"], "Observed | None"]
 Differences = dict[str, tuple[str, str]]  # by what differs: for the rows at once, and from their parts
@@ -130,59 +123,6 @@ class PartFailedError(SplitError):
     """A step that was tried on some rows fails on them, on every rank of the pipeline."""
 
 
-def try_on_parts(
-    partitioned: PartitionedModule, step: LightningStep, rows: MicroBatch, known: Findings
-) -> Findings | None:
-    """Compare what ``step`` shows for ``rows`` with what two parts make up, through the pipeline. Collective.
-
-    Args:
-        partitioned: the module.
-        step: of training or evaluation; a training step is compared as things are, others also in the state that a
-            batch leaves behind.
-        rows: about two micro-batches.
-        known: what earlier trials have found.
-
-    Returns:
-        ``known`` with what is new, which the step's capture has learned; None where the rows cannot be cut.
-
-    Raises:
-        PartFailedError: on every rank: it cannot be run on these.
-    """
-    setup, weighting = partitioned.setup, partitioned.weighed.weighting
-    parts = weighting.apply(rows.split(2))
-    if len(parts) < 2:
-        return None
-
-    def run(some: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
-        with _without_chance() if step.trains else nullcontext():
-            try:
-                return partitioned.try_out(step, some, state)
-            except PartFailedError:  # on all ranks
-                if state is None:
-                    raise
-                return None
-
-    def share(state: KeptState | None) -> KeptState | None:
-        """That of the rank where the step ends, on all of them."""
-        if step.trains:
-            return None
-        shared = broadcast_structure(state, setup.groups.pipeline, setup.last_rank, setup.device)
-        return shared if shared is None or isinstance(shared, KeptState) else KeptState(**shared)
-
-    tolerance = tolerance_of(partitioned.plan.is_exact, setup.device)
-    found = try_results(run, share, rows, parts, step.capture, step.key, tolerance, weighting.kind == "rows")
-    sent = broadcast_json(found.to_json(), setup.groups.pipeline, setup.device, setup.last_rank)
-    found = Findings.from_json(sent).beside(known)
-    found.teach(step.capture, step.key)
-    return found
-
-
-@contextmanager
-def _without_chance() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
-        yield
-
-
 def try_results(
     run: Run,
     share: Callable[[KeptState | None], KeptState | None],
@@ -213,7 +153,7 @@ def try_results(
     findings = Findings()
     if whole is not None:
         results = [part.results for part in alone if part is not None]
-        learned = learn_rules(whole.results, results, parts, by_rows)
+        learned = learn_rules(whole.results.logs, [result.logs for result in results], parts, by_rows)
         findings.rules, findings.doubts = dict(learned.rules), dict(learned.doubts)
         findings.joins = _find_joins(whole.results.output, [result.output for result in results])
         set_to = [result.attributes for result in results]

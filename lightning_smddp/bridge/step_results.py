@@ -15,24 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import set_forward_cache, set_update_count
+from lightning_smddp.bridge.logged_values import Log
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.step_attributes import AttrPath, apply_changes
 from lightning_smddp.wire.broadcast import Channel, HeaderCache, broadcast_structure, in_containers_of
-
-
-@dataclass
-class Log:
-    """One call of ``self.log``: the value, or the name of the metric that was logged and what it showed then.
-
-    ``is_whole`` if the value is what a metric returned for the whole batch.
-    """
-
-    name: str
-    value: Any
-    metric: str | None
-    cache: Any
-    options: dict[str, Any]
-    is_whole: bool = False
 
 
 @dataclass

@@ -22,7 +22,7 @@ from lightning_smddp.bridge.batch_cutting import BatchCutter
 from lightning_smddp.bridge.batch_results import BatchResults
 from lightning_smddp.bridge.checks import SecondCheck
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.result_trials import PartFailedError, try_on_parts
+from lightning_smddp.bridge.result_trials import PartFailedError
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.weighing import as_trained
@@ -231,7 +231,7 @@ class PathTrials:
         if _draws(self.step):
             return None
         try:
-            found = try_on_parts(self.partitioned, self.step.unscaled(), pair, weighed.findings)
+            found = self.partitioned.try_on_parts(self.step.unscaled(), pair, weighed.findings)
         except PartFailedError:  # on every rank
             return None
         if found is None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_smddp.bridge.attempts import FROM_CHECKPOINT
 from lightning_smddp.bridge.metrics import PipelineMetrics
+from lightning_smddp.bridge.module_states import ModuleState
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -37,6 +42,26 @@ def require_whole(module: nn.Module) -> None:
             f"{type(module).__name__} is in parts: {_in_parts[module]}, so that this rank has its own stages only. "
             "Make a new module, and give `fit` the last checkpoint as `ckpt_path`."
         )
+
+
+class WholeAgain(ModuleState):
+    """A module that was partitioned, after the run: each rank has all of it, and its own part of the optimizers."""
+
+    def __init__(self, partitioned: PartitionedModule) -> None:
+        self.setup = partitioned.setup
+        self._partitioned = partitioned
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
+        return self._partitioned.optimizer_state(optimizer, gather)
+
+    @override
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._partitioned.load_optimizer_states(states)
+
+    @override
+    def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return self._partitioned.optimized(optimizer)
 
 
 def gather_at_end(partitioned: PartitionedModule) -> bool:
