@@ -237,8 +237,14 @@ RETIRED = {
 RETIRED_NAMES = {
     "asks_for_place": "asks_for_device",
     "build_program": "build_graph",
+    "ghost": "remote_tensor",
+    "ghosts": "remote_tensors",
+    "is_rehearsal": "is_probe",
+    "rehearsal_plan": "probe_plan",
     "seals": "must_be_whole",
+    "set_aside": "stash",
     "splitting": "stage_cuts",
+    "survey": "infer_shapes",
     "untouched": "preserve_state",
     "user_place": "user_location",
 }

@@ -374,7 +374,7 @@ class PartitionedModule(ModuleState):
 
         With ``shares_overflow`` a gradient scaler of each rank sees inf and NaN of all of them.
         """
-        self.stash.deliver(factor)
+        self.stash.restore(factor)
         for partition in self.optimizers:
             partition.refresh()
             if shares_overflow:

@@ -381,7 +381,7 @@ class Training:
         if not continues and partitioned.replicas is None:
             drop = partitioned.stash.drop
         outputs = run_batch(partitioned, step, found, functools.partial(trials.find, False), begin, drop)
-        partitioned.stash.set_aside()
+        partitioned.stash.stash()
         partitioned.buffers.trained = True
         trials.look_behind(microbatches)
 

@@ -133,7 +133,7 @@ def collectives_meanwhile(algorithm: str) -> None:
             synchronizer.average = late  # type: ignore[method-assign]
         replicas.begin(MICROBATCHES)
         backward(model, rank)
-        replicas.set_aside()
+        replicas.stash()
         time.sleep(0.2 * rank)
         value = torch.tensor([float(rank)])
         dist.all_reduce(value, group=group)
@@ -239,7 +239,7 @@ def put_aside() -> None:
     with averaging(model, algorithm="shared_memory") as replicas:
         replicas.begin(MICROBATCHES)
         backward(model, dist.get_rank())
-        replicas.set_aside()
+        replicas.stash()
         assert all(parameter.grad is None for parameter in model.parameters())
         model.zero_grad(set_to_none=False)
         replicas.finish()

@@ -1,4 +1,12 @@
-"""Gradients between a schedule, which makes them early, and a Trainer, which zeroes and wants them later."""
+"""Gradients between a schedule, which makes them early, and a Trainer, which zeroes and wants them later.
+
+A schedule runs forward and backward of all micro-batches within `training_step`. Lightning zeroes gradients behind it,
+and asks for them in `backward`::
+
+    training_step: begin -> schedule makes .grad -> stash      .grad as it was before the batch
+    zero_grad                                                  .grad as the Trainer wants it
+    backward:      restore                                     .grad = what was there + what the schedule made
+"""
 
 from __future__ import annotations
 
@@ -16,12 +24,12 @@ class Averaging(Protocol):
     """What :class:`~lightning_smddp.pipeline.gradients.replicas.ReplicaGradients` does."""
 
     def begin(self, backwards: int | Mapping[str, int] | None, keep: bool = False) -> None: ...  # noqa: D102
-    def set_aside(self) -> None: ...  # noqa: D102
+    def stash(self) -> None: ...  # noqa: D102
     def finish(self, average: bool = True) -> None: ...  # noqa: D102
 
 
 class GradientStash:
-    """One batch after the other: :meth:`begin`, the schedule, :meth:`set_aside`, :meth:`deliver`.
+    """One batch after the other: :meth:`begin`, the schedule, :meth:`stash`, :meth:`restore`.
 
     Args:
         parameters: of this rank, by first name.
@@ -60,7 +68,7 @@ class GradientStash:
             accumulates = accumulates and not self.hooks.from_start  # alike on all ranks, which meet if it is False
         self._accumulates, self._keeps, self._old = accumulates, continues, None
         if not continues and not may_drop:
-            self._old = {name: None if p.grad is None else p.grad.clone() for name, p in self.parameters.items()}
+            self._old = {name: _copied(parameter.grad) for name, parameter in self.parameters.items()}
         if self.replicas is None:
             if not continues:
                 self._set({})
@@ -73,16 +81,16 @@ class GradientStash:
         self._set(self._old or {})
         self._old = None
 
-    def set_aside(self) -> None:
+    def stash(self) -> None:
         """Take away what the schedule has made, so that zeroing does not reach it, and put back what was there."""
         if self.replicas is not None:
-            self.replicas.set_aside()
+            self.replicas.stash()
         else:
             self._made = {name: p.grad for name, p in self.parameters.items()}
         self._set(self._old or {})
 
     @torch.no_grad()
-    def deliver(self, factor: float) -> None:
+    def restore(self, factor: float) -> None:
         """Set ``.grad``. Collective over the pipeline, and over replicas, unless the batch accumulates.
 
         Args:
@@ -96,7 +104,9 @@ class GradientStash:
                 f"The loss was multiplied by {factor:g} between `training_step` and `backward` in a batch that "
                 "accumulates gradients. In a pipeline gradients exist before that. Multiply it inside `training_step`."
             )
-        before = {name: p.grad for name, p in self.parameters.items()} if self._old is not None else {}
+        before: dict[str, Tensor | None] = {}
+        if self._old is not None:  # the Trainer may have zeroed it since, so `.grad` counts and not the copy
+            before = {name: parameter.grad for name, parameter in self.parameters.items()}
         if self.replicas is not None:
             self._set({})  # else what was there before would be taken for what was made
             self.replicas.finish(average=not self._accumulates)
@@ -113,11 +123,19 @@ class GradientStash:
             self.hooks.on_gradients(self.parameters)
         for name, old in before.items():
             parameter = self.parameters[name]
-            if old is not None:
-                parameter.grad = old if parameter.grad is None else parameter.grad.add_(old)
+            if old is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = old
+            else:
+                parameter.grad.add_(old)
         self._old = None
         self.hooks.behind_accumulation(self.parameters)
 
     def _set(self, gradients: Mapping[str, Tensor | None]) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()

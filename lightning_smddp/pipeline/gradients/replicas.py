@@ -118,7 +118,7 @@ class ReplicaGradients:
         finally:
             self._remaining = remaining
 
-    def set_aside(self) -> None:
+    def stash(self) -> None:
         """Take ``.grad`` away until :meth:`finish`, so that nobody zeroes or reads what may be under way."""
         for bucket in self.buckets:
             bucket.collect()

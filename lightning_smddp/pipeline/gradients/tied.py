@@ -36,12 +36,12 @@ def create_tied_groups(
     assert dist.group.WORLD is not None
     name, rank = new_name(dist.group.WORLD, device), dist.get_rank()
     replica = next(number for number, pipeline in enumerate(pipelines) if rank in pipeline)
-    mine: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    local: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for ranks in shared:
         members = [pipelines[replica][place] for place in ranks]
         if rank in members:
-            mine[ranks] = create_group(members, f"{name}-tied-{replica}-{ranks}", timeout, device)
-    return mine
+            local[ranks] = create_group(members, f"{name}-tied-{replica}-{ranks}", timeout, device)
+    return local
 
 
 class TiedGradients:

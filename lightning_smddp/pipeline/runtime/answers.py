@@ -1,4 +1,4 @@
-"""What Python code reads of a micro-batch: asked of the device once, though each stage and rehearsal runs the code."""
+"""What Python code reads of a micro-batch: asked of the device once, though each stage and probe runs the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Answers:
     """The values that a step has read of one micro-batch, in the order in which it asks for them.
 
     Runs of the step on the same micro-batch ask the same, as nothing but the batch decides what they do. One that asks
-    for something else from some place on is another course: it gets no answer, and its own are remembered instead.
+    for something else from some place on is on another path: it gets no answer, and its own are remembered instead.
     """
 
     def __init__(self) -> None:

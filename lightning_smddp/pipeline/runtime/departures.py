@@ -1,7 +1,7 @@
-"""A step that leaves its course on one stage while the schedule runs, so that no other stage waits for messages.
+"""A step that leaves its path on one stage while the schedule runs, so that no other stage waits for messages.
 
 The stage goes on with messages of the right sizes and no meaning, up to the schedule's end. Then all ranks hear of it,
-throw the batch away, and may run it again, on another course or in another way.
+throw the batch away, and may run it again, on another path or in another way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LeftCourseError(ReplayError):
     """Raised on every rank of the pipeline, behind the schedule: nothing that it has made counts.
 
     Attributes:
-        failures: by micro-batch, how the step left its course.
+        failures: by micro-batch, how the step left its path.
     """
 
     def __init__(self, failures: Mapping[int, str]) -> None:
@@ -32,7 +32,7 @@ class LeftCourseError(ReplayError):
 
 
 def without_meaning(boundary: Boundary, device: torch.device) -> tuple[Tensor, ...]:
-    """What a stage sends that has left its course: a NaN that no arithmetic makes; zeros of types without."""
+    """What a stage sends that has left its path: a NaN that no arithmetic makes; zeros of types without."""
     sent = []
     for spec in boundary:
         tensor = spec.empty(device)
@@ -45,7 +45,7 @@ def without_meaning(boundary: Boundary, device: torch.device) -> tuple[Tensor, .
 
 
 def has_no_meaning(received: Sequence[Tensor]) -> bool:
-    """Whether an earlier stage has left its course, so that any error is its fault."""
+    """Whether an earlier stage has left its path, so that any error is its fault."""
     shown = [tensor.detach() for tensor in received if _has_nan(tensor) and tensor.numel()]
     return bool(shown) and all(bool((t.contiguous().reshape(-1).view(torch.uint8) == _BYTE).all()) for t in shown)
 
@@ -70,10 +70,10 @@ def require_no_departure(
     if same_everywhere([group.rank(), sorted(failures.items())] if failures or news else [], group, device):
         return 0
     found: dict[int, str] = {}
-    everyones = gather_json([sorted(failures.items()), news], group, device)
-    for theirs, _ in everyones:
-        for index, text in theirs:
+    gathered = gather_json([sorted(failures.items()), news], group, device)
+    for remote, _ in gathered:
+        for index, text in remote:
             found.setdefault(index, text)
     if found:
         raise LeftCourseError(found)
-    return max(int(news) for _, news in everyones)
+    return max(int(news) for _, news in gathered)

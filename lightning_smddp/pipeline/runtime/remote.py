@@ -21,7 +21,7 @@ OTHER_COURSE = (
 
 
 class ReplayError(RuntimeError):
-    """The step took another course than when it was traced."""
+    """The step took another path than when it was traced."""
 
 
 class RemoteTensor(Tensor):

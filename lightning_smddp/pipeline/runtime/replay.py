@@ -121,7 +121,7 @@ class Replay:
             What the next stage receives (empty on the last), and what the step returned (None unless last).
 
         Raises:
-            ReplayError: the step took another course than when it was traced, or its values have other shapes.
+            ReplayError: the step took another path than when it was traced, or its values have other shapes.
         """
         stage = self.stage
         told: dict[int, Any] = {}

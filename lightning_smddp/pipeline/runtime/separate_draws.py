@@ -15,9 +15,9 @@ def separate_draws(group: dist.ProcessGroup, device: torch.device) -> None:
 
     Ranks that differ, as in a run that is resumed, are left alone; so is the first one. Collective over ``group``.
     """
-    mine = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-    everyones = gather_json(mine, group, device)
-    if everyones[group.rank()] in everyones[: group.rank()]:
+    local = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    gathered = gather_json(local, group, device)
+    if gathered[group.rank()] in gathered[: group.rank()]:
         seed = int(torch.randint(2**62, ()))  # the same as on that rank, which does not draw it
         torch.manual_seed(seed + group.rank())
 

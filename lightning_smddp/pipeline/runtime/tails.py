@@ -1,4 +1,4 @@
-"""What a step does behind its last module: on one rank, in code that no rehearsal comes to.
+"""What a step does behind its last module: on one rank, in code that no probe comes to.
 
 It may change in mid-training: a term that is added to the loss after a warm-up, a sum where there was a mean. The
 stage that runs it sees which functions follow each other. Loops are as long as the data wants and show no new pair of

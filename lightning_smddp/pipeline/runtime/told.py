@@ -14,32 +14,32 @@ from lightning_smddp.wire.encode import bits_of, float_of
 from lightning_smddp.wire.pytree import leaves, rebuild
 
 
-def count(items: Sequence[Node]) -> int:
-    """How many numbers are read at ``items``."""
-    return sum(len(item.returned.sources) for item in items)
+def count(nodes: Sequence[Node]) -> int:
+    """How many numbers are read at ``nodes``."""
+    return sum(len(node.returned.sources) for node in nodes)
 
 
-def write_told(items: Sequence[Node], results: Mapping[int, Any], device: torch.device) -> Tensor:
-    """What was read at each of ``items``, as one tensor."""
+def write_told(nodes: Sequence[Node], results: Mapping[int, Any], device: torch.device) -> Tensor:
+    """What was read at each of ``nodes``, as one tensor."""
     numbers = []
-    for item in items:
-        for leaf, (_, traced) in zip(leaves(results[item.index]), item.returned.sources, strict=True):
+    for node in nodes:
+        for leaf, (_, traced) in zip(leaves(results[node.index]), node.returned.sources, strict=True):
             if type(leaf) is not type(traced):
                 raise ReplayError(
-                    f"At {item.location} Python read {leaf!r}, a {type(leaf).__name__}; when the step was traced "
+                    f"At {node.location} Python read {leaf!r}, a {type(leaf).__name__}; when the step was traced "
                     f"it was a {type(traced).__name__}."
                 )
             numbers.append(_bits(leaf))
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
-def read_told(items: Sequence[Node], message: Tensor) -> dict[int, Any]:
-    """The inverse of :func:`write_told`, by item."""
+def read_told(nodes: Sequence[Node], message: Tensor) -> dict[int, Any]:
+    """The inverse of :func:`write_told`, by node."""
     numbers = iter(message.tolist())
     results = {}
-    for item in items:
-        found = [_number(next(numbers), source) for _, source in item.returned.sources]
-        results[item.index] = rebuild(item.returned.skeleton, found)
+    for node in nodes:
+        found = [_number(next(numbers), source) for _, source in node.returned.sources]
+        results[node.index] = rebuild(node.returned.skeleton, found)
     return results
 
 

@@ -38,10 +38,10 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int =
     facts = [[name, *Spec.of(tensor).to_json(), tensor.is_meta] for name, tensor in named.items()]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     if len(set(gather_json(digest, group, device))) > 1:
-        everyones = gather_json(facts, group, device)
-        other = next(rank for rank, theirs in enumerate(everyones) if theirs != everyones[source])
-        different = [fact for fact in everyones[other] if fact not in everyones[source]]
-        different = different or [fact for fact in everyones[source] if fact not in everyones[other]]
+        gathered = gather_json(facts, group, device)
+        other = next(rank for rank, remote in enumerate(gathered) if remote != gathered[source])
+        different = [fact for fact in gathered[other] if fact not in gathered[source]]
+        different = different or [fact for fact in gathered[source] if fact not in gathered[other]]
         raise ValueError(
             f"The models of rank {source} and rank {other} differ, first in {different[:1]} (name, shape, dtype, on "
             "the meta device). Build the same model on every rank: nothing in it may depend on the rank."

@@ -37,9 +37,9 @@ class SharedBuffers:
         """Note which ranks use which buffers in a step."""
         ranks: dict[str, set[int]] = {}
         for plan in stage_cuts.plans(len(graph.nodes)):
-            for item in graph.nodes[plan.begin : plan.end]:
-                if item.module is not None:
-                    ranks.setdefault(item.module, set()).add(self.rank_of_stage[plan.stage])
+            for node in graph.nodes[plan.begin : plan.end]:
+                if node.module is not None:
+                    ranks.setdefault(node.module, set()).add(self.rank_of_stage[plan.stage])
         for name, calls in graph.buffers_used.items():
             units = {next((unit for unit in ranks if f"{call}.".startswith(f"{unit}.")), None) for call in calls}
             if name in self.ownership.buffers and any(
@@ -64,6 +64,6 @@ class SharedBuffers:
         view = self.view
         buffers = {name: buffer.detach() for name, buffer in view.module.named_buffers() if name in wanted}
         for source in range(view.group.size()):
-            mine = [buffer for name, buffer in buffers.items() if self.ownership.buffers[name] == source]
-            if mine:
-                broadcast_tensors([Spec.of(buffer) for buffer in mine], mine, view.group, source, view.device)
+            local = [buffer for name, buffer in buffers.items() if self.ownership.buffers[name] == source]
+            if local:
+                broadcast_tensors([Spec.of(buffer) for buffer in local], local, view.group, source, view.device)

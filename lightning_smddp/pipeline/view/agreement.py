@@ -66,11 +66,11 @@ class Agreement:
             SharedViewError: on every rank, if a rank alone asks for what others cannot give.
         """
         words = [int(ask), zlib.crc32(f"{detail} {exactly}".encode()), serial]
-        mine = from_numbers(words, torch.int64, self.device)
+        local = from_numbers(words, torch.int64, self.device)
         while True:
-            theirs = [torch.empty_like(mine) for _ in range(self.group.size())]
-            dist.all_gather(theirs, mine, group=self.group)
-            rows = torch.stack(theirs).tolist()
+            gathered = [torch.empty_like(local) for _ in range(self.group.size())]
+            dist.all_gather(gathered, local, group=self.group)
+            rows = torch.stack(gathered).tolist()
             self.alike = all(row[1] == rows[0][1] for row in rows)
             highest = max(row[2] for row in rows)
             asking = [rank for rank, row in enumerate(rows) if row[0] != Ask.END]

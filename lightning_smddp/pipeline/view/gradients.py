@@ -53,21 +53,22 @@ class ViewGradients:
         present = self.announce()
         for name, leaf in self.leaves.by_name.items():
             if name in present and leaf.tensor.requires_grad:
-                mine = leaf.tensor.grad if leaf.home == self.view.rank else None
+                local: Tensor | None = None
+                if leaf.home == self.view.rank and leaf.tensor.grad is not None:
+                    local = leaf.tensor.grad.detach()
                 shape = torch.empty_strided(leaf.tensor.shape, present[name], dtype=leaf.tensor.dtype, device="meta")
-                local = None if mine is None else mine.detach()
                 shown = self.leaves.show(leaf)
                 shown.grad = GlobalTensor(self.view, leaf.home, shape, local, Memory(GRADIENT + name))
         self.loaded = True
 
     def announce(self) -> dict[str, list[int]]:
         """Names of the parameters that have a gradient, and its strides. Collective."""
-        mine = {}
+        local = {}
         for name, leaf in self.leaves.by_name.items():
             if leaf.home == self.view.rank and leaf.tensor.grad is not None:
-                mine[name] = list(leaf.tensor.grad.stride())
-        everyones = gather_json(mine, self.view.group, self.view.device)
-        return {name: strides for part in everyones for name, strides in part.items()}
+                local[name] = list(leaf.tensor.grad.stride())
+        gathered = gather_json(local, self.view.group, self.view.device)
+        return {name: strides for part in gathered for name, strides in part.items()}
 
     def write_back(self) -> None:
         """Parameters get the gradients that their stand-ins have now. Collective if some have to be sent."""

@@ -65,15 +65,15 @@ class Leaves:
 
     def show(self, leaf: Leaf) -> GlobalTensor:
         """Its stand-in, up to date: the module's tensor may have got other memory since."""
-        tensor, mine = leaf.tensor, leaf.home == self.view.rank
+        tensor, is_local = leaf.tensor, leaf.home == self.view.rank
         shown = leaf.shown
         if shown is None or shown.shape != tensor.shape or shown.dtype != tensor.dtype:
             shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             with torch.inference_mode(False):  # it stays when a validation is over
-                shown = GlobalTensor(self.view, leaf.home, shape, tensor.detach() if mine else None, leaf.memory)
+                shown = GlobalTensor(self.view, leaf.home, shape, tensor.detach() if is_local else None, leaf.memory)
                 shown.requires_grad_(tensor.requires_grad)
             leaf.shown = shown
-        elif mine:
+        elif is_local:
             assert shown.local is not None
             if shown.local.data_ptr() != tensor.data_ptr():
                 shown.local = tensor.detach()

@@ -58,12 +58,12 @@ class Operations:
             return self._each(function, args, kwargs)
         if facts.name in _TOLD:
             return self._told(function, args, kwargs, found)
-        everyones = any(isinstance(t, Tensor) and not isinstance(t, GlobalTensor) for t in written)
-        if everyones and any(isinstance(t, GlobalTensor) for t in written):
+        is_everywhere = any(isinstance(t, Tensor) and not isinstance(t, GlobalTensor) for t in written)
+        if is_everywhere and any(isinstance(t, GlobalTensor) for t in written):
             raise GlobalViewError(
                 f"{facts.name} at {user_location()} writes a tensor of one rank and a tensor of all ranks at once."
             )
-        if everyones or not facts.makes_tensors or facts.name in _DRAW_BY_VALUE:
+        if is_everywhere or not facts.makes_tensors or facts.name in _DRAW_BY_VALUE:
             return self._everywhere(function, args, kwargs, found, facts)
         return self._at_home(function, args, kwargs, found, facts)
 

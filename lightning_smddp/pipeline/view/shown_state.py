@@ -42,10 +42,10 @@ class ShownState(defaultdict[Any, Any]):
         _, ranks, _ = self.view.agreement.meet(Ask.VALUES, what, self.view.serial)
         if len(ranks) < self.view.group.size():
             self.view.requests.refuse(ranks, what)
-        mine = {name: self._described(leaf) for name, leaf in self.view.leaves.by_name.items()}
-        mine = {name: described for name, described in mine.items() if described is not None}
-        everyones = gather_json(mine, self.view.group, self.view.device)
-        found = {name: described for part in everyones for name, described in part.items()}
+        local = {name: self._described(leaf) for name, leaf in self.view.leaves.by_name.items()}
+        local = {name: described for name, described in local.items() if described is not None}
+        gathered = gather_json(local, self.view.group, self.view.device)
+        found = {name: described for part in gathered for name, described in part.items()}
         for name, leaf in self.view.leaves.by_name.items():
             if name in found:
                 super().__setitem__(leaf.tensor, self._shown(leaf, found[name]))
