@@ -42,6 +42,8 @@ class BackgroundWriter:
 
         For removing what the running one replaces.
         """
+        # Under the lock it is either the thread that will find this task when it has ended, or nobody: then it is our
+        # turn. So none is forgotten, and none runs twice.
         with self._lock:
             if self._busy:
                 self._afterwards.append(task)

@@ -109,6 +109,7 @@ def put_in_place(temporary: str, final: str) -> None:
     """
     parent = os.path.dirname(os.path.abspath(final))
     previous = previous_name(final)
+    # At each line below, whenever the process dies there, a complete one is at `final` or at `previous`.
     if not os.path.lexists(final) or not (_is_directory(temporary) or _is_directory(final)):
         os.replace(temporary, final)
     elif exchange(temporary, final):
@@ -149,6 +150,7 @@ def previous_name(final: str) -> str:
 def remove_complete(path: str) -> None:
     """Remove a file, directory or link (not what it points to), complete until it is gone; nothing if there is none."""
     parent, name = os.path.split(os.path.abspath(path))
+    # A directory is removed file by file. First it loses its name, so that nobody takes what is left for a checkpoint.
     doomed = os.path.join(parent, temporary_name(name))
     try:
         os.rename(path, doomed)

@@ -57,6 +57,7 @@ class Outline:
             rest: of the whole checkpoint. Its parameter groups give the order of the optimizers' parameters.
         """
         whole = cls()
+        # From the last rank to the first: what is set later stays.
         for outline in reversed(outlines):
             whole.state_dict.update(outline.state_dict)
         whole.state_dict = _sorted(whole.state_dict, order)

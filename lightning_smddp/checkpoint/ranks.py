@@ -49,6 +49,7 @@ class Ranks:
         """
         if self.group is None:
             return [act()]
+        # Whoever fails still takes part in the exchange: the others wait in it, and hear why.
         result, error = None, None
         try:
             result = act()

@@ -78,8 +78,9 @@ def verify_checkpoint(path: str | PathLike[str]) -> None:
 
 @contextmanager
 def _opened(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
-    """The file; of a remote one a local copy, so that what was verified is what is loaded."""
+    """The file; of a remote one a local copy."""
     fs, name = locate(path)
+    # What is verified is what is loaded: a remote file could be another one when it is read a second time.
     try:
         if fs is None:
             with open(name, "rb") as file:

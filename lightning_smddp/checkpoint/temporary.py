@@ -42,9 +42,11 @@ def create(parent: str, name: str, make: Callable[[str], int]) -> tuple[int, str
     for _ in range(_ATTEMPTS):
         path = os.path.join(parent, temporary_name(name))
         descriptor = make(path)
+        # Between its creation and its lock somebody may take it for a stray one: then he has its lock, or it has no
+        # name any more.
         if lock(descriptor) is not False and os.fstat(descriptor).st_nlink > 0:
             return descriptor, path
-        os.close(descriptor)  # somebody took it for a stray one, between its creation and its lock
+        os.close(descriptor)
     raise OSError(errno.EBUSY, "temporary files are removed as soon as they are made", parent)
 
 
@@ -87,6 +89,7 @@ def _remove_stray(path: str) -> bool:
     kind = os.O_RDONLY | os.O_DIRECTORY if os.path.isdir(path) else os.O_RDWR  # which NFS needs for a lock
     descriptor = os.open(path, kind | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
+        # Whose writer lives is locked. Where there are no locks, age has to do.
         locked = lock(descriptor)
         old = time.time() - os.fstat(descriptor).st_mtime > STRAY_AFTER_S
         if locked or (locked is None and old):

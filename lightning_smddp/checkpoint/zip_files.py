@@ -51,6 +51,8 @@ def require_whole(file: IO[bytes]) -> None:
         OSError: it cannot be read.
     """
     try:
+        # Parsers look for the end from behind, and pass over what follows it; so that comes first. Then each record is
+        # read, at the end of which `zipfile` compares its CRC-32.
         _require_end(file)
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
@@ -123,6 +125,8 @@ class _StampingWriter(Writer):
         self._held = b""  # the last 2 bytes so far: at the end they are the length of the comment
 
     def write(self, data: Any) -> int:
+        # Held back: the last 2 bytes. A zip file ends with the length of its comment, and ours is to be another one; a
+        # file in S3 cannot be changed afterwards.
         view = memoryview(data).cast("B")
         if len(view) < 2:
             joined = self._held + bytes(view)

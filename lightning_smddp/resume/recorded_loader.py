@@ -116,7 +116,9 @@ class RecordedLoader:
 
     def _continue(self, course: Course) -> Iterator[Any]:
         """An iterator that has given ``course.count - ahead`` batches already, like the one that has."""
-        if course.created is not None:  # else there is nothing to take again
+        # A sampler draws its order when the iterator is made, or when its first batch is asked for: at both moments the
+        # random numbers are those of the unbroken run.
+        if course.created is not None:
             self.states.restore(course.created)
         self._had_workers = course.workers_live
         iterator = self._iterator()
@@ -158,6 +160,7 @@ class _RecordedIterator(Iterator[Any]):
         self._owner, self._course, self._iterator = owner, owner.course, iterator
 
     def __next__(self) -> Any:
+        # Taken before the batch, as a checkpoint that lies in its training goes on with this very batch.
         course, now = self._course, self._owner.states.capture()
         self._owner.before_fetch(now)
         course.latest = now
