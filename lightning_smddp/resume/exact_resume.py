@@ -236,8 +236,8 @@ class ExactResume:
         self._warn(resumption, in_epoch=continues and not trained_last_batch(trainer))
         assert self._point is not None
         self._point.begin()
-        # The iterators of the unbroken run are made again, and skip what it had seen. That draws random numbers, so that
-        # those of the checkpoint are put back behind it.
+        # The iterators of the unbroken run are made again, and skip what it had seen. That draws random
+        # numbers, so those of the checkpoint are put back behind it.
         if self._loaders:
             for loader, course in zip(self._loaders, resumption.courses, strict=True):
                 loader.holds = ended
