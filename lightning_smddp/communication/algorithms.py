@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_smddp._compat.torch import is_nccl
-from lightning_smddp.communication.buckets import Layout
+from lightning_smddp.communication.buckets import Layout, sum_dtype
 from lightning_smddp.communication.inter_node import InterNodeReduce
 from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.shared_memory import SharedMemory
@@ -53,7 +53,7 @@ class Algorithm(Protocol):
 
 def reference_all_reduce(tensors: list[Tensor]) -> Tensor:
     """What every exact algorithm has to compute: slow and obvious. ``tensors``: one of each rank."""
-    wide = torch.float32 if tensors[0].dtype in (torch.float16, torch.bfloat16) else tensors[0].dtype
+    wide = sum_dtype(tensors[0].dtype)
     total = torch.zeros_like(tensors[0], dtype=wide)
     for tensor in tensors:
         total += tensor.to(wide)
@@ -76,15 +76,18 @@ class Native:
         early = tensor.dtype == torch.float16  # the sum may overflow where the mean does not
         if early:
             tensor.div_(self.world_size)
-        averages = not early and self._can_average(tensor)
-        operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
+        operation, late = dist.ReduceOp.SUM, not early
+        if not early and self._can_average(tensor):
+            operation, late = dist.ReduceOp.AVG, False
         work = dist.all_reduce(tensor, operation, group=self.group, async_op=True)
         assert work is not None
         future: Future[Any] = work.get_future()
 
         def mean(done: Future[Any]) -> Tensor:
             done.value()  # raises what the collective raised
-            return tensor if early or averages else tensor.div_(self.world_size)
+            if late:
+                tensor.div_(self.world_size)
+            return tensor
 
         return future.then(mean)
 
@@ -238,6 +241,8 @@ class TwoLevel:
 
 
 def _completed(tensor: Tensor) -> Future[Any]:
-    future: Future[Any] = Future(devices=[tensor.device]) if tensor.is_cuda else Future()
+    future: Future[Any] = Future()
+    if tensor.is_cuda:
+        future = Future(devices=[tensor.device])
     future.set_result(tensor)
     return future

@@ -7,6 +7,7 @@ same calls and agree on the slowest rank's times, so all of them choose the same
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,18 @@ class Plan:
         """The choice in one line."""
         parts, lower = [], 0
         for limit, name in self.table:
-            above = f"above {_mib(lower)}" if lower else "all sizes"
-            parts.append(f"{name} ({above if limit >= _LIMITLESS else f'up to {_mib(limit)}'})")
+            sizes = "all sizes"
+            if limit < _LIMITLESS:
+                sizes = f"up to {_mib(limit)}"
+            elif lower:
+                sizes = f"above {_mib(lower)}"
+            parts.append(f"{name} ({sizes})")
             lower = limit
-        gain = ""
-        if "native" in self.seconds and self.sizes:
-            chosen = self.table[-1][1]
-            if chosen != "native":
-                gain = (
-                    f", {self.seconds['native'][-1] / self.seconds[chosen][-1]:.1f}x native at {_mib(self.sizes[-1])}"
-                )
-        return f"{', '.join(parts)}{gain}; {self.source}"
+        _, chosen = self.table[-1]
+        if "native" in self.seconds and self.sizes and chosen != "native":
+            gain = self.seconds["native"][-1] / self.seconds[chosen][-1]
+            parts.append(f"{gain:.1f}x native at {_mib(self.sizes[-1])}")
+        return f"{', '.join(parts)}; {self.source}"
 
 
 def given_plan(name: str, bucket_cap_mb: float | None) -> Plan:
@@ -94,7 +96,9 @@ def choose_plan(
     if communicator.world_size == 1:
         return given_plan("native", bucket_cap_mb)
     key = plan_key(communicator, module, compression, bucket_cap_mb)
-    found = _read(cache).get(key) if communicator.rank == 0 else None
+    found = None
+    if communicator.rank == 0:
+        found = _read(cache).get(key)
     cached = _plan_of(broadcast_json(found, communicator.group, communicator.device))
     if cached is not None:
         return cached
@@ -114,14 +118,19 @@ def plan_key(
     from lightning_smddp import __version__
 
     topology = communicator.topology
+    gpu, compressed = "", None
+    if communicator.device.type == "cuda":
+        gpu = torch.cuda.get_device_name(communicator.device)
+    if compression is not None:
+        compressed = asdict(compression)
     facts = [
         [(list(p.shape), str(p.dtype)) for p in module.parameters() if p.requires_grad],
         [list(ranks) for ranks in topology.nodes],
         communicator.device.type,
-        torch.cuda.get_device_name(communicator.device) if communicator.device.type == "cuda" else "",
+        gpu,
         [os.cpu_count(), torch.get_num_threads(), communicator.zero_copy, communicator.shared_memory_refusal],
         [torch.__version__, __version__],
-        None if compression is None else asdict(compression),
+        compressed,
         bucket_cap_mb,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -188,10 +197,9 @@ def _timed(call: Callable[[], object]) -> float:
 def _table(sizes: list[int], times: dict[str, list[float]]) -> list[tuple[int, str]]:
     """For each timed size the fastest algorithm, limits halfway (geometrically) between sizes, runs merged."""
     best = [min(times, key=lambda name: times[name][index]) for index in range(len(sizes))]
+    between = [int((size * larger) ** 0.5) for size, larger in itertools.pairwise(sizes)]
     table: list[tuple[int, str]] = []
-    for index, name in enumerate(best):
-        last = index == len(best) - 1
-        limit = _LIMITLESS if last else int((sizes[index] * sizes[index + 1]) ** 0.5)
+    for name, limit in zip(best, [*between, _LIMITLESS], strict=True):
         if table and table[-1][1] == name:
             table.pop()
         table.append((limit, name))
@@ -214,7 +222,9 @@ def _bucket_size(gradient_bytes: int, sizes: list[int], seconds: list[float], na
     def cost(megabytes: float) -> float:
         bucket_bytes = int(megabytes * 2**20)
         count = max(1, math.ceil(gradient_bytes / bucket_bytes))
-        visible_bytes = min(bucket_bytes, gradient_bytes) if overlapped else gradient_bytes
+        visible_bytes = gradient_bytes
+        if overlapped:
+            visible_bytes = min(bucket_bytes, gradient_bytes)
         return count * bucket_s + visible_bytes * byte_s
 
     # Of those within the timing's own error the one nearest to DDP's: large buckets keep gradients longer in memory.
@@ -224,7 +234,9 @@ def _bucket_size(gradient_bytes: int, sizes: list[int], seconds: list[float], na
 
 
 def _mib(size: int) -> str:
-    return f"{size / 2**20:.3g} MiB" if size >= 2**20 else f"{size / 2**10:.3g} KiB"
+    if size < 2**20:
+        return f"{size / 2**10:.3g} KiB"
+    return f"{size / 2**20:.3g} MiB"
 
 
 def _read(cache: Path | None) -> dict[str, Any]:
@@ -234,17 +246,21 @@ def _read(cache: Path | None) -> dict[str, Any]:
         plans = json.loads(cache.read_text())
     except (OSError, ValueError):  # unreadable or torn: measured anew and replaced
         return {}
-    return plans if isinstance(plans, dict) else {}
+    if not isinstance(plans, dict):
+        return {}
+    return plans
 
 
 def _plan_of(entry: Any) -> Plan | None:
     """A plan from its JSON; None if it is none."""
     try:
-        plan = Plan(**{**entry, "table": [(int(limit), str(name)) for limit, name in entry["table"]]})
+        table = [(int(limit), str(name)) for limit, name in entry["table"]]
+        plan = Plan(**{**entry, "table": table, "source": "cached"})
     except (KeyError, TypeError, ValueError):
         return None
-    known = plan.table and all(name in NAMES for _, name in plan.table)
-    return replace(plan, source="cached") if known else None
+    if not table or any(name not in NAMES for _, name in table):
+        return None
+    return plan
 
 
 def _write(cache: Path, key: str, plan: Plan) -> None:

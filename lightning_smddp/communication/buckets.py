@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of ``dtype`` are summed: fp32 for 16-bit types, which are rounded once at the end."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,10 @@ class Layout:
         pieces, offset = [], 0
         for name, parameter in named:
             numel = parameter.numel()
-            row = numel // parameter.shape[0] if parameter.dim() >= 2 and numel else 0
-            pieces.append(Piece(name, offset, 0, numel, row))
+            row_length = 0
+            if parameter.dim() >= 2 and numel:
+                row_length = numel // parameter.shape[0]
+            pieces.append(Piece(name, offset, 0, numel, row_length))
             offset += numel
         return cls(slot, tuple(pieces))
 

@@ -28,7 +28,7 @@ _SELF_TEST_NUMEL = 100_003  # a prime: no shard, chunk or part divides it
 
 
 class Communicator:
-    """This rank's place in the job and its links to the others. Creation is collective over ``group``.
+    """This rank's position in the job and its links to the others. Creation is collective over ``group``.
 
     Args:
         group: the ranks that share gradients: all of the job, or one of several groups of them.
@@ -72,8 +72,10 @@ class Communicator:
         if reason is not None:
             self.notes.append(f"no shared memory: {reason}")
             return reason
-        needed = gradient_bytes * len(self.topology.local_ranks)
-        short = f"{needed / 2**20:.0f} MiB needed, {free_bytes() / 2**20:.0f} free" if free_bytes() < needed else None
+        needed, free = gradient_bytes * len(self.topology.local_ranks), free_bytes()
+        short = None
+        if free < needed:
+            short = f"{needed / 2**20:.0f} MiB needed, {free / 2**20:.0f} free"
         short = next((text for text in gather_json(short, self.group, self.device) if text), None)
         if short is not None:
             self.zero_copy = False
@@ -93,35 +95,38 @@ class Communicator:
         """Compare one bucket in shared memory with the backend's all-reduce; returns what went wrong on any rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.rank)
-            mine = torch.randn(_SELF_TEST_NUMEL)
+            local = torch.randn(_SELF_TEST_NUMEL)
         failure, is_cause = None, True
         memory = SharedMemory(self._meshes[0], zero_copy=self.zero_copy)
         try:
-            theirs = mine.clone()
-            memory.all_reduce(theirs, slot=0)
+            summed = local.clone()
+            memory.all_reduce(summed, slot=0)
         except (OSError, RuntimeError, ValueError) as error:
-            failure, theirs = f"self-test failed with {error}", torch.zeros_like(mine)
+            failure, summed = f"self-test failed with {error}", torch.zeros_like(local)
             is_cause = not isinstance(error, RankFailedError)
             self._close_meshes()  # peers that wait for this rank go on
         memory.close()
-        # the node's sum by the backend: every rank contributes at its node's place
+        # The node's sum by the backend: a row for each node, and every rank contributes to its node's.
         expected = torch.zeros(self.topology.num_nodes, _SELF_TEST_NUMEL)
-        expected[self.topology.node_rank] = mine
+        expected[self.topology.node_rank] = local
         dist.all_reduce(expected, group=self.group)
-        close = torch.allclose(theirs, expected[self.topology.node_rank], rtol=1e-5, atol=1e-5)
+        close = torch.allclose(summed, expected[self.topology.node_rank], rtol=1e-5, atol=1e-5)
         if failure is None and not close:
             failure = f"self-test on rank {self.rank} differs from {dist.get_backend(self.group)}'s all-reduce"
         failures = gather_json([failure, is_cause], self.group, self.device)
-        return next((text for text, _ in sorted(failures, key=lambda pair: not pair[1]) if text), None)
+        causes_first = sorted(failures, key=lambda pair: not pair[1])
+        return next((text for text, _ in causes_first if text), None)
 
     def available(self) -> list[str]:
         """Algorithms that make sense here, ``native`` first."""
         names = ["native"]
         if self.world_size == 1:
             return names
-        if self.topology.num_nodes == 1:
-            return names if self.shared_memory_refusal else [*names, "shared_memory"]
-        return [*names, "hierarchical", "balanced"]
+        if self.topology.num_nodes > 1:
+            return [*names, "hierarchical", "balanced"]
+        if self.shared_memory_refusal is None:
+            names.append("shared_memory")
+        return names
 
     def algorithm(self, name: str, compression: Compression | None = None) -> Algorithm:
         """The algorithm of that name on this job's groups. Collective: it may create groups, ready for use.
@@ -142,17 +147,17 @@ class Communicator:
 
     def compresses(self, compression: Compression | None) -> bool:
         """Whether there is a link here that ``compression`` applies to."""
-        return compression is not None and (
-            self.topology.num_nodes > 1 or (compression.scope == "all" and self.world_size > 1)
-        )
+        if compression is None:
+            return False
+        if compression.scope == "all":
+            return self.world_size > 1
+        return self.topology.num_nodes > 1
 
     def flattens(self, name: str, compression: Compression | None) -> bool:
         """Whether ``compression`` makes algorithm ``name`` one exchange between all ranks."""
-        return (
-            compression is not None
-            and self.compresses(compression)
-            and (compression.scope == "all" or name == "native")
-        )
+        if compression is None or not self.compresses(compression):
+            return False
+        return compression.scope == "all" or name == "native"
 
     def _memory(self, mesh: int, num_shards: int | None = None) -> SharedMemory:
         if self.topology.num_nodes > 1 and num_shards is None:
@@ -178,7 +183,8 @@ class Communicator:
             owners = topology.shard_owners(shard)
             if len(owners) > 1:
                 built = self._exchange(name, owners, compression)
-                exchange = built if self.rank in owners else exchange
+                if self.rank in owners:
+                    exchange = built
         by_rows = compression is not None and compression.method == "powersgd"
         return TwoLevel(name, self.world_size, self._thread, scatter, gather, exchange, topology.local_rank, by_rows)
 
@@ -201,11 +207,16 @@ class Communicator:
         first, second = self._new_group("start", ranks), self._new_group("finish", ranks)
         if first is None or second is None:
             return None
-        feedback = ErrorFeedback() if compression is not None and compression.error_feedback else None
-        if compression is not None and compression.method == "powersgd":
-            return PowerSGDExchange(first, second, compression.rank, feedback)
-        codec = compression.codec() if compression is not None else None
-        if name == "balanced" or (compression is not None and compression.method == "int8"):
+        codec, feedback = None, None
+        if compression is not None:
+            codec = compression.codec()
+            if compression.error_feedback:
+                feedback = ErrorFeedback()
+            if compression.method == "powersgd":
+                return PowerSGDExchange(first, second, compression.rank, feedback)
+            if compression.method == "int8":  # cannot be added up on the way round a ring
+                return BalancedExchange(first, second, codec, feedback)
+        if name == "balanced":
             return BalancedExchange(first, second, codec, feedback)
         return RingExchange(first, codec, feedback)
 

@@ -76,7 +76,9 @@ class Compression:
             return Int8Codec(self.block_size)
         if self.method == "powersgd":
             return None
-        return CastCodec(torch.bfloat16 if self.method == "bf16" else torch.float16)
+        if self.method == "bf16":
+            return CastCodec(torch.bfloat16)
+        return CastCodec(torch.float16)
 
 
 def check_compressible(dtype: torch.dtype, what: str) -> None:

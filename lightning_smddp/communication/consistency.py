@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +22,13 @@ from lightning_smddp.wording import counted
 
 def describe_parameters(module: nn.Module) -> list[str]:
     """One line for each parameter: name, shape, dtype, and whether it is trained."""
-    return [
-        f"{name}: shape {tuple(p.shape)}, {p.dtype}{'' if p.requires_grad else ', frozen'}"
-        for name, p in module.named_parameters()
-    ]
+    lines = []
+    for name, parameter in module.named_parameters():
+        line = f"{name}: shape {tuple(parameter.shape)}, {parameter.dtype}"
+        if not parameter.requires_grad:
+            line += ", frozen"
+        lines.append(line)
+    return lines
 
 
 def describe_buffers(module: nn.Module) -> list[str]:
@@ -74,10 +78,11 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup, device: torch.
         return
     models = gather_json(lines, group, device)
     other = next(rank for rank, value in enumerate(digests) if value != digests[0])
-    what = 0 if models[0][0] != models[other][0] else 1
-    kind, first, second = ("parameter", "buffer")[what], models[0][what], models[other][what]
-    pairs = enumerate(itertools.zip_longest(first, second, fillvalue="nothing"))
-    position, (here, there) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    (first, buffers), (second, other_buffers) = models[0], models[other]
+    kind = "parameter"
+    if first == second:
+        kind, first, second = "buffer", buffers, other_buffers
+    position, here, there = _first_difference(first, second)
     raise ValueError(
         f"The models differ between ranks. The first difference is {kind} {position}: "
         f"{topology.describe(0)} has {here}; {topology.describe(other)} has {there}. "
@@ -97,7 +102,9 @@ def describe_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers
             where = f"group {index} of optimizer {number}"
             members = [names.get(id(p), "a tensor that is no parameter of the module") for p in group["params"]]
             digest = hashlib.sha256(json.dumps(members).encode()).hexdigest()[:8]
-            span = f"{members[0]} to {members[-1]}" if members else "nothing"
+            span = "nothing"
+            if members:
+                span = f"{members[0]} to {members[-1]}"
             lines.append(f"{counted(len(members), 'parameter')}, {span} (digest {digest}), in {where}")
             given = sorted((key, value) for key, value in group.items() if key not in ("params", "param_names"))
             lines += [f"{key}={_setting(value)} in {where}" for key, value in given]
@@ -120,12 +127,11 @@ def check_same_optimizers(
         group: all ranks.
         device: for messages.
     """
-    everyones = gather_json(describe_optimizers(module, optimizers, schedulers), group, device)
-    other = next((rank for rank, lines in enumerate(everyones) if lines != everyones[0]), None)
+    gathered = gather_json(describe_optimizers(module, optimizers, schedulers), group, device)
+    other = next((rank for rank, lines in enumerate(gathered) if lines != gathered[0]), None)
     if other is None:
         return
-    pairs = itertools.zip_longest(everyones[0], everyones[other], fillvalue="nothing")
-    here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    _, here, there = _first_difference(gathered[0], gathered[other])
     raise ValueError(
         f"The optimizers differ between ranks, so their weights would part. Rank 0 has: {here}. Rank {other} has: "
         f"{there}. Return the same from `configure_optimizers` on every rank."
@@ -141,22 +147,35 @@ def check_same_lengths(batches: float, epoch: int, group: dist.ProcessGroup, dev
         group: all ranks.
         device: for messages.
     """
-    everyones = gather_json(batches, group, device)
-    if len(set(everyones)) == 1:
+    ranks_of: dict[float, list[int]] = {}
+    for rank, count in enumerate(gather_json(batches, group, device)):
+        ranks_of.setdefault(count, []).append(rank)
+    if len(ranks_of) == 1:
         return
-    numbers = ", ".join(
-        f"{'an unknown number' if count == float('inf') else int(count)} on {'ranks' if len(ranks) > 1 else 'rank'} "
-        f"{', '.join(map(str, ranks))}"
-        for count in sorted(set(everyones))
-        if (ranks := [rank for rank, theirs in enumerate(everyones) if theirs == count])
-    )
+    texts = []
+    for count, ranks in sorted(ranks_of.items()):
+        number, noun = "an unknown number", "rank"
+        if count != math.inf:
+            number = str(int(count))
+        if len(ranks) > 1:
+            noun = "ranks"
+        texts.append(f"{number} on {noun} {', '.join(map(str, ranks))}")
+    least = int(min(ranks_of))  # there are two numbers, so one is known
     raise ValueError(
-        f"The ranks have different numbers of training batches in epoch {epoch}: {numbers}. They average gradients "
-        "after each batch, so the epoch would not end on all of them. Give every rank as many samples (Lightning's own "
-        "sampler does; DistributedSampler pads, or drops with drop_last=True), or set "
-        f"limit_train_batches={int(min(everyones)) if min(everyones) != float('inf') else 'N'}."
+        f"The ranks have different numbers of training batches in epoch {epoch}: {', '.join(texts)}. They average "
+        "gradients after each batch, so the epoch would not end on all of them. Give every rank as many samples "
+        "(Lightning's own sampler does; DistributedSampler pads, or drops with drop_last=True), or set "
+        f"limit_train_batches={least}."
     )
+
+
+def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str]:
+    """The position where two lists that are not equal differ first, and what each has there."""
+    pairs = enumerate(itertools.zip_longest(one, other, fillvalue="nothing"))
+    return next((position, here, there) for position, (here, there) in pairs if here != there)
 
 
 def _setting(value: Any) -> str:
-    return repr(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return repr(value)

@@ -47,8 +47,10 @@ class DeviceWatch:
     def mark(self, communicates: bool) -> None:
         """See :func:`mark`."""
         step, phase = max(self._progress.step, 0), self._progress.phase
-        self._count = self._count + 1 if self._phase == (step, phase) else 0
-        self._phase = step, phase
+        if self._phase == (step, phase):
+            self._count += 1
+        else:
+            self._phase, self._count = (step, phase), 0
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._marks.append((event, DevicePoint(step, phase, self._count, communicates)))

@@ -33,7 +33,9 @@ def backend_timeout(timeout: timedelta, of_nccl: bool) -> timedelta:
 
     NCCL's ends the process that waits by SIGABRT, without a word of who is late. The supervision comes before it.
     """
-    return timeout + _NCCL_MARGIN if of_nccl else timeout
+    if of_nccl:
+        return timeout + _NCCL_MARGIN
+    return timeout
 
 
 def new_name(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -52,9 +52,8 @@ class GradientSynchronizer:
         self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
         self.watch = NonFiniteWatch(self._names)
         self._numels = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
-        self._algorithms = {
-            name: communicator.algorithm(name, compression) for name in dict.fromkeys(name for _, name in table)
-        }
+        names = dict.fromkeys(name for _, name in table)
+        self._algorithms = {name: communicator.algorithm(name, compression) for name in names}
         self._native = Native(communicator.group)
         self._layouts: dict[int, tuple[tuple[int, ...], Layout]] = {}
         self._remembers = (
@@ -68,13 +67,19 @@ class GradientSynchronizer:
         tensor = bucket.buffer()
         if bucket.index() == 0:
             self._new_step()
-        size = 0 if tensor.is_sparse else tensor.numel() * tensor.dtype.itemsize
-        algorithm = self._native if tensor.is_sparse else self.algorithm_for(size)
+        size = 0
+        algorithm: Algorithm = self._native
+        if not tensor.is_sparse:
+            size = tensor.numel() * tensor.dtype.itemsize
+            algorithm = self.algorithm_for(size)
         if self.watch.on and not self._looks_itself(algorithm):
             self.watch.look(bucket)
         mark()
         entered = self.recorder.bucket_started(first=bucket.index() == 0)
-        future = self._sparse_mean(tensor) if tensor.is_sparse else self._dense_mean(algorithm, bucket)
+        if tensor.is_sparse:
+            future = self._sparse_mean(tensor)
+        else:
+            future = self._dense_mean(algorithm, bucket)
         intra, inter = self._traffic(algorithm, tensor, size, bucket)
         self.recorder.hook_left(entered, size, intra, inter)
         if future.done() and not tensor.is_cuda:  # on a device that says nothing
@@ -192,8 +197,10 @@ class GradientSynchronizer:
         for algorithm in self._two_level():
             feedback = getattr(algorithm.exchange, "feedback", None)
             if feedback is not None:
-                flat = self.communicator.flattens(algorithm.name, self.compression)
-                found.append((feedback, self.communicator.world_size if flat else self.communicator.topology.num_nodes))
+                members = self.communicator.topology.num_nodes
+                if self.communicator.flattens(algorithm.name, self.compression):
+                    members = self.communicator.world_size
+                found.append((feedback, members))
         return found
 
     def _powersgd(self) -> list[PowerSGDExchange]:
@@ -205,22 +212,32 @@ class GradientSynchronizer:
         device = self.communicator.device
         for algorithm in self._two_level():
             algorithm.drain()  # the buckets before still write what they remember
-        mine = torch.zeros(sum(self._numels.values()), device=device)
+        total = torch.zeros(sum(self._numels.values()), device=device)
         for feedback, _ in self._feedbacks():
-            mine += torch.cat(list(feedback.totals(self._numels).values())).to(device)
-        dist.all_reduce(mine, group=self.communicator.group)
-        return dict(zip(self._numels, mine.cpu().split(list(self._numels.values())), strict=True))
+            total += torch.cat(list(feedback.totals(self._numels).values())).to(device)
+        dist.all_reduce(total, group=self.communicator.group)
+        parts = total.cpu().split(list(self._numels.values()))
+        return dict(zip(self._numels, parts, strict=True))
 
     def _all_factors(self) -> dict[str, Tensor]:
         """PowerSGD's factors of all shards. Collective."""
-        mine = {name: q for exchange in self._powersgd() for name, q in exchange.factors.items()}
-        shapes = {name: list(q.shape) for name, q in mine.items()}
-        everyones = gather_json(shapes, self.communicator.group, self.communicator.device)
+        group, device = self.communicator.group, self.communicator.device
+        local: dict[str, Tensor] = {}
+        for exchange in self._powersgd():
+            local |= exchange.factors
+        shapes: dict[str, list[int]] = {}
+        holders: dict[str, int] = {}  # the first rank that has it
+        for rank, held in enumerate(gather_json({name: list(q.shape) for name, q in local.items()}, group, device)):
+            for name, shape in held.items():
+                shapes[name] = shape
+                holders.setdefault(name, rank)
         factors: dict[str, Tensor] = {}
-        for name, shape in sorted({name: tuple(s) for ranks in everyones for name, s in ranks.items()}.items()):
-            holders = [rank for rank, held in enumerate(everyones) if name in held]
-            factor = mine[name].clone() if name in mine else torch.zeros(shape, device=self.communicator.device)
-            dist.broadcast(factor, group=self.communicator.group, group_src=holders[0])
+        for name in sorted(shapes):
+            if name in local:
+                factor = local[name].clone()
+            else:
+                factor = torch.zeros(shapes[name], device=device)
+            dist.broadcast(factor, group=group, group_src=holders[name])
             factors[name] = factor.cpu()
         return factors
 
@@ -233,7 +250,9 @@ class GradientSynchronizer:
         if isinstance(algorithm, TwoLevel):
             layout = algorithm.shard_layout(tensor, self._layouts[bucket.index()][1])
             shard = sum(piece.numel for piece in layout.pieces)
-            sent = 0 if algorithm.exchange is None else algorithm.exchange.wire_bytes(shard, tensor.dtype, layout)
+            sent = 0
+            if algorithm.exchange is not None:
+                sent = algorithm.exchange.wire_bytes(shard, tensor.dtype, layout)
             if algorithm.scatter is None:  # flat: what goes to ranks of this node stays in it
                 inside = sent * (local - 1) // (world - 1)
                 return inside, sent - inside
@@ -242,7 +261,9 @@ class GradientSynchronizer:
             return size * (local - 1) // local * 2, 0
         ring = 2 * size * (world - 1) // world
         next_rank = (topology.rank + 1) % world
-        return (ring, 0) if next_rank in topology.local_ranks else (0, ring)
+        if next_rank in topology.local_ranks:
+            return ring, 0
+        return 0, ring
 
 
 def _finished(tensor: Tensor) -> Future[Any]:

@@ -7,7 +7,7 @@ two phases use a process group each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -40,7 +40,16 @@ class InterNodeReduce(Protocol):
 
 def _saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
     """``codec`` if it makes values of ``dtype`` smaller, else None: what would only round is left out."""
-    return codec if codec is not None and codec.bytes_per_element(dtype) < dtype.itemsize else None
+    if codec is None or codec.bytes_per_element(dtype) >= dtype.itemsize:
+        return None
+    return codec
+
+
+def _bytes_per_element(codec: Codec | None, dtype: torch.dtype) -> float:
+    """On the wire, of values of ``dtype``."""
+    if codec is None:
+        return dtype.itemsize
+    return codec.bytes_per_element(dtype)
 
 
 class RingExchange:
@@ -62,7 +71,9 @@ class RingExchange:
         if feedback is not None:
             feedback.add_to(shard, layout)
         sent = []
-        pieces = [shard] if shard.is_cuda else shard.split(_PIECE)  # a device encodes fast, and has few large messages
+        pieces: Sequence[Tensor] = [shard]  # a device encodes fast, and has few large messages
+        if not shard.is_cuda:
+            pieces = shard.split(_PIECE)
         for number, piece in enumerate(pieces):
             wire = codec.encode(piece)
             if feedback is not None:
@@ -80,8 +91,7 @@ class RingExchange:
     def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
         """See :meth:`InterNodeReduce.wire_bytes`."""
         size = dist.get_world_size(self.group)
-        codec = _saving(self.codec, dtype)
-        width = dtype.itemsize if codec is None else codec.bytes_per_element(dtype)
+        width = _bytes_per_element(_saving(self.codec, dtype), dtype)
         return int(2 * numel * width * (size - 1) / size)
 
 
@@ -112,13 +122,17 @@ class BalancedExchange:
     def start(self, shard: Tensor, layout: Layout) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
         codec = _saving(self.codec, shard.dtype)
-        feedback = self.feedback if codec is not None else None
+        feedback = self.feedback
+        if codec is None:  # nothing is lost
+            feedback = None
         size, rank = dist.get_world_size(self.scatter_group), self.scatter_group.rank()
         part = _part(shard.numel(), size, codec)
         if feedback is not None:
             feedback.add_to(shard, layout)
-        padding = part * size - shard.numel()
-        sent = _encode(codec, torch.nn.functional.pad(shard, (0, padding)) if padding else shard)
+        padded, padding = shard, part * size - shard.numel()
+        if padding:
+            padded = torch.nn.functional.pad(shard, (0, padding))
+        sent = _encode(codec, padded)
         if feedback is not None:
             feedback.remember(shard, _decode(codec, sent, shard.numel(), shard.dtype), layout)
         received = torch.empty_like(sent)
@@ -144,22 +158,28 @@ class BalancedExchange:
         """See :meth:`InterNodeReduce.wire_bytes`."""
         size = dist.get_world_size(self.scatter_group)
         codec = _saving(self.codec, dtype)
-        width = dtype.itemsize if codec is None else codec.bytes_per_element(dtype)
+        width = _bytes_per_element(codec, dtype)
         return int(2 * _part(numel, size, codec) * width * (size - 1))
 
 
 def _part(numel: int, size: int, codec: Codec | None) -> int:
     """Elements a server: a multiple of the codec's block, so that parts are encoded independently."""
-    block = 1 if codec is None else codec.block_size
+    block = 1
+    if codec is not None:
+        block = codec.block_size
     return -(-numel // (size * block)) * block
 
 
 def _encode(codec: Codec | None, tensor: Tensor) -> Tensor:
-    return tensor if codec is None else codec.encode(tensor)
+    if codec is None:
+        return tensor
+    return codec.encode(tensor)
 
 
 def _decode(codec: Codec | None, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    return wire[:numel] if codec is None else codec.decode(wire, numel, dtype)
+    if codec is None:
+        return wire[:numel]
+    return codec.decode(wire, numel, dtype)
 
 
 def _sum_rows(parts: Tensor) -> Tensor:

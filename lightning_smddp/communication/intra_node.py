@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single, reduce_scatter_single
+from lightning_smddp.communication.buckets import sum_dtype
 from lightning_smddp.communication.topology import shard_bounds
 
 
@@ -40,9 +41,11 @@ class IntraNodeGroup:
         else:
             parts = torch.empty_like(sent)
             dist.all_to_all_single(parts, sent, group=self.group)
-            wide = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
-            received = parts.view(self.size, width).sum(0, dtype=wide)
-        shard.copy_(received[: shard.numel()].mul_(scale) if scale != 1.0 else received[: shard.numel()])
+            received = parts.view(self.size, width).sum(0, dtype=sum_dtype(tensor.dtype))
+        total = received[: shard.numel()]
+        if scale != 1.0:
+            total.mul_(scale)
+        shard.copy_(total)
         return shard
 
     def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:

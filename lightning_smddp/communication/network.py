@@ -24,11 +24,16 @@ def addresses() -> dict[str, list[str]]:
             with suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 found[name].append(socket.inet_ntoa(answer[20:24]))
-    table = Path("/proc/net/if_inet6")
-    for line in table.read_text().splitlines() if table.exists() else ():
+    for line in _lines(Path("/proc/net/if_inet6")):
         digits, *_, name = line.split()
         found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
     return found
+
+
+def _lines(table: Path) -> list[str]:
+    if not table.exists():
+        return []
+    return table.read_text().splitlines()
 
 
 def describe_interfaces() -> str:
@@ -71,11 +76,13 @@ def holder_of(port: int) -> tuple[int, str] | None:
     """Process id and command of who listens on TCP ``port``; None if that cannot be seen (another user's)."""
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+        for line in _lines(table)[1:]:
             fields = line.split()
             if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
                 inodes.add(f"socket:[{fields[9]}]")
-    for entry in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
+    if not inodes:
+        return None
+    for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # it ended meanwhile, or belongs to another user
             if os.readlink(entry) in inodes:
                 process = entry.parts[2]

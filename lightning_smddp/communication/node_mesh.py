@@ -82,10 +82,11 @@ class NodeMesh:
         All ranks get meshes or none does, so that all of them choose the same algorithms.
         """
         reason = supported()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) if reason is None else None
+        listener: socket.socket | None = None
         secret = secrets.token_bytes(16)
         address = f"\0lightning_smddp-{secrets.token_hex(16)}"
-        if listener is not None:
+        if reason is None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             listener.bind(address)
             listener.listen(count * topology.world_size)
         addresses = gather_json([address, secret.hex(), reason], group, device)
@@ -165,7 +166,7 @@ class NodeMesh:
                 raise self._failed(peer, str(error)) from error
             if not message:
                 raise self._failed(peer, "it closed its connection")
-            return message, descriptors[0] if descriptors else None
+            return message, next(iter(descriptors), None)
 
     def _has_ended(self, peer: int) -> bool:
         watch = self._watches[peer]

@@ -13,7 +13,7 @@ NaN, and whoever steps the optimizer looks at the gradients themselves, after th
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from typing import Protocol
 
@@ -63,7 +63,7 @@ class NonFiniteWatch:
         """Before averaging."""
         tensor = bucket.buffer()
         self._buckets[bucket.index()] = tensor
-        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        values = _values(tensor)
         if values.numel() == 0:
             return
         total = total_of(values)
@@ -86,7 +86,7 @@ class NonFiniteWatch:
 
     def spoiled(self) -> bool:
         """Whether some rank has found something: the same answer on all ranks, after averaging."""
-        marks = [total_of(t.coalesce().values()) if t.is_sparse else t.view(-1)[0] for t in self._buckets.values()]
+        marks = [_mark_of(tensor) for tensor in self._buckets.values()]
         if not marks:
             return False
         if len(marks) == 1 or marks[0].device.type == "cpu":
@@ -108,8 +108,9 @@ class NonFiniteWatch:
 
 def total_of(tensor: Tensor) -> Tensor:
     """A sum that is finite if all elements are, unless finite ones are huge."""
-    half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.sum(dtype=torch.float32) if half else tensor.sum()
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.sum(dtype=torch.float32)
+    return tensor.sum()
 
 
 def bad_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str] | None:
@@ -118,7 +119,7 @@ def bad_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, s
     held = [(name, values) for name, values in held if values.numel() > 0]
     if not held or _all_finite([values for _, values in held]):
         return None
-    return {name: text for name, values in held if (text := _describe(values)) is not None} or None
+    return _described(held) or None
 
 
 def _all_finite(tensors: list[Tensor]) -> bool:
@@ -144,8 +145,8 @@ def diagnosis(found: Mapping[str, str], where: str, group: dist.ProcessGroup, de
         group: the ranks that know that something was found.
         device: for the messages.
     """
-    everyones = gather_json([dist.get_rank(), socket.gethostname(), dict(found)], group, device)
-    parts = [f"on rank {rank} (host {host}) {_listed(its)}" for rank, host, its in everyones if its]
+    gathered = gather_json([dist.get_rank(), socket.gethostname(), dict(found)], group, device)
+    parts = [f"on rank {rank} (host {host}) {_listed(its)}" for rank, host, its in gathered if its]
     if not parts:
         parts = ["in the average over the ranks, though each rank's own are finite: their sum is too large"]
     return f"Gradients are not finite in {where}: {'; '.join(parts)}."
@@ -162,13 +163,23 @@ def refuse(text: str) -> NonFiniteGradientError:
 def _listed(found: Mapping[str, str]) -> str:
     shown = ", ".join(f"{name} ({text})" for name, text in list(found.items())[:_SHOWN])
     more = len(found) - _SHOWN
-    return shown if more <= 0 else f"{shown} and {more} more parameters"
+    if more <= 0:
+        return shown
+    return f"{shown} and {more} more parameters"
 
 
 def _by_parameter(bucket: Bucket, values: Tensor, names: Mapping[int, str]) -> dict[str, str]:
     parameters = bucket.parameters()
-    parts = [values] if len(parameters) == 1 else list(values.split([p.numel() for p in parameters]))
-    texts = [(names.get(id(p), "an unnamed parameter"), _describe(part)) for p, part in zip(parameters, parts)]  # noqa: B905
+    parts: Sequence[Tensor] = [values]  # of one parameter also where it is sparse
+    if len(parameters) > 1:
+        parts = values.split([parameter.numel() for parameter in parameters])
+    titles = [names.get(id(parameter), "an unnamed parameter") for parameter in parameters]
+    return _described(zip(titles, parts, strict=False))
+
+
+def _described(held: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """What is wrong with those that are not finite, by name."""
+    texts = [(name, _describe(values)) for name, values in held]
     return {name: text for name, text in texts if text is not None}
 
 
@@ -177,9 +188,20 @@ def _describe(values: Tensor) -> str | None:
     bad = int((~values.isfinite()).sum())
     if bad == 0:
         return None
-    kind = "nan" if bool(values.isnan().any()) else "inf"
+    kind = "inf"
+    if bool(values.isnan().any()):
+        kind = "nan"
     return f"{kind} in {bad} of {counted(values.numel(), 'element')}"
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return gradient.coalesce().values()
+    return gradient
+
+
+def _mark_of(bucket: Tensor) -> Tensor:
+    """What is not finite where a rank has found something: of a sparse average, which has no mark, all of it."""
+    if bucket.is_sparse:
+        return total_of(_values(bucket))
+    return bucket.view(-1)[0]

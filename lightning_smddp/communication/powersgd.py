@@ -45,6 +45,7 @@ class PowerSGDExchange:
         """See ``InterNodeReduce.start``."""
         if self.feedback is not None:
             self.feedback.add_to(shard, layout)
+        # Each matrix M becomes P Q^T. With Q of the last step: P = sum of M Q, made orthonormal; Q = sum of M^T P.
         matrices = [piece for piece in layout.pieces if self._shrinks(piece)]
         exact = [piece for piece in layout.pieces if not self._shrinks(piece)]
         left = [_matrix(shard, piece).float() @ self._factor(piece, shard.device) for piece in matrices]
@@ -54,7 +55,8 @@ class PowerSGDExchange:
 
         def finish() -> None:
             work.wait()
-            summed = sent.split([tensor.numel() for tensor in left] + [piece.numel for piece in exact])
+            sizes = [tensor.numel() for tensor in left] + [piece.numel for piece in exact]
+            summed = sent.split(sizes)
             bases = [torch.linalg.qr(flat.view(p.shape))[0] for flat, p in zip(summed, left, strict=False)]
             right = [_matrix(shard, piece).float().T @ base for piece, base in zip(matrices, bases, strict=True)]
             answer = _pack(right, shard)
@@ -77,9 +79,12 @@ class PowerSGDExchange:
         """Bytes that this rank sends for a shard, by a ring each for P and Q."""
         size = dist.get_world_size(self.factor_group)
         elements = 0
-        for piece in layout.pieces if layout is not None else ():
-            rows = piece.numel // piece.row_length if piece.row_length else 0
-            elements += self.rank * (rows + piece.row_length) if self._shrinks(piece) else piece.numel
+        assert layout is not None
+        for piece in layout.pieces:
+            if self._shrinks(piece):
+                elements += self._factor_elements(piece)
+            else:
+                elements += piece.numel
         return int(2 * 4 * elements * (size - 1) / size)
 
     def _remember(self, shard: Tensor, result: Tensor, matrices: list[Piece], layout: Layout) -> None:
@@ -93,8 +98,12 @@ class PowerSGDExchange:
     def _shrinks(self, piece: Piece) -> bool:
         if not piece.row_length or piece.begin % piece.row_length or piece.numel % piece.row_length:
             return False
+        return self._factor_elements(piece) * _LEAST_GAIN <= piece.numel
+
+    def _factor_elements(self, piece: Piece) -> int:
+        """Of P (rows x rank) and Q (columns x rank) together."""
         rows = piece.numel // piece.row_length
-        return self.rank * (rows + piece.row_length) * _LEAST_GAIN <= piece.numel
+        return self.rank * (rows + piece.row_length)
 
     def _factor(self, piece: Piece, device: torch.device) -> Tensor:
         """Q of the last step (warm start), else the same random one on every rank."""

@@ -53,6 +53,9 @@ class CommunicationReport:
         ranks = gather_json(mine, communicator.group, communicator.device)
         waited = [rank["waited"] for rank in ranks]
         straggler = _straggler(waited, [dict(rank["for"]) for rank in ranks], totals.steps)
+        straggler_name = ""
+        if straggler is not None:
+            straggler_name = communicator.topology.describe(straggler)
         return cls(
             steps=ranks[0]["steps"],
             gradient_bytes=ranks[0]["gradient_bytes"],
@@ -62,7 +65,7 @@ class CommunicationReport:
             hidden_s=tuple(rank["hidden"] for rank in ranks),
             waited_s=tuple(waited),
             straggler=straggler,
-            straggler_name="" if straggler is None else communicator.topology.describe(straggler),
+            straggler_name=straggler_name,
         )
 
     def __str__(self) -> str:
@@ -91,7 +94,10 @@ def _straggler(waited: list[float], waited_for: list[dict[str, int]], steps: int
         for other, count in counts.items():
             if waited[rank] > 0.5 * most:
                 named[int(other)] += count
-    return named.most_common(1)[0][0] if named else waited.index(least)
+    if not named:
+        return waited.index(least)
+    ((rank, _),) = named.most_common(1)
+    return rank
 
 
 def _per_step(seconds: tuple[float, ...], steps: int) -> str:
@@ -99,4 +105,6 @@ def _per_step(seconds: tuple[float, ...], steps: int) -> str:
 
 
 def _size(value: float) -> str:
-    return f"{value / 2**20:.2f} MiB" if value >= 2**20 else f"{value / 2**10:.1f} KiB"
+    if value < 2**20:
+        return f"{value / 2**10:.1f} KiB"
+    return f"{value / 2**20:.2f} MiB"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import share_storage
+from lightning_smddp.communication.buckets import sum_dtype
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh
 from lightning_smddp.communication.topology import shard_bounds
 from lightning_smddp.wording import counted
@@ -60,8 +61,9 @@ class _Window:
 
     def view(self, peer: int, dtype: torch.dtype, low: int, high: int) -> Tensor:
         """Elements [low, high) of ``peer``'s tensor."""
-        shift = self.start if self.staged[peer] else 0
-        return self.regions[peer][(low - shift) * dtype.itemsize : (high - shift) * dtype.itemsize].view(dtype)
+        if self.staged[peer]:
+            low, high = low - self.start, high - self.start
+        return self.regions[peer][low * dtype.itemsize : high * dtype.itemsize].view(dtype)
 
 
 class SharedMemory:
@@ -84,7 +86,9 @@ class SharedMemory:
         zero_copy: bool = True,
     ) -> None:
         self.mesh = mesh
-        self.num_shards = mesh.size if num_shards is None else num_shards
+        self.num_shards = mesh.size
+        if num_shards is not None:
+            self.num_shards = num_shards
         self._on_wait = on_wait
         self._zero_copy = zero_copy
         self._own: dict[int, tuple[Tensor, tuple[int, int]]] = {}
@@ -114,10 +118,12 @@ class SharedMemory:
         """
         bounds, finite = self.bounds(tensor.numel()), True
         for window in self._windows(tensor, slot, bring=True):
-            mine = self._reduce(tensor, window, bounds, scale, push=True, watch=watch)
-            arrival = self._exchange(_FINITE if mine else _NOT_FINITE)
-            finite = finite and mine and _NOT_FINITE not in arrival.messages.values()
-            self._take_out(tensor, window, bounds)
+            message = _FINITE
+            if not self._reduce(tensor, window, bounds, scale, push=True, watch=watch):
+                message = _NOT_FINITE
+            arrival = self._exchange(message)
+            finite = finite and _NOT_FINITE not in (message, *arrival.messages.values())
+            self._copy_back(tensor, window, bounds)
         return finite
 
     def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
@@ -141,7 +147,7 @@ class SharedMemory:
                 for peer in window.regions:
                     window.view(peer, dtype, low, high).copy_(tensor[low:high])
             self._exchange()
-            self._take_out(tensor, window, bounds)
+            self._copy_back(tensor, window, bounds)
 
     def close(self) -> None:
         """Drop all mappings. The mesh belongs to the caller."""
@@ -158,7 +164,9 @@ class SharedMemory:
         ``bring``: the tensor's values go to the peers (else only the peers' come here).
         """
         kind, descriptor, offset = self._announce(tensor, slot)
-        number, numel = -1 if slot is None else slot, tensor.numel()
+        number, numel = slot, tensor.numel()
+        if number is None:
+            number = -1
         step = WINDOW_BYTES // tensor.dtype.itemsize
         if kind == _STAGED and bring:
             self._stage(tensor, 0, min(step, numel))
@@ -199,9 +207,11 @@ class SharedMemory:
         staged: dict[int, bool] = {}
         try:
             for peer, message in arrival.messages.items():
-                kind, dtype, their_slot, numel, offset = _HEADER.unpack(message)
-                self._check(peer, tensor, slot, (_DTYPES[dtype], their_slot, numel))
-                key = (peer, -1 if kind == _STAGED else slot)
+                kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
+                self._check(peer, tensor, slot, (_DTYPES[dtype], peer_slot, numel))
+                key = (peer, slot)
+                if kind == _STAGED:
+                    key = (peer, -1)
                 if peer in arrival.descriptors:
                     self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
                 regions[peer] = self._peers[key]
@@ -211,14 +221,15 @@ class SharedMemory:
                 os.close(descriptor)
         return regions, staged
 
-    def _check(self, peer: int, tensor: Tensor, slot: int, theirs: tuple[torch.dtype, int, int]) -> None:
-        if theirs == (tensor.dtype, slot, tensor.numel()):
+    def _check(self, peer: int, tensor: Tensor, slot: int, announced: tuple[torch.dtype, int, int]) -> None:
+        if announced == (tensor.dtype, slot, tensor.numel()):
             return
+        dtype, peer_slot, numel = announced
         topology = self.mesh.topology
         us, them = (topology.describe(topology.local_ranks[local]) for local in (self.mesh.rank, peer))
         raise ValueError(
             f"Ranks reduce different tensors: {us} brings bucket {slot} with {counted(tensor.numel(), 'element')} of "
-            f"{tensor.dtype}, {them} bucket {theirs[1]} with {theirs[2]} of {theirs[0]}. "
+            f"{tensor.dtype}, {them} bucket {peer_slot} with {numel} of {dtype}. "
             "The models, or the order in which their layers run, differ between ranks."
         )
 
@@ -234,23 +245,28 @@ class SharedMemory:
         if low >= high:
             return True
         finite = True
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        wide = sum_dtype(dtype)
         step = _CHUNK_BYTES // wide.itemsize
         scratch = torch.empty(min(step, high - low), dtype=wide)
         in_place = self.mesh.size == 2 and wide == dtype and not watch  # two terms: their order does not matter
-        shards = [
-            (tensor[low:high] if local == rank else window.view(local, dtype, low, high)).split(step)
-            for local in range(self.mesh.size)
-        ]
+        shards = [window.view(peer, dtype, low, high).split(step) for peer in range(self.mesh.size) if peer != rank]
+        shards.insert(rank, tensor[low:high].split(step))
         for terms in zip(*shards, strict=True):
             own = terms[rank]
-            total = _add_up(terms, own if in_place else scratch[: own.numel()])
+            total = own
+            if not in_place:
+                total = scratch[: own.numel()]
+            _add_up(terms, total)
             if watch and not (cmath.isfinite(total.sum().item()) or bool(total.isfinite().all())):
                 finite = False
                 continue
-            if scale != 1.0:
-                total = torch.mul(total, scale, out=own if wide == dtype else total)
-            if total is not own:
+            if wide != dtype:
+                if scale != 1.0:
+                    total.mul_(scale)
+                own.copy_(total)
+            elif scale != 1.0:
+                torch.mul(total, scale, out=own)
+            elif total is not own:
                 own.copy_(total)
             if push:
                 for local, term in enumerate(terms):
@@ -258,7 +274,7 @@ class SharedMemory:
                         term.copy_(own)
         return finite
 
-    def _take_out(self, tensor: Tensor, window: _Window, bounds: list[int]) -> None:
+    def _copy_back(self, tensor: Tensor, window: _Window, bounds: list[int]) -> None:
         """A staged rank copies what the peers wrote into its own tensor."""
         rank = self.mesh.rank
         if not window.staged[rank]:
@@ -292,12 +308,14 @@ class SharedMemory:
     def _exchange(self, message: bytes = b"\0", descriptor: int | None = None) -> Arrival:
         arrival = self.mesh.exchange(message, descriptor)
         if self._on_wait is not None:
-            last = None if arrival.last is None else self.mesh.topology.local_ranks[arrival.last]
+            last = arrival.last
+            if last is not None:
+                last = self.mesh.topology.local_ranks[last]
             self._on_wait(arrival.waited_s, last)
         return arrival
 
 
-def _add_up(terms: Sequence[Tensor], total: Tensor) -> Tensor:
+def _add_up(terms: Sequence[Tensor], total: Tensor) -> None:
     """The sum in the order of ``terms``, written to ``total``, which may be one of only two."""
     if len(terms) > 1 and total.dtype == terms[0].dtype:
         torch.add(terms[0], terms[1], out=total)
@@ -307,13 +325,14 @@ def _add_up(terms: Sequence[Tensor], total: Tensor) -> Tensor:
         rest = terms[1:]
     for term in rest:
         total.add_(term)
-    return total
 
 
 def free_bytes() -> int:
     """Free space of the mount that zero-copy buckets live on."""
-    status = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    return status.f_bavail * status.f_frsize if status is not None else 0
+    if not os.path.isdir("/dev/shm"):
+        return 0
+    status = os.statvfs("/dev/shm")
+    return status.f_bavail * status.f_frsize
 
 
 def _map_descriptor(descriptor: int, offset: int) -> Tensor:

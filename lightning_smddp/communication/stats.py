@@ -200,4 +200,6 @@ def _event() -> torch.cuda.Event:
 
 def recorder_for(device: torch.device) -> Recorder:
     """A recorder of gradients on ``device``."""
-    return DeviceRecorder() if device.type == "cuda" else Recorder()
+    if device.type == "cuda":
+        return DeviceRecorder()
+    return Recorder()

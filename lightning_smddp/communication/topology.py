@@ -94,7 +94,9 @@ class Topology:
         """``rank 3 (host b, local rank 1)``, for messages."""
         for index, ranks in enumerate(self.nodes):
             if rank in ranks:
-                host = self.hosts[index] if self.hosts else f"node {index}"
+                host = f"node {index}"
+                if self.hosts:
+                    host = self.hosts[index]
                 return f"rank {rank} (host {host}, local rank {ranks.index(rank)})"
         raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks of this job")
 
