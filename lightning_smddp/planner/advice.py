@@ -10,6 +10,8 @@ from lightning_smddp.planner.problem import NodeCost
 from lightning_smddp.planner.schedules import bubble_bound
 from lightning_smddp.wording import counted
 
+# Names of ``pipeline/runtime/schedules.py``, again as that imports torch: those that ``bubble_bound`` describes, and
+# those with one stage a rank.
 WITH_FORMULA = ("gpipe", "simple", "1f1b", "interleaved_1f1b", "looped_bfs")
 ONE_STAGE_PER_RANK = ("gpipe", "simple", "1f1b")
 UNEVEN = 1.2  # a unit or stage this many times its even share is worth a word

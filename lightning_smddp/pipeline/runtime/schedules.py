@@ -8,6 +8,8 @@ of its parameters, which fill idle time).
 
 Sources: GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503), interleaved 1F1B (arXiv:2104.04473), looped
 BFS (arXiv:2211.05953), zero bubble and ZB-V (arXiv:2401.10241), DualPipeV (arXiv:2412.19437).
+
+To add one: see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ class Schedule:
 
     Attributes:
         name: What users write.
-        torch_class: The class that runs it.
+        torch_class: The class of ``torch.distributed.pipelining`` that runs it.
         several_stages: Whether a rank may hold several stages.
         v_shaped: Exactly two stages per rank, placed in a V: rank 0 holds the first and the last.
         microbatch_rule: What torch's class asks of the number of micro-batches. "whole rounds": a multiple of
             the number of rounds, which is ``max(1, num_microbatches // pipeline_parallel_size)``.
-        substitute: The schedule for a step whose number of micro-batches the rule forbids. It computes the same.
+        substitute: The schedule for a step whose number of micro-batches the rule forbids: one with the same
+            placement that takes any number. It computes the same.
         aliases: Other names.
     """
 
@@ -194,7 +197,10 @@ def orders(
 
 
 def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> list[str]:
-    """As torch executes GPipe and 1F1B; the ``pipeline_order`` that it shows for 1F1B numbers some forwards wrongly."""
+    """As torch executes GPipe and 1F1B, the only two with one stage a rank.
+
+    The ``pipeline_order`` that torch shows for 1F1B numbers some forwards wrongly.
+    """
     ahead = num_microbatches if schedule.name == "gpipe" else min(num_microbatches, num_stages - stage)
     order = [f"{stage}F{microbatch}" for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
