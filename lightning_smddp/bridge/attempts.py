@@ -17,6 +17,7 @@ from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.staged_step import TracedPath
 
 Attempt: TypeAlias = tuple[Sequence[MicroBatch], Sequence[TracedPath]]
+"""What is to be run: the micro-batches of a batch, and for each the path that the step is expected to take on it."""
 
 FROM_CHECKPOINT = (
     "When the step was traced it took another course. Give `fit` the last checkpoint as `ckpt_path`: the step is "

@@ -1,4 +1,7 @@
-"""Keeps a step that is repeated for micro-batches from Lightning, and combines what it did."""
+"""Keeps a step that is repeated for micro-batches from Lightning, and combines what it did.
+
+What it logged, updated and set is captured here; ``pipeline/capture/`` is about which operations it consists of.
+"""
 
 from __future__ import annotations
 

@@ -138,17 +138,17 @@ class LightningStep:
         return run
 
     def around(self, index: int, microbatch: MicroBatch, keep: bool) -> AbstractContextManager[object]:
-        """See ``pipeline.runtime.Step``."""
+        """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         index += self.offset
         capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
         return capture if self.random is None else self.random.around(index, keep, capture)
 
     def follows(self, tensor: Tensor) -> bool:
-        """See ``pipeline.runtime.Step``."""
+        """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         return self.capture.follows(tensor)
 
     def forget(self) -> None:
-        """See ``pipeline.runtime.Step``."""
+        """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         self.capture.clear()
 
     def alone(self, microbatch: MicroBatch, index: int = 0) -> Callable[[], Any]:

@@ -1,4 +1,7 @@
-"""Training steps of a partitioned module: one batch forward and backward, and whether weights still fit its path.
+"""Training steps of a partitioned module: one batch forward and backward, in :meth:`Training.run`.
+
+Before and behind it, trials: do the *weights* still fit, the factors with which losses of micro-batches are summed to
+that of the batch? They belong to the *path*, the sequence of modules and operations that the step takes on a batch.
 
 The weights of micro-batches are found at the first batch. Later a step may join rows of a memory to its batch once it
 has some, or add a loss between rows after a warm-up. Then it takes another path on batches of the same shapes, and its
@@ -337,7 +340,7 @@ def _in_words(gradients: Misfit, pair: MicroBatch, since: str) -> str:
 
 
 class Training:
-    """Runs training steps, each followed by the trials that it gives reason for.
+    """Runs training steps, with the trials that a batch gives reason for before or behind it.
 
     Args:
         setup: of the run.
@@ -371,6 +374,7 @@ class Training:
         Raises:
             SplitError: on every rank: no stages fit what the step does now.
         """
+        # Cut the batch and find its path; run it; take its gradients out of Lightning's way; put its results together.
         trials = PathTrials(partitioned, self.cutter, step, batch)
         found = trials.find(is_first)
         microbatches, _ = found

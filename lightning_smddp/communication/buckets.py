@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces of a bucket, or of a shard of one.
+    """The pieces of a bucket, or of a shard of one (a checkpoint's layout is another thing: how ranks are arranged).
 
     ``slot`` is the bucket's number, the same on all ranks; None for a tensor that is reduced once.
     """

@@ -36,7 +36,7 @@ class Communicator:
         timeout: how long a collective waits for a peer.
         on_wait: called with ``(seconds, rank waited for last or None)`` when this rank waited inside its node.
         gradient_bytes: of one rank, to find out whether the buckets fit in shared memory.
-        apart: another thread works on ``group`` meanwhile: have a group of the same ranks.
+        apart: use a new group of the same ranks, as another thread works on ``group`` at the same time.
     """
 
     def __init__(

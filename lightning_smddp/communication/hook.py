@@ -1,7 +1,7 @@
 """DDP's communication hook: bucket in, averaged bucket out.
 
 This is the main flow of data parallelism: DDP fills a bucket and calls :meth:`GradientSynchronizer.average`, which
-picks the algorithm for its size.
+picks the algorithm for its size. ``strategies/session.py`` makes the synchronizer and registers it with DDP.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class GradientSynchronizer:
         self._steps_since_restore = 0
 
     def average(self, bucket: GradBucket) -> Future[Any]:
-        """Average ``bucket`` over all ranks; called by DDP during backward, in bucket order."""
+        """Average ``bucket`` over all ranks; called by DDP during backward, in bucket order.
+
+        The future's value is the bucket's buffer, which DDP takes as it is: with a hook it does not divide.
+        """
         tensor = bucket.buffer()
         if bucket.index() == 0:
             self._new_step()
@@ -74,7 +77,7 @@ class GradientSynchronizer:
             algorithm = self.algorithm_for(size)
         if self.watch.on and not self._looks_itself(algorithm):
             self.watch.look(bucket)
-        mark()
+        mark()  # how far the device is, if it hangs; nothing of the watch for NaN above
         entered = self.recorder.bucket_started(first=bucket.index() == 0)
         if tensor.is_sparse:
             future = self._sparse_mean(tensor)
@@ -82,7 +85,7 @@ class GradientSynchronizer:
             future = self._dense_mean(algorithm, bucket)
         intra, inter = self._traffic(algorithm, tensor, size, bucket)
         self.recorder.hook_left(entered, size, intra, inter)
-        if future.done() and not tensor.is_cuda:  # on a device that says nothing
+        if future.done() and not tensor.is_cuda:  # on a device work that is queued counts as done
             self._done(future)  # raises what the exchange raised
             return future
         return future.then(self._done)
@@ -161,7 +164,10 @@ class GradientSynchronizer:
         return _finished(tensor)
 
     def _looks_itself(self, algorithm: Algorithm) -> bool:
-        """Whether averaging sees what is not finite; the bucket is lost then."""
+        """Whether averaging itself finds NaN and inf: sums in shared memory do, and leave no average where there are.
+
+        So not where code of the user's is to see that average (``marks`` is False).
+        """
         return self.watch.marks and isinstance(algorithm, SharedMemoryAllReduce)
 
     def _sparse_mean(self, tensor: Tensor) -> Future[Any]:

@@ -38,7 +38,7 @@ class InterNodeReduce(Protocol):
         ...
 
 
-def _saving(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
+def _worthwhile(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
     """``codec`` if it makes values of ``dtype`` smaller, else None: what would only round is left out."""
     if codec is None or codec.bytes_per_element(dtype) >= dtype.itemsize:
         return None
@@ -63,7 +63,7 @@ class RingExchange:
 
     def start(self, shard: Tensor, layout: Layout) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
-        codec, feedback = _saving(self.codec, shard.dtype), self.feedback
+        codec, feedback = _worthwhile(self.codec, shard.dtype), self.feedback
         if codec is None:
             work = dist.all_reduce(shard, group=self.group, async_op=True)
             assert work is not None
@@ -91,7 +91,7 @@ class RingExchange:
     def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
         """See :meth:`InterNodeReduce.wire_bytes`."""
         size = dist.get_world_size(self.group)
-        width = _bytes_per_element(_saving(self.codec, dtype), dtype)
+        width = _bytes_per_element(_worthwhile(self.codec, dtype), dtype)
         return int(2 * numel * width * (size - 1) / size)
 
 
@@ -121,7 +121,7 @@ class BalancedExchange:
 
     def start(self, shard: Tensor, layout: Layout) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
-        codec = _saving(self.codec, shard.dtype)
+        codec = _worthwhile(self.codec, shard.dtype)
         feedback = self.feedback
         if codec is None:  # nothing is lost
             feedback = None
@@ -157,7 +157,7 @@ class BalancedExchange:
     def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
         """See :meth:`InterNodeReduce.wire_bytes`."""
         size = dist.get_world_size(self.scatter_group)
-        codec = _saving(self.codec, dtype)
+        codec = _worthwhile(self.codec, dtype)
         width = _bytes_per_element(codec, dtype)
         return int(2 * _part(numel, size, codec) * width * (size - 1))
 

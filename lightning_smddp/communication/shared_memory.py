@@ -238,7 +238,8 @@ class SharedMemory:
     ) -> bool:
         """Sum this rank's shard within the window, in the order of local ranks, chunk by chunk.
 
-        With ``watch`` a chunk whose sum is not finite stays as it was; returns whether there was none.
+        With ``push`` the sum is written into the peers' tensors as well. With ``watch`` a chunk whose sum is not finite
+        stays as it was; returns whether there was none.
         """
         rank, dtype = self.mesh.rank, tensor.dtype
         low, high = max(bounds[rank], window.start), min(bounds[rank + 1], window.stop)

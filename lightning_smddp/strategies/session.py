@@ -39,7 +39,10 @@ _LEAVE_AFTER_FAILURE_S = 5.0
 
 
 class GradientCommunication:
-    """Gradient communication of one strategy object: groups for its process group, a hook for each DDP module."""
+    """Gradient communication of one strategy object: groups for its process group, a hook for each DDP module.
+
+    Around each wrapping of a module in DDP: :meth:`prepare` makes what averages, :meth:`attach` registers it as hook.
+    """
 
     def __init__(self, options: GradientOptions) -> None:
         self.options = options

@@ -1,7 +1,8 @@
 """One stage's part of a step: the step's own code again, with other stages' values standing in.
 
-The code between modules runs on every stage. Operations on the batch alone are done for real. The others are nodes of
-the :class:`~lightning_smddp.pipeline.capture.graph.StepGraph`, and are matched in order::
+The code between modules runs on every stage. Operations on the batch alone are done for real. The others, and calls of
+*units* (modules that are placed whole), are nodes of the :class:`~lightning_smddp.pipeline.capture.graph.StepGraph`,
+and are matched in order::
 
     nodes of earlier stages      return what was received, or a RemoteTensor: a shape and a type without numbers
     nodes of this stage          are done

@@ -3,7 +3,8 @@
 torch's own ``PipelineStage`` fixes the shapes of its messages at the first step and holds a receive buffer for each
 micro-batch and direction from then on. :class:`Stage` offers the same methods to the schedules, and nothing else of it:
 it is told the shapes of every micro-batch at each step, takes a buffer when a receive is posted and lets go of it when
-it has been used. So shapes may differ between micro-batches and between steps.
+it has been used. So shapes may differ between micro-batches and between steps. Sends and receives are only made here,
+as ``P2POp``; torch's schedule starts them and waits for them, as it also calls the forwards and backwards.
 
 A forward keeps, for the micro-batch's backward, two ends of its piece of the autograd graph::
 
@@ -43,7 +44,7 @@ class StageBody(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Holds the stage's parameters."""
+        """Holds the stage's parameters; torch's schedules look at it as ``submod``, nobody calls it."""
         ...
 
     def __call__(self, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -333,6 +334,7 @@ class Stage:
                 )
 
     def _ops(self, op: Any, tensors: Sequence[Tensor | None], peer_stage: int) -> list[dist.P2POp]:
+        """Sends or receives of ``tensors``, for torch's schedule to start."""
         # Both sides leave out a tensor without elements: not every backend takes an empty message.
         peer: int | None = None
         if 0 <= peer_stage < self.num_stages:

@@ -101,8 +101,8 @@ class PipelineRuntime:
             microbatches: of one batch.
             train: whether there is a backward.
             observe: called around each node that is done here.
-            looks: numbers that modules keep; if given, :attr:`news` says whether something is new there, or behind the
-                last unit; in any case, whether an object has changed for the first time.
+            looks: numbers that modules keep, to look at; if given, :attr:`news` says whether something is new there, or
+                behind the last unit; in any case, whether an object has changed for the first time.
 
         Returns:
             What the step returned for each micro-batch, on the rank where it ends; else an empty list.
