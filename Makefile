@@ -1,6 +1,10 @@
 # Each target prepares what it needs: `make test` on a fresh checkout creates .venv and installs the tested set.
 PYTHON ?= python3
 BIN := .venv/bin
+# Ranks of a test wait for each other: a second test beside it takes the processor time that they leave. The tests of a
+# file stay together, as they share what is dear to make. JOBS=0: one after the other.
+JOBS ?= 2
+PARALLEL := -n $(JOBS) --dist loadfile
 INSTALLED := .venv/installed.stamp
 PUBLIC := .venv-public/installed.stamp
 
@@ -37,13 +41,13 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not exhaustive"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not exhaustive"
 
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow and not exhaustive"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not exhaustive"
 
 exhaustive: $(INSTALLED)
-	$(BIN)/python -m pytest -m exhaustive
+	$(BIN)/python -m pytest $(PARALLEL) -m exhaustive
 
 public: $(PUBLIC)
 	.venv-public/bin/python -m pytest tests/public

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 # Before torch is imported, here and in the fork server that inherits this environment: one thread per rank,
@@ -19,9 +20,27 @@ from tests import devices, simulated_cuda
 from tests.leaks import Snapshot, adopt_orphans
 from tests.simulated_cuda import build
 
+# Side by side (pytest-xdist) nobody knows which test a name in /dev/shm is from: they are looked at in the end.
+SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
+BEFORE = pytest.StashKey[Snapshot]()
+LAST_PATIENCE_S = 15.0
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
     adopt_orphans()
+    config.stash[BEFORE] = Snapshot.take()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Shared memory that tests side by side have left fails the session."""
+    if SIDE_BY_SIDE or not session.config.getoption("numprocesses", None):
+        return
+    deadline = time.monotonic() + LAST_PATIENCE_S  # the workers' own helpers end, and clear up, behind them
+    while (left := session.config.stash[BEFORE].new_shared_memory()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if left:
+        print(f"\nleaked: {sorted(left)} in /dev/shm; `make test JOBS=0` tells by which test")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @functools.cache
@@ -35,7 +54,7 @@ def _no_network_namespaces() -> str | None:
     return None if result.returncode == 0 else result.stderr.strip()
 
 
-def pytest_collection_finish(session: pytest.GradientCommunication) -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the simulated device before the first test's time starts."""
     needed = any(item.get_closest_marker("simulated_cuda") for item in session.items)
     if needed and not session.config.option.collectonly and build.problem() is None:
@@ -66,5 +85,5 @@ def no_leaks() -> Iterator[None]:
     """Fail a test that leaves behind what ``tests/leaks.py`` knows about."""
     before = Snapshot.take()
     yield
-    if found := before.leaks():
+    if found := before.leaks(memory=not SIDE_BY_SIDE):
         pytest.fail("the test leaked:\n  " + "\n  ".join(found), pytrace=False)

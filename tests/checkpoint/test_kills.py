@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture
 def memory_directory() -> Iterator[Path]:
     """On another file system than ``tmp_path``."""
-    path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix=f"tests-{os.getpid()}-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
 

@@ -626,7 +626,7 @@ def test_too_large_for_the_file_system(tmp_path: Path) -> None:
 @pytest.fixture
 def memory_directory() -> Iterator[Path]:
     """Where nobody waits for a disk."""
-    path = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    path = Path(tempfile.mkdtemp(prefix=f"tests-{os.getpid()}-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path)
 

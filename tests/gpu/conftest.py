@@ -53,7 +53,7 @@ class Page:
         if name not in self.items or not report.passed:
             self.items[name] = found
 
-    def pytest_sessionfinish(self, session: pytest.GradientCommunication) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self.items:
             path = Path(os.environ[PAGE])
             path.write_text(self.text(path.name))
