@@ -218,10 +218,17 @@ def test_two_nodes_of_one_rank_train_bit_by_bit_as_with_stock_ddp(name: str) -> 
 MIXED_TABLE = [(700, "native"), (2000, "hierarchical"), (2**62, "balanced")]
 
 
+ON_TWO_NODES = ["small buckets as views", "unused parameters", "accumulated", "join", "two modules"]
+
+
 @pytest.mark.parametrize(
-    "shared", [pytest.param(True, id="shared memory"), pytest.param(False, id="collectives", marks=pytest.mark.slow)]
+    ("name", "shared"),
+    [
+        *((name, True) for name in ON_TWO_NODES),
+        pytest.param(ON_TWO_NODES[0], False, marks=pytest.mark.slow),
+        *(pytest.param(name, False, marks=pytest.mark.exhaustive) for name in ON_TWO_NODES[1:]),
+    ],
 )
-@pytest.mark.parametrize("name", ["small buckets as views", "unused parameters", "accumulated", "join", "two modules"])
 def test_two_nodes_of_two_ranks_train_as_with_stock_ddp(name: str, shared: bool) -> None:
     run_ranks(compare, 4, name, ["hierarchical", "balanced", MIXED_TABLE], False, shared, node_ids=list("abab"))
 

@@ -127,6 +127,7 @@ def report(algorithm: str, steps: int, slow_rank: int = -1) -> CommunicationRepo
 GRADIENTS = 100 * 100 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "nodes", "intra", "inter"),
     [

@@ -158,27 +158,41 @@ def test_one(device: str) -> None:
 
 
 @on_gpus(2)
-@pytest.mark.parametrize("items", [ALGORITHMS, FEATURES, COMPRESSIONS], ids=["algorithms", "features", "compressions"])
+@pytest.mark.parametrize(
+    "items",
+    [
+        pytest.param(ALGORITHMS, id="algorithms"),
+        pytest.param(FEATURES, id="features", marks=pytest.mark.slow),
+        pytest.param(COMPRESSIONS, id="compressions", marks=pytest.mark.slow),
+    ],
+)
 def test_two(items: list[Item], device: str) -> None:
     check(Group(items, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @on_gpus(2)
 def test_two_nodes_of_one(device: str) -> None:
     check(Group([*ALGORITHMS, *COMPRESSIONS], 2, ["a", "b"]))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @on_gpus(4)
 def test_four(device: str) -> None:
     check(Group([*ALGORITHMS, COMPRESSIONS[2]], 4))
 
 
+SPREAD = [ALGORITHMS[2], ALGORITHMS[3], COMPRESSIONS[2], COMPRESSIONS[4], FEATURES[4]]
+OTHER_SPREAD = [*ALGORITHMS[:2], *COMPRESSIONS[:2], COMPRESSIONS[3], FEATURES[0]]
+
+
 @pytest.mark.slow
 @on_gpus(4)
-def test_two_nodes_of_two(device: str) -> None:
-    check(Group([*ALGORITHMS, *COMPRESSIONS, FEATURES[0], FEATURES[4]], 4, ["a", "a", "b", "b"]))
+@pytest.mark.parametrize(
+    "items", [SPREAD, pytest.param(OTHER_SPREAD, marks=pytest.mark.exhaustive)], ids=["few", "rest"]
+)
+def test_two_nodes_of_two(items: list[Item], device: str) -> None:
+    check(Group(items, 4, ["a", "a", "b", "b"]))
 
 
 @pytest.mark.exhaustive
@@ -199,6 +213,7 @@ def test_shared_memory_is_refused(device: str) -> None:
 # ---- gradients that are no numbers ----
 
 
+@pytest.mark.slow
 @on_gpus(2)
 @pytest.mark.parametrize("name", ["smddp", "pipeline"])
 def test_nan_is_an_error(name: str, device: str) -> None:
@@ -209,6 +224,7 @@ def test_nan_is_an_error(name: str, device: str) -> None:
         assert "net.2.bias (nan in 1 of 3 elements)" in message
 
 
+@pytest.mark.slow
 @on_gpus(2)
 @pytest.mark.parametrize("name", ["smddp", "pipeline"])
 def test_nan_is_skipped(name: str, device: str) -> None:
@@ -246,6 +262,7 @@ def begin_and_end(directory: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @on_gpus(2)
 def test_a_run_leaves_the_device_as_it_was(device: str, tmp_path: Path) -> None:
     for found in run_trainer_ranks(begin_and_end, 2, str(tmp_path)):

@@ -51,16 +51,20 @@ def training(schedule: str, **options: Any) -> Case:
     return functools.partial(trained, schedule=schedule, **options)
 
 
+# Of each list, what `make test` runs on simulated devices, and the rest: on the CPU that has tests of its own.
 SCHEDULES = [
-    *map(training, ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")),
-    *map(training, ("zbv_zero_bubble", "dualpipev")),
+    training("interleaved_zero_bubble"),
+    training("dualpipev"),
     training("1f1b", active_microbatches=2, activation_checkpointing=True),
     schedule("1f1b"),
 ]
-OPTIMIZATION = [accumulation, clip_by_norm, clip_by_value, bf16_mixed, fp16_with_overflow, fp16_accumulation]
-OPTIMIZATION += [gpt, gpt_checkpointed]
-CHECKPOINTS = [save_afterwards, best_and_last, resume_twice, tied]
-SPLIT = [training("1f1b"), training("interleaved_1f1b", num_microbatches=4), training("dualpipev")]
+OTHER_SCHEDULES = list(map(training, ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble")))
+OPTIMIZATION = [accumulation, clip_by_norm, fp16_with_overflow, gpt_checkpointed]
+OTHER_OPTIMIZATION = [clip_by_value, bf16_mixed, fp16_accumulation, gpt]
+CHECKPOINTS = [save_afterwards, resume_twice]
+OTHER_CHECKPOINTS = [best_and_last, tied]
+SPLIT = [training("interleaved_1f1b", num_microbatches=4)]
+OTHER_SPLITS = [training("1f1b"), training("dualpipev")]
 REPLICAS = [
     replicas(),
     replicas({"schedule": "interleaved_zero_bubble"}, accumulate_grad_batches=2, gradient_clip_val=0.1),
@@ -69,12 +73,18 @@ COMPRESSED = replicas({"algorithm": "balanced", "compression": Compression("bf16
 SPREAD = [replicas({"placement": "spread", "algorithm": "hierarchical"}), COMPRESSED]
 ONE = Matrix([training("1f1b"), training("zbv_zero_bubble"), fp16_with_overflow], 1)
 TWO = [Matrix(cases, 2, timeout=110) for cases in (SCHEDULES, OPTIMIZATION, CHECKPOINTS)]
-FOUR = [Matrix(cases, 4, timeout=110) for cases in (SPLIT, REPLICAS)]
-NODES = Matrix([training("1f1b"), *SPREAD], 4, timeout=110, node_ids=["a", "a", "b", "b"])
+MORE_ON_TWO = [Matrix(cases, 2, timeout=110) for cases in (OTHER_SCHEDULES, OTHER_OPTIMIZATION, OTHER_CHECKPOINTS)]
+FOUR = [Matrix(cases, 4, timeout=110) for cases in (SPLIT, REPLICAS[1:])]
+MORE_ON_FOUR = [Matrix(cases, 4, timeout=110) for cases in (OTHER_SPLITS, REPLICAS[:1])]
+NODES = Matrix(SPREAD[:1], 4, timeout=110, node_ids=["a", "a", "b", "b"])
+MORE_ON_NODES = Matrix([training("1f1b"), *SPREAD[1:]], 4, timeout=110, node_ids=["a", "a", "b", "b"])
+ALL_KINDS = (
+    [*SCHEDULES, *OTHER_SCHEDULES],
+    [*OPTIMIZATION, *OTHER_OPTIMIZATION],
+    [*CHECKPOINTS, *OTHER_CHECKPOINTS],
+)
 EVERY = [
-    Matrix(cases, 4, timeout=240, node_ids=node_ids)
-    for cases in (SCHEDULES, OPTIMIZATION, CHECKPOINTS)
-    for node_ids in (None, ["a", "a", "b", "b"])
+    Matrix(cases, 4, timeout=240, node_ids=node_ids) for cases in ALL_KINDS for node_ids in (None, ["a", "a", "b", "b"])
 ]
 TOLERANCES = {**TOLERANCE, COMPRESSED: 0.05}
 
@@ -85,8 +95,11 @@ def compare(matrix: Matrix, case: Case, directories: pytest.TempPathFactory) -> 
     matrix.compare(case, str(directory), TOLERANCES.get(case, 1e-5))
 
 
-def cases_of(matrices: list[Matrix]) -> list[Any]:
-    return [pytest.param(matrix, case, id=name_of(case)) for matrix in matrices for case in matrix.cases]
+def cases_of(matrices: list[Matrix], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(matrix, case, id=name_of(case), marks=marks) for matrix in matrices for case in matrix.cases]
+
+
+REST = pytest.mark.exhaustive
 
 
 @on_gpus(1)
@@ -97,23 +110,23 @@ def test_one(case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.slow
 @on_gpus(2)
-@pytest.mark.parametrize(("matrix", "case"), cases_of(TWO))
+@pytest.mark.parametrize(("matrix", "case"), [*cases_of(TWO), *cases_of(MORE_ON_TWO, REST)])
 def test_two(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     compare(matrix, case, tmp_path_factory)
 
 
 @pytest.mark.slow
 @on_gpus(4)
-@pytest.mark.parametrize(("matrix", "case"), cases_of(FOUR))
+@pytest.mark.parametrize(("matrix", "case"), [*cases_of(FOUR), *cases_of(MORE_ON_FOUR, REST)])
 def test_four(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     compare(matrix, case, tmp_path_factory)
 
 
 @pytest.mark.slow
 @on_gpus(4)
-@pytest.mark.parametrize("case", NODES.cases, ids=name_of)
-def test_two_nodes_of_two(case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    compare(NODES, case, tmp_path_factory)
+@pytest.mark.parametrize(("matrix", "case"), [*cases_of([NODES]), *cases_of([MORE_ON_NODES], REST)])
+def test_two_nodes_of_two(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    compare(matrix, case, tmp_path_factory)
 
 
 @pytest.mark.exhaustive
@@ -138,6 +151,7 @@ def trained_with_meta_init(directory: str) -> Any:
     return meta_init(Bench({"num_microbatches": 4}), directory)
 
 
+@pytest.mark.slow
 @on_gpus(2)
 def test_meta_init(device: str, tmp_path: Path) -> None:
     """Equal to the run with all stages on one rank."""

@@ -62,7 +62,7 @@ def last_start(directory: str, pipeline: bool) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pipeline", "kills"), [(False, 2), (True, 1)], ids=["smddp", "pipeline"])
+@pytest.mark.parametrize(("pipeline", "kills"), [(False, 1), (True, 1)], ids=["smddp", "pipeline"])
 def test_killed_and_started_again(pipeline: bool, kills: int, tmp_path: Path) -> None:
     """At random steps: weights as if nothing had happened."""
     dice = random.Random(4)

@@ -29,6 +29,12 @@ COMMUNICATION: list[dict[str, Any]] = [
     {"algorithm": "balanced", "compression": Compression("bf16", scope="all")},
     {"algorithm": "native", "compression": "bf16"},
 ]
+# Each algorithm with more than one level, each kind of state; the rest takes the same ways.
+SOME = [COMMUNICATION[0], COMMUNICATION[7], COMMUNICATION[8]]
+REST = [options for options in COMMUNICATION if options not in SOME]
+EACH = pytest.mark.parametrize(
+    "communication", [pytest.param(SOME, id="some"), pytest.param(REST, id="rest", marks=pytest.mark.exhaustive)]
+)
 IN_A_STEP = {"average", "backward", "run_pipeline_schedule"}
 
 
@@ -45,14 +51,14 @@ def communicators() -> Found:
 
 
 def is_late(functions: tuple[str, ...]) -> bool:
-    """Whether a training step was under way; but a pipeline's first one divides the module, where all is made."""
-    return "optimizer_step" in functions and "_divide" not in functions or bool(IN_A_STEP.intersection(functions))
+    """Whether a training step was under way; but a pipeline's first one partitions the module, where all is made."""
+    return "optimizer_step" in functions and "_partition" not in functions or bool(IN_A_STEP.intersection(functions))
 
 
-def fit_data_parallel() -> list[Found]:
+def fit_data_parallel(communication: list[dict[str, Any]]) -> list[Found]:
     simulated_cuda.limit_waits(20.0)
     found = []
-    for options in COMMUNICATION:
+    for options in communication:
         fit(silent(**options), Learner(count=32), max_epochs=1)
         found.append(communicators())
     return found
@@ -68,8 +74,9 @@ def require_ready(everyones: list[list[Found]]) -> None:
 
 
 @pytest.mark.slow
-def test_smddp_makes_none_in_a_step() -> None:
-    require_ready(run_trainer_ranks(fit_data_parallel, 4, node_ids=NODES, timeout=120))
+@EACH
+def test_smddp_makes_none_in_a_step(communication: list[dict[str, Any]]) -> None:
+    require_ready(run_trainer_ranks(fit_data_parallel, 4, communication, node_ids=NODES, timeout=120))
 
 
 def fit_replicas(communication: list[dict[str, Any]]) -> list[Found]:
@@ -88,8 +95,9 @@ def test_pipelines_with_replicas_make_none_in_a_step() -> None:
 
 
 @pytest.mark.slow
-def test_pipelines_with_replicas_and_any_communication_make_none_in_a_step() -> None:
-    require_ready(run_trainer_ranks(fit_replicas, 4, COMMUNICATION, node_ids=NODES, timeout=120))
+@EACH
+def test_pipelines_with_replicas_and_any_communication_make_none_in_a_step(communication: list[dict[str, Any]]) -> None:
+    require_ready(run_trainer_ranks(fit_replicas, 4, communication, node_ids=NODES, timeout=120))
 
 
 class Tied(Net):
@@ -112,24 +120,29 @@ class Thawing(Net):
             self.requires_grad_(True)
 
 
-def fit_others() -> list[Found]:
+def fit_others(schedules: bool) -> list[Found]:
     simulated_cuda.limit_waits(20.0)
     found = []
-    for model, options in [
+    cases: list[tuple[Net, dict[str, Any]]] = [
         (Tied(), {"pipeline_parallel_size": 2, "algorithm": "hierarchical"}),
-        (Tied(), {"schedule": "1f1b"}),
-        (Net(layers=8), {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
-        (Net(layers=8), {"schedule": "dualpipev"}),
         (Thawing(count=32, batch_size=4), {"pipeline_parallel_size": 2, "algorithm": "balanced"}),
-    ]:
+    ]
+    if schedules:
+        cases = [
+            (Tied(), {"schedule": "1f1b"}),
+            (Net(layers=8), {"schedule": "interleaved_1f1b", "stages_per_rank": 2}),
+            (Net(layers=8), {"schedule": "dualpipev"}),
+        ]
+    for model, options in cases:
         Bench(options).fit(model, max_epochs=2)
         found.append(communicators())
     return found
 
 
 @pytest.mark.slow
-def test_tied_weights_and_schedules_and_places_without_gradients() -> None:
-    require_ready(run_trainer_ranks(fit_others, 4, node_ids=NODES, timeout=120))
+@pytest.mark.parametrize("schedules", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_tied_weights_and_schedules_and_places_without_gradients(schedules: bool) -> None:
+    require_ready(run_trainer_ranks(fit_others, 4, schedules, node_ids=NODES, timeout=120))
 
 
 def start() -> tuple[int, torch.device]:

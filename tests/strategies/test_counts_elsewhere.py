@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lightning_smddp.bridge.owner_watch import OwnerWatch, owner_in_words
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, assert_same, name_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what is said is looked at below
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what is said is looked at below
 
 
 class Stats:

@@ -94,11 +94,15 @@ def strategy_and_module(strategy: str, limit_s: float) -> tuple[Any, Any]:
     return PipelineStrategy(**grouped(verbose=False, tuning_cache=False, collective_timeout=limit_s)), Net()
 
 
+REST = pytest.mark.exhaustive
 STRATEGIES = pytest.mark.parametrize("strategy", ["smddp", "smddp_pipeline"])
+# The supervision of the two is one: which of them is enough where a kind of fault takes no other way.
+DATA_PARALLEL = pytest.mark.parametrize("strategy", ["smddp", pytest.param("smddp_pipeline", marks=REST)])
+PIPELINE = pytest.mark.parametrize("strategy", [pytest.param("smddp", marks=REST), "smddp_pipeline"])
 NAMED = r"[Rr]ank 1 \(host \S+, process \d+\) "
 
 
-@STRATEGIES
+@PIPELINE
 def test_a_rank_that_dies(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(strategy, "dies", tmp_path, monkeypatch)
     assert re.search(NAMED + r"died at step 2 \(forward\): its process was killed by SIGKILL", ended.everything(0))
@@ -106,7 +110,8 @@ def test_a_rank_that_dies(strategy: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert ended.seconds < END_S
 
 
-@STRATEGIES
+@pytest.mark.slow
+@DATA_PARALLEL
 def test_a_rank_that_raises(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(strategy, "raises", tmp_path, monkeypatch)
     assert "KeyError: 'the first cause'" in ended.ends[1]
@@ -114,13 +119,15 @@ def test_a_rank_that_raises(strategy: str, tmp_path: Path, monkeypatch: pytest.M
     assert ended.seconds < END_S
 
 
-@STRATEGIES
+@pytest.mark.slow
+@PIPELINE
 def test_a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(strategy, "stops", tmp_path, monkeypatch)
     assert re.search("RankFailedError: " + NAMED + r"fell silent at step 2 \(forward\)", ended.ends[0])
     assert ended.seconds < LIMIT_S + END_S
 
 
+@pytest.mark.slow
 @STRATEGIES
 def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing raises by itself; both hosts wait for their devices, and both say that they are in the same step."""
@@ -131,7 +138,7 @@ def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-@STRATEGIES
+@DATA_PARALLEL
 def test_a_host_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(strategy, "hangs on the host", tmp_path, monkeypatch)
     assert re.search("RankFailedError: " + NAMED + r"did not come at step 2 \(forward\): rank 0", ended.ends[0])
@@ -149,7 +156,11 @@ def train_four(layout: dict[str, Any], directory: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", [{"pipeline_parallel_size": 2}, {"schedule": "interleaved_1f1b", "stages_per_rank": 2}]
+    "layout",
+    [
+        {"pipeline_parallel_size": 2},
+        pytest.param({"schedule": "interleaved_1f1b", "stages_per_rank": 2}, marks=REST),
+    ],
 )
 def test_a_stage_that_hangs_is_told_from_those_that_wait_for_its_messages(
     layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,7 +201,7 @@ def train_slowly(strategy: str) -> tuple[int, float]:
 
 
 @pytest.mark.slow
-@STRATEGIES
+@PIPELINE
 def test_long_phases_are_no_hangs_and_nccl_waits_longer_than_the_supervision(strategy: str) -> None:
     for steps, limit_s in run_trainer_ranks(train_slowly, 2, strategy):
         assert steps > STEP
@@ -243,6 +254,7 @@ class Raising(Callback):
             raise KeyError("the first cause")
 
 
+@pytest.mark.slow
 def test_groups_that_were_aborted_are_made_anew() -> None:
     for losses in run_trainer_ranks(fit_again, 2):
         assert len(losses) > STEP

@@ -71,6 +71,7 @@ def supervisors() -> list[str]:
     return [thread.name for thread in threading.enumerate() if "supervisor" in thread.name]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of copying its own structures
 @pytest.mark.parametrize("name", BOTH)
 def test_module_and_trainer_can_be_pickled_and_copied_after_fit(name: str) -> None:
@@ -131,6 +132,7 @@ def goes_on(name: str) -> Any:
     return weights_of(module), trainer.global_step
 
 
+@pytest.mark.slow
 def test_a_module_is_used_again_after_an_exception_that_the_user_caught() -> None:
     expected = run_trainer_ranks(goes_on, 2, "ddp")
     torch.testing.assert_close(run_trainer_ranks(goes_on, 2, "smddp"), expected, rtol=0, atol=0)
@@ -202,7 +204,12 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "rank", "launcher"),
-    [("smddp", 0, []), ("smddp_pipeline", 1, []), ("smddp", 1, TORCHRUN), ("smddp_pipeline", 0, TORCHRUN)],
+    [
+        ("smddp_pipeline", 1, []),
+        ("smddp", 1, TORCHRUN),
+        pytest.param("smddp", 0, [], marks=pytest.mark.exhaustive),
+        pytest.param("smddp_pipeline", 0, TORCHRUN, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_long_hook_for_exceptions_comes_to_its_end(
     strategy: str, rank: int, launcher: list[str], tmp_path: Path
@@ -367,6 +374,7 @@ def keeps(name: str, path: str) -> Any:
     return said, refused, module.got, weights_of(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_saving_says_what_resuming_will_refuse_and_weights_only_false_loads_it(name: str, tmp_path: Path) -> None:
     (said, refused, got, _), (nothing, *others) = run_trainer_ranks(keeps, 2, name, str(tmp_path / "a.ckpt"))

@@ -76,6 +76,7 @@ def test_smddp(name: str, tmp_path: Path) -> None:
     assert run_trainer_ranks(resume_from_each, 2, "smddp", KINDS[name], str(tmp_path), 2) == [{}, {}]
 
 
+@pytest.mark.slow
 def test_pipeline(tmp_path: Path) -> None:
     """Each stage draws its own dropout."""
     assert run_trainer_ranks(resume_from_each, 2, {}, OFTEN, str(tmp_path), 2) == [{}, {}]
@@ -417,6 +418,7 @@ def gathered_by_world() -> Any:
     return gather_states({"rank": torch.distributed.get_rank()}, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_the_first_rank_gets_all_states() -> None:
     """The others need not decode what they do not write."""
     assert run_ranks(gathered_by_world, 2) == [[{"rank": 0}, {"rank": 1}], []]
@@ -527,6 +529,7 @@ def with_links(kind: Any, directory: str, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_links_to_files_that_are_not_written_yet(tmp_path: Path) -> None:
     [texts] = run_trainer_ranks(both_with_links, 1, str(tmp_path))
     assert all("ModelCheckpoint(save_last='link')" in text and "save_last=True" in text for text in texts)

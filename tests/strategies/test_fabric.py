@@ -58,6 +58,7 @@ def train_with(strategy: str, package: str) -> tuple[Tensor, float, str]:
     return trained, mean, text.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
 def test_equals_ddp(package: str) -> None:
     stock = run_trainer_ranks(train_with, 2, "ddp", package)
@@ -95,7 +96,11 @@ def save_and_continue(compression: Any) -> dict[str, Any]:
     return {"state": state, "loaded": loaded, "steps": report.steps, "half": half}
 
 
-@pytest.mark.parametrize("compression", ["int8", Compression("powersgd", rank=1)], ids=["int8", "powersgd"])
+@pytest.mark.parametrize(
+    "compression",
+    [pytest.param("int8", marks=pytest.mark.exhaustive), Compression("powersgd", rank=1)],
+    ids=["int8", "powersgd"],
+)
 def test_communication_state(compression: Any) -> None:
     results = run_trainer_ranks(save_and_continue, 2, compression, node_ids=["a", "b"])
     for result in results:

@@ -17,6 +17,8 @@ from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites, NewWr
 from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net
 
+pytestmark = pytest.mark.slow
+
 TOTALS = torch.zeros(2)
 
 

@@ -20,6 +20,8 @@ from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import CLASSES, INPUTS
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, name_of, outcome
 
+pytestmark = pytest.mark.slow
+
 
 class MeanTeacher(Evaluated):
     """The teacher follows the student, and is asked in validation only."""

@@ -75,7 +75,7 @@ def test_a_script_starts_itself_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["smddp_spawn", "smddp_fork"])
+@pytest.mark.parametrize("strategy", ["smddp_spawn", pytest.param("smddp_fork", marks=pytest.mark.exhaustive)])
 def test_spawn_and_fork(strategy: str, tmp_path: Path) -> None:
     output = run_script(tmp_path, strategy)
     assert output.count("smddp: data parallelism") == 1
@@ -124,12 +124,13 @@ def fit_with_cli(config: str, path: str) -> tuple[Outcome, Any, dict[str, Any]]:
     return Outcome(cli.model.losses, weights), strategy._session.options, strategy._ddp_kwargs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "compression"),
     [
         (BY_NAME, None),
         (BY_CLASS.format(compression="null"), None),
-        (BY_CLASS.format(compression="int8"), Compression("int8")),
+        pytest.param(BY_CLASS.format(compression="int8"), Compression("int8"), marks=pytest.mark.exhaustive),
         (BY_CLASS.format(compression="{method: powersgd, rank: 2}"), Compression("powersgd", rank=2)),
     ],
     ids=["name", "class", "class-method", "class-mapping"],

@@ -101,6 +101,7 @@ def alone(kind: str, directory: Path) -> tuple[Run, Result]:
     return run, result
 
 
+@pytest.mark.slow
 def test_from_two_stages_to_others(tmp_path: Path) -> None:
     """The everyday part: a tied weight that two stages hold."""
     _, unbroken = alone("gpt", tmp_path)

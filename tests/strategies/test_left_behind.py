@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from tests.strategies.learners import CLASSES, INPUTS
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, name_of
 
+pytestmark = pytest.mark.slow
+
 
 class Keeps(nn.Module):
     """A layer that keeps what it made, a summary, a history and a count; and a buffer's worth of positions."""

@@ -101,6 +101,7 @@ def fit_without_stdout(strategy: Any) -> tuple[int, str, str]:
         return trainer.global_step, stdout.rich_proxied_file.getvalue(), str(trainer.strategy.communication_report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [SMDDPStrategy, PipelineStrategy])
 def test_a_report_that_cannot_be_printed_fails_no_run(strategy: Any) -> None:
     first, second = run_trainer_ranks(fit_without_stdout, 2, strategy)
@@ -159,6 +160,7 @@ def fit_then_validate() -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_table_of_a_pipeline_comes_once() -> None:
     first, second = run_trainer_ranks(fit_then_validate, 2)
     assert first.count("pipeline parallelism") == 1

@@ -250,6 +250,7 @@ def cleans(name: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_gradients_are_looked_at_after_the_users_code_has_cleaned_them() -> None:
     expected = run_trainer_ranks(cleans, 2, "ddp", {})
     for options in ({"algorithm": "native"}, {"algorithm": "shared_memory", "gradient_as_bucket_view": False}):
@@ -257,6 +258,7 @@ def test_gradients_are_looked_at_after_the_users_code_has_cleaned_them() -> None
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["error", "skip"])
 def test_a_pipeline_looks_at_gradients_after_the_users_code_has_cleaned_them(mode: str) -> None:
     for results in run_trainer_ranks(cleans, 2, "pipeline", {"on_nonfinite": mode}):
@@ -306,6 +308,7 @@ def spikes(name: str, make: Any, directory: str, mode: str) -> Any:
     return str(caught.value), json.loads(path.read_text()) if trainer.global_rank == 0 else None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients are not finite")
 @pytest.mark.parametrize("mode", ["error", "skip"])
 @pytest.mark.parametrize(("name", "make"), [("smddp", BadLoss), ("pipeline", BadLossOnAll)])

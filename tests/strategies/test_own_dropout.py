@@ -56,6 +56,7 @@ def train() -> tuple[int, float, int]:
     return found["steps"][0], model.cells.dropout, functions.dropped
 
 
+@pytest.mark.slow
 def test_the_check_does_not_mistake_it_for_a_difference() -> None:
     outcomes = run_trainer_ranks(train, 2)
     assert [(steps, dropout) for steps, dropout, _ in outcomes] == [(5, 0.5)] * 2

@@ -406,6 +406,7 @@ def sayings() -> Any:
     return refused(), warned(), two_replicas()
 
 
+@pytest.mark.slow
 def test_what_is_said() -> None:
     (refusal, first, findings), (other_refusal, second, others_findings) = run_trainer_ranks(sayings, 2)
     assert findings == others_findings > 1

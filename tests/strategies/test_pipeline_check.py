@@ -219,6 +219,7 @@ def test_an_escape_that_a_hook_begins_is_caught_in_the_second_step() -> None:
         assert "VerificationError: After the first optimizer step, and what hooks did then: The pipeline does" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["Chain", "Chancy"])
 def test_the_second_step_is_compared_once(model: str) -> None:
     """With replicas, and with gradients that accumulate; what chance decides is no difference."""
@@ -366,6 +367,7 @@ def timeline(directory: str) -> int:
     return len(callback.spans)
 
 
+@pytest.mark.slow
 def test_the_timeline_of_a_step(tmp_path: Path) -> None:
     counts = run_trainer_ranks(timeline, 2, str(tmp_path))
     assert counts[0] == counts[1] > 0
@@ -465,6 +467,7 @@ class Unfit(Chain):
         return self.train_dataloader()
 
 
+@pytest.mark.slow
 def test_logged_values_that_fit_no_rule_are_named_once() -> None:
     first, second = run_trainer_ranks(warned, 2, Unfit)
     assert second == []

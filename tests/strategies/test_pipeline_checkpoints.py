@@ -104,6 +104,7 @@ def piped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_saves_what_one_process_saves(alone: Any, piped: Path) -> None:
     for epoch in range(3):
         assert_same_checkpoint(piped / f"epoch={epoch}.ckpt", alone[0] / f"epoch={epoch}.ckpt")
