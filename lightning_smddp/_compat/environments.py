@@ -66,7 +66,9 @@ def know_our_classes(module: ModuleType) -> None:
     So ``class_path: SMDDPStrategy`` works as ``DDPStrategy`` does. Remove when LightningCLI has a registry of classes.
     """
     if hasattr(module, "LightningCLI"):  # else too early
-        package = "lightning" if module.__name__.startswith("lightning.") else "pytorch_lightning"
+        package = "pytorch_lightning"
+        if module.__name__.startswith("lightning."):
+            package = "lightning"
         strategies = import_module(f"lightning_smddp.strategies.{package}")
         _explain_moved_options(module.LightningArgumentParser, strategies)
 
@@ -98,4 +100,6 @@ def _home(strategy: Any, connector: str) -> str | None:
         ours = any(cls.__module__.startswith("lightning_smddp.") for cls in type(strategy).__mro__)
     if not ours:
         return None
-    return "lightning" if connector.startswith("lightning.") else "lightning_fabric"
+    if connector.startswith("lightning."):
+        return "lightning"
+    return "lightning_fabric"

@@ -166,18 +166,18 @@ def trained_batches(trainer: Any) -> int:
     of ``on_train_batch_end`` counts as completed.
     """
     now = trainer.fit_loop.epoch_loop.batch_progress.current
-    return int(now.processed if now.processed == now.ready else now.completed)
+    if now.processed == now.ready:
+        return int(now.processed)
+    return int(now.completed)
 
 
 def set_back(checkpoint: dict[str, Any], trained: int) -> None:
     """Let Lightning go on from ``checkpoint`` after ``trained`` batches of its epoch, which are fewer than it has."""
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     begun = progress["current"]["ready"]
-    for counts, value in (
-        (progress["total"], progress["total"]["ready"] - begun + trained),
-        (progress["current"], trained),
-    ):
-        counts.update(dict.fromkeys(counts, value))
+    total, current = progress["total"], progress["current"]
+    progress["total"] = dict.fromkeys(total, total["ready"] - begun + trained)
+    progress["current"] = dict.fromkeys(current, trained)
     progress["is_last_batch"] = False
 
 

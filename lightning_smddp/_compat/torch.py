@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -334,16 +335,21 @@ def run_pipeline_schedule(schedule: Any, num_microbatches: int, losses: list[Ten
     Private because the public ``step()`` of torch 2.13 splits its arguments itself and cannot be handed
     micro-batches. Remove when the oldest supported torch has ``step(arg_mbs=...)``.
     """
-    targets = None if losses is None else [None] * num_microbatches
+    targets = None
+    if losses is not None:
+        targets = [None] * num_microbatches
     schedule._step_microbatches([()] * num_microbatches, None, targets, losses, return_outputs=False)
 
 
 def pipeline_order(schedule: Any) -> dict[int, list[str]]:
     """Rank -> its compute actions as text, from a multi-stage schedule. Remove when torch has a public getter."""
-    return {
-        rank: [str(part) for action in actions if action is not None for part in action.sub_actions or (action,)]
-        for rank, actions in schedule.pipeline_order.items()
-    }
+    orders: dict[int, list[str]] = {}
+    for rank, actions in schedule.pipeline_order.items():
+        orders[rank] = []
+        for action in actions:
+            if action is not None:
+                orders[rank] += map(str, action.sub_actions or (action,))
+    return orders
 
 
 @contextmanager
@@ -393,7 +399,9 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     Private because a compiled module has no public sign of it. Remove when it has.
     """
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return None if hooked else module._compiled_call_impl
+    if hooked:
+        return None
+    return module._compiled_call_impl
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -430,7 +438,8 @@ def finetuning_by_identity(
     ``filter_on_optimizer`` compares values, which parameters of other ranks do not have. Remove when it does not.
     ``parameters_of`` gives an optimizer's parameters, of all ranks.
     """
-    classes = {cls for c in callbacks for cls in type(c).__mro__ if "filter_on_optimizer" in vars(cls)}
+    bases = chain.from_iterable(type(callback).__mro__ for callback in callbacks)
+    classes = {cls for cls in bases if "filter_on_optimizer" in vars(cls)}
     before = [(cls, vars(cls)["filter_on_optimizer"]) for cls in classes]
 
     def filter_on_optimizer(optimizer: Any, params: Iterable[Any]) -> list[Any]:
@@ -458,7 +467,9 @@ def loadable_names(module: nn.Module) -> tuple[dict[str, Tensor | None], list[st
     names: dict[str, Tensor | None] = {}
     others: list[str] = []
     for path, part in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
+        prefix = ""
+        if path:
+            prefix = f"{path}."
         own_method = type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
         if isinstance(part, nn.modules.batchnorm._NormBase):  # old checkpoints lack this one
             others.append(f"{prefix}num_batches_tracked")
@@ -530,7 +541,9 @@ class OperatorFacts:
         """The arguments that are written, those in lists each for itself."""
         found: list[Any] = []
         for position, name in self.writes:
-            value = args[position] if position < len(args) else kwargs.get(name)
+            value = kwargs.get(name)
+            if position < len(args):
+                value = args[position]
             if isinstance(value, (list, tuple)):
                 found += value
             elif value is not None:

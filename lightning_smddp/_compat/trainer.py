@@ -148,16 +148,20 @@ class _HookCalls:
             "_call_callbacks_state_dict": self.state_dicts,
         }
 
-    def for_this_trainer(self, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def for_this_trainer(self, ours: Callable[..., Any], lightnings: Callable[..., Any]) -> Callable[..., Any]:
         def chosen(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            return ours(*args, **kwargs) if trainer is self.trainer else theirs(trainer, *args, **kwargs)
+            if trainer is not self.trainer:
+                return lightnings(trainer, *args, **kwargs)
+            return ours(*args, **kwargs)
 
         return chosen
 
     def of_module(self, hook: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:
         with self.around(hook, pl_module or self.trainer.lightning_module) as finish:
             result = self.module_hook(self.trainer, hook, *args, pl_module=pl_module, **kwargs)
-            return result if finish is None else finish(result, args)
+            if finish is None:
+                return result
+            return finish(result, args)
 
     def of_callbacks(self, hook: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:
         chosen = list(self.trainer.callbacks)
@@ -176,7 +180,8 @@ class _HookCalls:
         for callback in self.trainer.callbacks:
             with self.around("state_dict", callback) as finish:
                 state = callback.state_dict()
-                state = state if finish is None else finish(state, ())
+                if finish is not None:
+                    state = finish(state, ())
             if state:
                 found[callback.state_key] = state
         return found

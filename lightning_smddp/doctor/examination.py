@@ -6,8 +6,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def examine(as_json_text: bool = False, measures: bool = True) -> int:
     if (launch.get("world_size") or 1) > 1:
         return _as_a_rank(facts, as_json_text)
     measured, problem = _with_local_ranks()
-    findings = [*([] if problem is None else [problem]), *find(facts, measured)]
+    findings = find(facts, measured)
+    if problem is not None:
+        findings.insert(0, problem)
     _print(facts, measured, findings, as_json_text)
     return _code(findings)
 
@@ -73,11 +76,13 @@ def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
     try:
         assert dist.group.WORLD is not None
         measured = measure(dist.group.WORLD, device, facts["host"])
-        mine = find(facts, measured if launch["rank"] == 0 else None)
-        everyones = gather_json([f.to_json() for f in mine], dist.group.WORLD, device)
+        local = find(facts)
+        if launch["rank"] == 0:  # what was measured is the same on all ranks
+            local = find(facts, measured)
+        gathered = gather_json([finding.to_json() for finding in local], dist.group.WORLD, device)
     finally:
         dist.destroy_process_group()
-    findings = merged([Finding.from_json(values) for theirs in everyones for values in theirs])
+    findings = merged([Finding.from_json(values) for values in chain.from_iterable(gathered)])
     if launch["rank"] == 0:
         _print(facts, measured, findings, as_json_text)
     return _code(findings)
@@ -99,9 +104,16 @@ def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.dev
         port=launch["main_port"],
         versions=versions(str(facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"])),
     )
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend, bound = _backend_of(device)
     limit = timedelta(seconds=_START_S)
-    join(meeting, backend, device if device.type == "cuda" else None, limit, limit)
+    join(meeting, backend, bound, limit, limit)
+
+
+def _backend_of(device: torch.device) -> tuple[str, torch.device | None]:
+    """The backend for messages of ``device``, and the device that its groups are bound to."""
+    if device.type == "cuda":
+        return "nccl", device
+    return "gloo", None
 
 
 def _device(local_rank: int, local_ranks: int) -> torch.device:
@@ -122,8 +134,11 @@ def _with_local_ranks() -> tuple[dict[str, Any] | None, Finding | None]:
 
 
 def _measured_here() -> dict[str, Any]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ranks = min(gpus, _MOST_LOCAL_RANKS) if gpus > 1 else 2
+    gpus, ranks = 0, 2
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+    if gpus > 1:
+        ranks = min(gpus, _MOST_LOCAL_RANKS)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="smddp-doctor-") as directory:
         path = os.path.join(directory, "measured.json")
@@ -141,27 +156,24 @@ def _measured_here() -> dict[str, Any]:
 
 def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str) -> None:
     torch.set_num_threads(1)
-    device = _device(rank, world_size) if on_gpus else torch.device("cpu")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    limit, bound = timedelta(seconds=_START_S), device if on_gpus else None
-    backend = "nccl" if on_gpus else "gloo"
+    device = torch.device("cpu")
+    if on_gpus:
+        device = _device(rank, world_size)
+    backend, bound = _backend_of(device)
+    store, limit = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=_START_S)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=bound)
+
+    def note(what: str) -> None:
+        if rank == 0:  # for the case that ranks end there
+            Path(f"{path}.at").write_text(what)
+
     try:
         assert dist.group.WORLD is not None
-        measured = measure(dist.group.WORLD, device, "this one", _note(path) if rank == 0 else lambda what: None)
+        measured = measure(dist.group.WORLD, device, "this one", note)
     finally:
         dist.destroy_process_group()
     if rank == 0:
         Path(path).write_text(json.dumps(measured))
-
-
-def _note(path: str) -> Callable[[str], None]:
-    """Keeps what is tried, for the case that ranks end there."""
-
-    def note(what: str) -> None:
-        Path(f"{path}.at").write_text(what)
-
-    return note
 
 
 def _print(
@@ -172,7 +184,10 @@ def _print(
             if finding.level == "error":
                 print(f"lightning-smddp doctor: {finding.what} {finding.cure}", file=sys.stderr)
         return
-    print(as_json(facts, measured, findings) if as_json_text else as_text(facts, measured, findings), flush=True)
+    if as_json_text:
+        print(as_json(facts, measured, findings), flush=True)
+    else:
+        print(as_text(facts, measured, findings), flush=True)
 
 
 def _code(findings: list[Finding]) -> int:

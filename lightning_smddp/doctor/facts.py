@@ -39,13 +39,19 @@ def look(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "network": _network(launch, environ),
         "shared_memory": _shared_memory(),
         "processors": {
-            "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "usable": _usable_processors(),
             "threads_of_a_rank": torch.get_num_threads(),
         },
         "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "sees_processes_end": _sees_processes_end(),
         "mpi_library": ctypes.util.find_library("mpi"),
     }
+
+
+def _usable_processors() -> int | None:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def _launch(environ: Mapping[str, str]) -> tuple[dict[str, Any] | None, str | None]:
@@ -79,19 +85,25 @@ def _backends() -> dict[str, bool]:
 
 
 def _accelerators() -> dict[str, Any]:
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = 0
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
     names = [torch.cuda.get_device_name(i) for i in range(count)]
     return {"gpus": names, "torch_cuda": torch.version.cuda, "nvidia_driver": os.path.exists(_DRIVER)}
 
 
 def _network(launch: Mapping[str, Any] | None, environ: Mapping[str, str]) -> dict[str, Any]:
     main = (launch or {}).get("main_address")
-    efa = os.listdir(_EFA_DEVICES) if os.path.isdir(_EFA_DEVICES) else []
+    main_address, efa = None, []
+    if main is not None:
+        main_address = _resolved(str(main))
+    if os.path.isdir(_EFA_DEVICES):
+        efa = os.listdir(_EFA_DEVICES)
     return {
         "interfaces": addresses(),
         "problems": [text for backend in ("gloo", "nccl") if (text := interface_problem(backend, environ)) is not None],
         "own_name": _resolved(socket.gethostname()),
-        "main_address": None if main is None else _resolved(str(main)),
+        "main_address": main_address,
         "rdma_devices": sorted(efa),
         "gloo_interface": environ.get("GLOO_SOCKET_IFNAME"),
     }

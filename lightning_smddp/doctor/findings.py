@@ -33,23 +33,22 @@ class Finding:
     hosts: tuple[str, ...] = ()
 
     def to_json(self) -> list[Any]:
-        """As plain values."""
+        """As JSON carries it between ranks."""
         return [self.level, self.what, self.cure, list(self.hosts)]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Finding:
-        """The reverse."""
+        """The inverse of :meth:`to_json`."""
         level, what, cure, hosts = values
         return cls(level, what, cure, tuple(hosts))
 
 
 def find(facts: Mapping[str, Any], measured: Mapping[str, Any] | None = None) -> list[Finding]:
     """Errors first."""
-    found = [
-        Finding(level, what, cure, (str(facts["host"]),))
-        for level, look in _LOOKS
-        for what, cure in look(facts)
-    ]  # fmt: skip
+    hosts = (str(facts["host"]),)
+    found = []
+    for level, look in _LOOKS:
+        found += [Finding(level, what, cure, hosts) for what, cure in look(facts)]
     found += [Finding("error", what, cure) for what, cure in _paths(measured or {})]
     found += [Finding("warning", what, cure) for what, cure in _links(measured or {})]
     return sorted(found, key=lambda finding: finding.level)

@@ -80,7 +80,7 @@ def _link(group: dist.ProcessGroup, device: torch.device, peer: int, host: str) 
     """Between rank 0 and ``peer``; the others wait."""
     rank, found = dist.get_rank(group), None
     if rank in (0, peer):
-        other = peer if rank == 0 else 0
+        (other,) = {0, peer} - {rank}
         small = _median_round_trip(group, torch.zeros(1, device=device), other)
         large = _median_round_trip(group, torch.zeros(_LINK_BYTES // 4, device=device), other)
         speed = 2 * _LINK_BYTES / max(large - small, 1e-9) / 1e9

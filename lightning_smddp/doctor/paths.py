@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,14 +55,11 @@ def try_paths(
         problems[what] = _try_group(members, new_name(group, device), timeout, device)
     at("messages between neighbours")
     problems["messages between neighbours"], links = _try_messages(everyone, new_name(group, device), timeout, device)
-    everyones = gather_json(problems, group, device)
-    found = {what: _joined([theirs.get(what) for theirs in everyones]) for what in _all_keys(everyones)}
-    by_pair = {tuple(link["ranks"]): link for theirs in gather_json(links, group, device) for link in theirs}
-    return {"paths": found, "neighbours": [by_pair[pair] for pair in sorted(by_pair)]}
-
-
-def _all_keys(everyones: Sequence[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(what for theirs in everyones for what in theirs))
+    gathered = gather_json(problems, group, device)
+    tried = dict.fromkeys(chain.from_iterable(gathered))
+    found = {what: _joined([of_rank.get(what) for of_rank in gathered]) for what in tried}
+    all_links = chain.from_iterable(gather_json(links, group, device))
+    return {"paths": found, "neighbours": sorted(all_links, key=lambda link: tuple(link["ranks"]))}
 
 
 def _joined(texts: Sequence[str | None]) -> str | None:
@@ -88,6 +86,9 @@ def _try_messages(
     group = create_group(ranks, name, timeout, device, by_pairs=True)
     pairs = list(zip(ranks, ranks[1:], strict=False))[:_MOST_LINKS]
     rank, problem, links = dist.get_rank(), None, []
+    device_ids = None
+    if device.type == "cuda":
+        device_ids = [device.index]
     try:
         connect_pairs(group, pairs, device)
         for pair in pairs:
@@ -96,8 +97,9 @@ def _try_messages(
                 wrong = _try_both_ways(group, rank, other, device)
                 problem = problem or wrong
                 link = _link(group, other, device)
-                links += [{"ranks": list(pair), **link}] if rank == pair[0] else []
-            dist.barrier(group=dist.group.WORLD, device_ids=[device.index] if device.type == "cuda" else None)
+                if rank == pair[0]:
+                    links.append({"ranks": list(pair), **link})
+            dist.barrier(group=dist.group.WORLD, device_ids=device_ids)
     finally:
         close_group(group)
     return problem, links
@@ -114,10 +116,8 @@ def _try_both_ways(group: dist.ProcessGroup, rank: int, other: int, device: torc
 
 
 def _link(group: dist.ProcessGroup, other: int, device: torch.device) -> dict[str, float]:
-    small, large = (
-        round_trips(group, torch.zeros(numel, device=device), other, _ROUNDS)[_ROUNDS // 2]
-        for numel in (1, _LARGE_BYTES // 4)
-    )
+    small = round_trips(group, torch.zeros(1, device=device), other, _ROUNDS)[_ROUNDS // 2]
+    large = round_trips(group, torch.zeros(_LARGE_BYTES // 4, device=device), other, _ROUNDS)[_ROUNDS // 2]
     speed = 2 * _LARGE_BYTES / max(large - small, 1e-9) / 1e9
     return {"latency_us": small / 2 * 1e6, "gigabytes_per_s": speed}
 
@@ -128,4 +128,6 @@ def _values(rank: int, device: torch.device) -> torch.Tensor:
 
 def _difference(actual: torch.Tensor, expected: Any) -> str | None:
     wrong = int((actual != expected).sum())
-    return None if wrong == 0 else f"{wrong} of {_NUMEL} numbers arrived with other values"
+    if wrong == 0:
+        return None
+    return f"{wrong} of {_NUMEL} numbers arrived with other values"

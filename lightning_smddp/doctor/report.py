@@ -19,7 +19,7 @@ def as_json(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findin
 
 
 def as_text(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: Sequence[Finding]) -> str:
-    """A page."""
+    """A page for people: what was seen, what was measured, and what is wrong, each with its cure."""
     lines = [f"lightning-smddp doctor, on host {facts['host']}", *_facts(facts)]
     if measured is not None:
         lines += ["", *_measured(measured)]
@@ -30,15 +30,20 @@ def _facts(facts: Mapping[str, Any]) -> list[str]:
     versions, network, memory = facts["versions"], facts["network"], facts["shared_memory"]
     processors, accelerators, launch = facts["processors"], facts["accelerators"], facts["launch"]
     interfaces = [f"{name} ({', '.join(found) or 'no address'})" for name, found in network["interfaces"].items()]
-    will_set = [f"{name}={value}" for name, value in (launch or {}).get("will_set", {}).items()]
+    line, will_set, shared = "unclear", [], "none"
+    if launch:
+        line = launch["line"]
+        will_set = [f"{name}={value}" for name, value in launch.get("will_set", {}).items()]
+    if memory:
+        shared = f"{memory['free'] / 2**30:.1f} of {memory['size'] / 2**30:.1f} GiB free"
     rows = [
-        ("launcher", launch["line"] if launch else "unclear"),
+        ("launcher", line),
         ("will be set", ", ".join(will_set)),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
         ("backends", ", ".join(name for name, there in facts["backends"].items() if there)),
         ("GPUs", ", ".join(accelerators["gpus"]) or "none"),
         ("interfaces", ", ".join(interfaces)),
-        ("/dev/shm", f"{memory['free'] / 2**30:.1f} of {memory['size'] / 2**30:.1f} GiB free" if memory else "none"),
+        ("/dev/shm", shared),
         ("processors", f"{processors['usable']}, {processors['threads_of_a_rank']} threads in this process"),
     ]
     return [f"  {name:<{_WIDTH}}{value}" for name, value in rows if value]
@@ -67,7 +72,9 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
         return ["Nothing wrong was found."]
     lines = []
     for finding in findings:
-        where = f" [{', '.join(finding.hosts)}]" if finding.hosts else ""
+        where = ""
+        if finding.hosts:
+            where = f" [{', '.join(finding.hosts)}]"
         lines += [f"{finding.level.upper()}{where}: {finding.what}", f"    {finding.cure}"]
     return lines
 
@@ -80,4 +87,6 @@ def _bytes(size: int) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.2f} ms"

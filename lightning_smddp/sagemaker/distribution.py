@@ -121,9 +121,15 @@ def translate(distribution: Any = None, given: Mapping[str, Any] = MappingProxyT
 
     ``given`` are options that the user gives beside the configuration.
     """
-    asked = distribution_of(os.environ) if distribution is None else _as_dict(distribution)
+    if distribution is None:
+        asked = distribution_of(os.environ)
+    else:
+        asked = _as_dict(distribution)
     reading = Reading(given)
-    strategy = _read_modern(asked, reading) if set(asked) & _MODERN else _read_plain(asked, reading)
+    if set(asked) & _MODERN:
+        strategy = _read_modern(asked, reading)
+    else:
+        strategy = _read_plain(asked, reading)
     reading.finish("This SageMaker distribution")
     if "pipeline_parallel_size" in given:
         strategy = "smddp_pipeline"
@@ -141,7 +147,9 @@ def _as_dict(distribution: Any) -> dict[str, Any]:
                 "object of SDK 3."
             ) from None
     dump = getattr(distribution, "model_dump", None)
-    value = dump() if callable(dump) else distribution
+    value = distribution
+    if callable(dump):
+        value = dump()
     if not isinstance(value, Mapping):
         raise ValueError(
             f"distribution={distribution!r} is a {type(distribution).__name__}. Give SageMaker's dictionary, its JSON, "

@@ -25,7 +25,7 @@ class Folders:
     """Where a job's files belong.
 
     Where each host trains on its own, its files are in folders of its name: SageMaker copies those of all hosts to
-    one place in S3, and to every host when a job is started again. A second Trainer of a script has folders of its
+    one folder in S3, and to every host when a job is started again. A second Trainer of a script has folders of its
     own, too, as it must not go on from what the first one has left.
 
     Attributes:
@@ -48,8 +48,11 @@ class Folders:
         job = read_job(environ)
         if job is None:
             return None
-        base = base_directory(environ)
-        own = Path(job.current_host if num_nodes < len(job.hosts) else "", "" if number == 1 else f"trainer{number}")
+        base, own = base_directory(environ), Path()
+        if num_nodes < len(job.hosts):
+            own = own / job.current_host
+        if number > 1:
+            own = own / f"trainer{number}"
         return cls(base / "checkpoints" / own, base / "model" / own, is_shared=num_nodes == 1)
 
 
@@ -59,7 +62,9 @@ def failure_file(environ: Mapping[str, str]) -> Path | None:
         is_job = read_job(environ) is not None
     except ValueError:  # which may be what there is to say
         is_job = True
-    return base_directory(environ) / "output" / "failure" if is_job else None
+    if not is_job:
+        return None
+    return base_directory(environ) / "output" / "failure"
 
 
 def write_failure(path: Path, text: str, since: float) -> None:
@@ -109,4 +114,6 @@ def pointed_at(folder: Path) -> str | None:
     except (OSError, ValueError):
         return None
     inside = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
-    return str(path) if inside and path.exists() and path != folder else None
+    if not inside or path == folder or not path.exists():
+        return None
+    return str(path)

@@ -33,7 +33,9 @@ def distribution_of(environ: Mapping[str, str]) -> dict[str, Any]:
     model_parallel = _json({**_from_file(environ), **environ}, "SM_HP_MP_PARAMETERS")
     modern = _json(environ, "SM_DISTRIBUTED_CONFIG")
     if modern:
-        return modern if modern.get("smp") or not model_parallel else {**modern, "smp": model_parallel}
+        if model_parallel and not modern.get("smp"):
+            modern["smp"] = model_parallel
+        return modern
     flags = parameters_of(environ)
     found: dict[str, Any] = {name: {"enabled": True} for flag, name in FLAGS.items() if is_on(flags.get(flag))}
     smdistributed: dict[str, Any] = {}
@@ -41,13 +43,17 @@ def distribution_of(environ: Mapping[str, str]) -> dict[str, Any]:
         smdistributed["dataparallel"] = {"enabled": True}
     if model_parallel:
         smdistributed["modelparallel"] = {"enabled": True, "parameters": model_parallel}
-    return {**found, "smdistributed": smdistributed} if smdistributed else found
+    if smdistributed:
+        found["smdistributed"] = smdistributed
+    return found
 
 
 def _from_file(environ: Mapping[str, str]) -> dict[str, str]:
     """``SM_HP_MP_PARAMETERS`` as the toolkit makes it."""
     text = hyperparameters(environ).get("mp_parameters")
-    return {} if text is None else {"SM_HP_MP_PARAMETERS": text}
+    if text is None:
+        return {}
+    return {"SM_HP_MP_PARAMETERS": text}
 
 
 def _json(environ: Mapping[str, str], name: str) -> dict[str, Any]:

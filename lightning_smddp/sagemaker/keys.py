@@ -52,7 +52,9 @@ class Reading:
                 self.refuse(name, f"is a key of {other}. Remove it.")
                 return
         near = difflib.get_close_matches(name, list(known), n=2)
-        meant = f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known: {', '.join(sorted(known))}."
+        meant = f"Known: {', '.join(sorted(known))}."
+        if near:
+            meant = f"Did you mean {' or '.join(map(repr, near))}?"
         self.refuse(name, f"is unknown. {meant}")
 
     def look_up(self, table: Mapping[str, Key], values: Mapping[str, Any]) -> None:

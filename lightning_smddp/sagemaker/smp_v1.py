@@ -6,7 +6,6 @@ Source: SageMaker Python SDK 2, documentation of ``distribution["smdistributed"]
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import permutations
 from typing import Any
 
 from lightning_smddp.sagemaker.keys import Key, Reading
@@ -69,10 +68,10 @@ _READ = (
     "ddp_dist_backend",
 )  # fmt: skip
 ALL_KEYS = (*_READ, *KEYS)
-_PLACEMENTS = {"cluster": "cluster", "spread": "spread"} | {
-    "".join(letters): "cluster" if letters.index("D") < letters.index("P") else "spread"
-    for letters in permutations("DPT")
-}
+_PLACEMENTS = {
+    "cluster": "cluster", "DPT": "cluster", "DTP": "cluster", "TDP": "cluster",
+    "spread": "spread", "PDT": "spread", "PTD": "spread", "TPD": "spread",
+}  # fmt: skip
 
 
 def read(parameters: Mapping[str, Any], reading: Reading) -> str:
@@ -110,7 +109,9 @@ def read(parameters: Mapping[str, Any], reading: Reading) -> str:
         return "smddp"  # or more is wrong
     partition: dict[str, Any] = {"placement": placement}
     reading.options |= {"pipeline_parallel_size": stages, "num_microbatches": parts, "partition": partition}
-    reading.options["schedule"] = "gpipe" if 1 < parts < stages else schedule  # 1f1b is for as many as stages
+    if 1 < parts < stages:  # 1f1b is for as many micro-batches as stages
+        schedule = "gpipe"
+    reading.options["schedule"] = schedule
     if active is not None:
         partition["active_microbatches"] = active
         reading.notes.append("active_microbatches: a round drains before the next one fills")
@@ -125,5 +126,5 @@ def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
     counts = [reading.count(parameters, name) for name in names]
     if len(set(counts)) > 1:
         reading.refuse("partitions", f"is the old name of pipeline_parallel_degree, and differs: {counts}. Remove it.")
-    stages: int | None = reading.given.get("pipeline_parallel_size", counts[0] if counts else None)
+    stages: int | None = reading.given.get("pipeline_parallel_size", next(iter(counts), None))
     return stages
