@@ -239,10 +239,10 @@ def _different_versions(cards: Sequence[RankInfo]) -> str | None:
     for card in cards:
         for package in _COMPARED:
             assert first is not None
-            ours, theirs = first.versions.get(package, "none"), card.versions.get(package, "none")
-            if _public(ours) != _public(theirs):
+            expected, found = first.versions.get(package, "none"), card.versions.get(package, "none")
+            if _public(expected) != _public(found):
                 return (
-                    f"The ranks run different versions of {package}: {first} has {ours}, {card} has {theirs}. "
+                    f"The ranks run different versions of {package}: {first} has {expected}, {card} has {found}. "
                     "Install the same version on every node."
                 )
     return None

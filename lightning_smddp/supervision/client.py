@@ -9,9 +9,9 @@ from typing import Any
 
 from lightning_smddp.supervision.failure import Failure, failure_of
 from lightning_smddp.supervision.loop import Loop
-from lightning_smddp.supervision.member import Member, OomWatch
+from lightning_smddp.supervision.peer import OomWatch, Peer
 from lightning_smddp.supervision.processes import Process, has_ended
-from lightning_smddp.supervision.progress import Progress, Reading, RemoteProgress
+from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopGate
 from lightning_smddp.supervision.wire import Connection, Message
 
@@ -53,9 +53,7 @@ class Client:
 
     Args:
         loop: of the watching thread.
-        rank: this rank.
-        host: its host's name.
-        progress: how far it is.
+        own: this rank itself.
         limit: seconds of silence after which the hub has failed.
         period: seconds between heartbeats.
         state: for the training thread.
@@ -67,9 +65,7 @@ class Client:
     def __init__(
         self,
         loop: Loop,
-        rank: int,
-        host: str,
-        progress: Progress,
+        own: Peer,
         limit: float,
         period: float,
         state: State,
@@ -77,12 +73,12 @@ class Client:
         on_failure: Callable[[Failure], None],
         on_stop: Callable[[int], None],
     ) -> None:
-        self._loop, self.rank, self._host, self._progress = loop, rank, host, progress
+        self._loop, self._own, self.rank = loop, own, own.rank
         self._limit, self._period, self._state, self._oom = limit, period, state, oom
         self._on_failure, self._on_stop = on_failure, on_stop
         self.tell: Callable[[Message], None] = lambda message: None  # to the hub
-        self.hub: Member | None = None  # of a rank other than 0
-        self.neighbour: Member | None = None  # watched for a hub on another host
+        self.hub: Peer | None = None  # of a rank other than 0
+        self.neighbour: Peer | None = None  # watched for a hub on another host
         self.pids: frozenset[int] = frozenset()
         self.missing: list[Process] = []  # did not answer when the ranks were asked where to stop
         self._handlers: dict[str, Callable[[Message], None]] = {
@@ -102,7 +98,7 @@ class Client:
         """Use this connection to the hub, whose name comes with its welcome."""
         connection.on_message = self.receive
         connection.on_end = lambda reason: self._hub_ended(self.hub, reason)
-        self.hub = Member(0, "of rank 0", Process(0, 0, ""), RemoteProgress(None, -1), connection)
+        self.hub = Peer(0, "of rank 0", Process(0, 0, ""), RemoteProgress(None, -1), connection)
         self.tell = connection.send
 
     def receive(self, message: Message) -> None:
@@ -138,7 +134,7 @@ class Client:
 
     def _refused(self, message: Message) -> None:
         text = f"the supervisor of rank 0 refused it: {message['reason']}"
-        self.record(failure_of(self.rank, self._host, os.getpid(), Reading(), "exception", text), None)
+        self.record(failure_of(self.rank, self._own.host, os.getpid(), Reading(), "exception", text), None)
 
     def _left(self, message: Message) -> None:
         if self.hub is not None:
@@ -164,10 +160,10 @@ class Client:
         if following != self.rank:
             process, descriptor = ranks[following]
             progress = RemoteProgress(process.pid, descriptor)
-            self.neighbour = Member(following, self._host, process, progress, None)
+            self.neighbour = Peer(following, self._own.host, process, progress, None)
             self.neighbour.watch_process(self._loop, self._neighbour_ended)
 
-    def _neighbour_ended(self, neighbour: Member, how: str) -> None:
+    def _neighbour_ended(self, neighbour: Peer, how: str) -> None:
         def tell(text: str) -> None:
             progress = neighbour.progress.read().to_json()
             self.tell({"type": "ended", "rank": neighbour.rank, "how": text, "progress": progress})
@@ -186,7 +182,7 @@ class Client:
         """Tell the hub how far this rank is."""
         if self.hub is None:
             return
-        self.hub.send({"type": "beat", "progress": self._progress.read().to_json()}, droppable=True)
+        self.hub.send({"type": "beat", "progress": self._own.progress.read().to_json()}, droppable=True)
 
     def tick(self, seconds: float) -> None:
         """A period has gone by, of which this thread was there to see ``seconds``."""
@@ -212,7 +208,9 @@ class Client:
         if hub is not None and hub.process.pid == pid and hub.process.is_here:
             self._hub_ended(hub, "its process ended")
         else:
-            self.report(failure_of(self.rank, self._host, os.getpid(), self._progress.read(), "died", text), False)
+            self.report(
+                failure_of(self.rank, self._own.host, os.getpid(), self._own.progress.read(), "died", text), False
+            )
 
     def report(self, failure: Failure, of_communication: bool) -> None:
         """This rank has failed: tell the hub, which tells everyone including this rank."""
@@ -224,7 +222,7 @@ class Client:
             return
         self.tell({"type": "failure", "failure": failure.to_json(), "of_communication": of_communication})
 
-    def _hub_ended(self, hub: Member | None, how: str) -> None:
+    def _hub_ended(self, hub: Peer | None, how: str) -> None:
         if hub is not None and hub.counts:
             if self.hub_is_late:  # it was stopped, and another rank has killed it for that already
                 self.declare_hub_silent()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from lightning_smddp.supervision.failure import Failure
-from lightning_smddp.supervision.member import Member
+from lightning_smddp.supervision.peer import Peer
 from lightning_smddp.supervision.wire import Message
 from lightning_smddp.wording import counted
 
@@ -24,11 +24,11 @@ class Rendezvous:
 
     def __init__(
         self,
-        members: Callable[[], Iterable[Member]],
+        peers: Callable[[], Iterable[Peer]],
         tell: Callable[[Message], None],
         declare: Callable[[Failure], None],
     ) -> None:
-        self._members, self._tell, self._declare = members, tell, declare
+        self._peers, self._tell, self._declare = peers, tell, declare
         self._came: dict[int, tuple[int, int]] = {}  # rank -> epoch, batches
         self._validating: set[int] = set()
 
@@ -43,39 +43,39 @@ class Rendezvous:
         """Let everyone go on, or fail. Called when a rank comes or leaves, and once a period while some wait."""
         if not self._came:
             return
-        members = {member.rank: member for member in self._members()}
+        peers = {peer.rank: peer for peer in self._peers()}
         first, (epoch, batches) = next(iter(self._came.items()))
-        for rank, member in members.items():
-            problem = self._problem(member, epoch, batches, first in self._validating)
+        for rank, peer in peers.items():
+            problem = self._problem(peer, epoch, batches, first in self._validating)
             if problem is not None:
-                mine = (
-                    f"{members[first].name} ended epoch {epoch} after {counted(batches, 'batch')}, {problem}. {_CURE}"
-                )
-                self._declare(self._blamed(members[first], member).failure("left", mine))
+                text = f"{peers[first].name} ended epoch {epoch} after {counted(batches, 'batch')}, {problem}. {_CURE}"
+                self._declare(self._blamed(peers[first], peer).failure("left", text))
                 return
-            if member.has_left:
-                waits = f"it ended its run while {members[first].name} waited for it at the end of epoch {epoch}"
-                self._declare(members[rank].failure("left", waits))
+            if peer.has_left:
+                waits = f"it ended its run while {peers[first].name} waited for it at the end of epoch {epoch}"
+                self._declare(peers[rank].failure("left", waits))
                 return
-        if len(self._came) == len(members):
+        if len(self._came) == len(peers):
             self._came.clear()
             self._validating.clear()
             self._tell({"type": "epoch", "epoch": epoch})
 
-    def _problem(self, member: Member, epoch: int, batches: int, validates: bool) -> str | None:
-        if member.rank in self._came:
-            their_epoch, theirs = self._came[member.rank]
-            if (their_epoch, theirs) != (epoch, batches):
-                return f"{member.name} ended epoch {their_epoch} after {theirs}"
+    def _problem(self, peer: Peer, epoch: int, batches: int, validates: bool) -> str | None:
+        if peer.rank in self._came:
+            remote_epoch, remote_batches = self._came[peer.rank]
+            if (remote_epoch, remote_batches) != (epoch, batches):
+                return f"{peer.name} ended epoch {remote_epoch} after {remote_batches}"
             return None
-        reading = member.progress.read()
+        reading = peer.progress.read()
         if reading.epoch == epoch and reading.batches > batches:
-            return f"{member.name} is in batch {reading.batches} of it"
+            return f"{peer.name} is in batch {reading.batches} of it"
         if validates and (reading.epoch, reading.batches, reading.phase) == (epoch, batches, "validation"):
-            return f"{member.name} validates after as many, and goes on"
+            return f"{peer.name} validates after as many, and goes on"
         return None
 
-    def _blamed(self, first: Member, other: Member) -> Member:
+    def _blamed(self, first: Peer, other: Peer) -> Peer:
         """The one with fewer batches: it left the others alone."""
-        mine, theirs = self._came[first.rank], self._came.get(other.rank)
-        return other if theirs is not None and theirs < mine else first
+        came = self._came.get(other.rank)
+        if came is not None and came < self._came[first.rank]:
+            return other
+        return first

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from lightning_smddp.supervision.member import Member
+from lightning_smddp.supervision.peer import Peer
 from lightning_smddp.supervision.progress import DevicePoint, Progress, Reading
 
 LENIENCY_S = 30.0
@@ -98,10 +98,10 @@ class HangRule:
         self._moves: dict[int, int] = {}
         self._still_s: dict[int, float] = {}
 
-    def tick(self, members: Iterable[Member], seconds: float) -> tuple[Member, Reading, str] | None:
+    def tick(self, peers: Iterable[Peer], seconds: float) -> tuple[Peer, Reading, str] | None:
         """So much time has gone by. If there is a hang: who is behind, where, and what is known of it."""
-        present = [member for member in members if member.counts]
-        readings = {member.rank: member.progress.read() for member in present}
+        present = [peer for peer in peers if peer.counts]
+        readings = {peer.rank: peer.progress.read() for peer in present}
         for rank, reading in readings.items():
             moved = self._moves.get(rank) != reading.moves
             self._moves[rank] = reading.moves
@@ -113,10 +113,10 @@ class HangRule:
         return _judge(present, readings)
 
 
-def _judge(present: Sequence[Member], readings: dict[int, Reading]) -> tuple[Member, Reading, str]:
+def _judge(present: Sequence[Peer], readings: dict[int, Reading]) -> tuple[Peer, Reading, str]:
     late = _behind(present, readings)
-    waiting = [member for member in present if member is not late and readings[member.rank].waited_s > 0]
-    by = max(waiting, key=lambda member: readings[member.rank].waited_s) if waiting else present[0]
+    waiting = [peer for peer in present if peer is not late and readings[peer.rank].waited_s > 0]
+    by = max(waiting, key=lambda peer: readings[peer.rank].waited_s) if waiting else present[0]
     at = readings[by.rank]
     text = f"{by.name} waited for it for {at.waited_s:.0f} s{_place(at.step, at.phase)}"
     if late is None:
@@ -131,16 +131,16 @@ def _judge(present: Sequence[Member], readings: dict[int, Reading]) -> tuple[Mem
     return late, Reading(point.step, point.phase), f"{text}; its device {does}"
 
 
-def _behind(present: Sequence[Member], readings: dict[int, Reading]) -> Member | None:
+def _behind(present: Sequence[Peer], readings: dict[int, Reading]) -> Peer | None:
     """Who is waited for; None if that cannot be told."""
-    elsewhere = [member for member in present if readings[member.rank].waited_s == 0]
+    elsewhere = [peer for peer in present if readings[peer.rank].waited_s == 0]
     if elsewhere:
-        return min(elsewhere, key=lambda member: _order(readings[member.rank].step, readings[member.rank].phase))
-    keys = {member.rank: _device_order(readings[member.rank]) for member in present}
+        return min(elsewhere, key=lambda peer: _order(readings[peer.rank].step, readings[peer.rank].phase))
+    keys = {peer.rank: _device_order(readings[peer.rank]) for peer in present}
     first = min(keys.values())
     if all(key == first for key in keys.values()):
         return None
-    return next(member for member in present if keys[member.rank] == first)
+    return next(peer for peer in present if keys[peer.rank] == first)
 
 
 def _device_order(reading: Reading) -> tuple[int, bool, int, int]:

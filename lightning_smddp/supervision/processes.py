@@ -186,8 +186,8 @@ def _workers(parent: Process) -> list[Process]:
     for entry in Path("/proc").glob("[0-9]*"):
         fields = _stat(int(entry.name))
         if fields and int(fields[_PARENT]) == parent.pid:
-            theirs = _command(int(entry.name))
-            if theirs == command or b"--multiprocessing-fork" in theirs:
+            own = _command(int(entry.name))
+            if own == command or b"--multiprocessing-fork" in own:
                 found.append(Process(int(entry.name), int(fields[_START]), parent.namespace))
     return found
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from lightning_smddp.supervision.loop import Loop, Timer
-from lightning_smddp.supervision.member import Member
+from lightning_smddp.supervision.peer import Peer
 from lightning_smddp.supervision.wire import Message
 
 AGREE_WITHIN_S = 20.0  # or a quarter of the time there is: a call into C may keep a rank's interpreter for long
@@ -73,15 +73,15 @@ class StopVote:
     def __init__(
         self,
         loop: Loop,
-        members: Callable[[], Iterable[Member]],
+        peers: Callable[[], Iterable[Peer]],
         tell: Callable[[Message], None],
         within_s: float,
     ) -> None:
-        self._loop, self._members, self._tell, self._within_s = loop, members, tell, within_s
+        self._loop, self._peers, self._tell, self._within_s = loop, peers, tell, within_s
         self.signum: int | None = None
         self._answers: dict[int, int] = {}
         self._timer: Timer | None = None
-        self.missing: list[Member] = []
+        self.missing: list[Peer] = []
 
     def request(self, signum: int) -> None:
         """Some rank was asked to stop; the first one counts."""
@@ -100,8 +100,8 @@ class StopVote:
         if self._timer is not None and not self._unanswered():
             self._decide(max(self._answers.values()))
 
-    def _unanswered(self) -> list[Member]:
-        return [member for member in self._members() if member.counts and member.rank not in self._answers]
+    def _unanswered(self) -> list[Peer]:
+        return [peer for peer in self._peers() if peer.counts and peer.rank not in self._answers]
 
     def _give_up(self) -> None:
         self.missing = self._unanswered()
@@ -111,5 +111,5 @@ class StopVote:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            missing = [member.process.to_json() for member in self.missing]
+            missing = [peer.process.to_json() for peer in self.missing]
             self._tell({"type": "stop", "signum": self.signum, "step": step, "missing": missing})

@@ -12,11 +12,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightning_smddp.communication.errors import RankTimeoutError
-from lightning_smddp.supervision.ending import InterruptionError
 from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, is_of_communication, is_timeout, text_of
 from lightning_smddp.supervision.hangs import Device, DeviceStillness, in_collective
+from lightning_smddp.supervision.shutdown import InterruptionError
 from lightning_smddp.supervision.stop import Stop
-from lightning_smddp.supervision.watch import Watch
+from lightning_smddp.supervision.watch import Watch, WatchOptions
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -42,7 +42,7 @@ class Supervisor:
     """
 
     def __init__(self, watch: Watch) -> None:
-        self._watch, self._state, self._ending = watch, watch.state, watch.ending
+        self._watch, self._state, self._shutdown = watch, watch.state, watch.shutdown
         self._gate = watch.state.gate
         self.rank, self.progress = watch.rank, watch.progress
         self._pid = os.getpid()
@@ -85,17 +85,18 @@ class Supervisor:
             RankTimeoutError: not all ranks came in time; the message says who is missing.
             RankFailedError: a rank failed meanwhile.
         """
-        watch = Watch(
-            store,
-            rank,
-            world_size,
-            host or socket.gethostname(),
-            _seconds(collective_timeout),
-            _seconds(start_timeout),
-            _seconds(stop_grace),
-            parent_pid,
-            (grace, unwind),
+        options = WatchOptions(
+            rank=rank,
+            world_size=world_size,
+            host=host or socket.gethostname(),
+            collective_timeout=_seconds(collective_timeout),
+            start_timeout=_seconds(start_timeout),
+            stop_grace=_seconds(stop_grace),
+            parent_pid=parent_pid,
+            grace=grace,
+            unwind=unwind,
         )
+        watch = Watch(store, options)
         supervisor = cls(watch)
         try:
             watch.begin(address)
@@ -124,7 +125,7 @@ class Supervisor:
 
     def report(self, error: BaseException) -> None:
         """This rank fails by ``error``. Returns when all ranks are being told, or after a second."""
-        self._ending.take_over(error)
+        self._shutdown.take_over(error)
         kind: Kind = "exception"
         text = text_of(error)
         if isinstance(error, SystemExit):
@@ -143,7 +144,7 @@ class Supervisor:
         Returns:
             ``error``, or a :class:`RankFailedError` that names the first cause; raise that ``from error``.
         """
-        self._ending.take_over(error)
+        self._shutdown.take_over(error)
         if isinstance(error, InterruptionError) or (self.stop_decided and not isinstance(error, Exception)):
             return error
         follows = is_of_communication(error)
@@ -161,7 +162,7 @@ class Supervisor:
 
     def at_emergency(self, clean_up: Callable[[], object]) -> None:
         """Call ``clean_up`` before a forced end, in a thread of its own and for a second at most; last one first."""
-        self._ending.clean_ups.append(clean_up)
+        self._shutdown.clean_ups.append(clean_up)
 
     def at_failure(self, release: Callable[[], object]) -> None:
         """Call ``release`` once after a failure, in a thread: it sets free a training thread that waits for a device.
@@ -169,7 +170,7 @@ class Supervisor:
         That is half a second after it, if no error has come to the training thread by then; at the latest when that
         has had its time to raise.
         """
-        self._ending.releases.append(release)
+        self._shutdown.releases.append(release)
 
     def watch_device(self, device: Device) -> None:
         """Find hangs of this rank's device, which raise nothing: see ``supervision/hangs.py``."""
@@ -179,7 +180,7 @@ class Supervisor:
 
     def postpone(self, seconds: float) -> None:
         """No forced end because of a failure within ``seconds`` from now: something is being saved."""
-        self._ending.postpone(seconds)
+        self._shutdown.postpone(seconds)
 
     def allow_hooks(self, seconds: float) -> None:
         """The user's hooks for exceptions may take so long on any rank, counted from the failure.
@@ -187,7 +188,7 @@ class Supervisor:
         So long a training thread that has not raised is not ended by force where that would cut off those of another
         rank.
         """
-        self._ending.hooks_s = seconds
+        self._shutdown.hooks_s = seconds
 
     def await_first(self, seconds: float) -> bool:
         """Wait until the run of the rank that failed first is over, as launchers end all ranks when one has ended.
@@ -285,7 +286,7 @@ class Supervisor:
         if self._closed or os.getpid() != self._pid:
             return self.failure
         self._closed = True
-        self._ending.take_over()
+        self._shutdown.take_over()
         self._watch.close(patience if self.rank == 0 else _GOODBYE_WITHIN_S)
         _live.discard(self)
         return self.failure

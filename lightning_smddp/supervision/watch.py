@@ -9,19 +9,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from lightning_smddp.supervision.acceptor import connect, listen
 from lightning_smddp.supervision.client import Client, ParentWatch, State
-from lightning_smddp.supervision.door import connect, listen
-from lightning_smddp.supervision.ending import Shutdown
 from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, failure_of
 from lightning_smddp.supervision.hangs import DeviceStillness
 from lightning_smddp.supervision.hub import Hub
 from lightning_smddp.supervision.loop import Loop
-from lightning_smddp.supervision.member import Member, OomWatch
+from lightning_smddp.supervision.peer import OomWatch, Peer
 from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import Progress
+from lightning_smddp.supervision.shutdown import Shutdown
 from lightning_smddp.supervision.signals import Signals
 from lightning_smddp.supervision.stop import AGREE_WITHIN_S
 from lightning_smddp.supervision.wire import Connection, Message
@@ -39,39 +40,61 @@ _JOIN_S = 3.0
 _log = logging.getLogger(__name__)
 
 
-class Watch:
-    """See :meth:`Supervisor.start` for the arguments; ``patience`` is (grace, unwind)."""
+@dataclass(frozen=True)
+class WatchOptions:
+    """As which rank a process watches its job, and for how long it waits. Times are in seconds.
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        host: str,
-        collective_timeout: float,
-        start_timeout: float,
-        stop_grace: float,
-        parent_pid: int | None,
-        patience: tuple[float, float],
-    ) -> None:
-        self._store, self.rank, self._world_size, self.host = store, rank, world_size, host
-        self.collective_timeout, self._start_timeout, self._stop_grace = collective_timeout, start_timeout, stop_grace
-        self._patience = patience
-        self.agree_within_s = min(AGREE_WITHIN_S, stop_grace / 4)
-        self.period = min(HEARTBEAT_S * max(1.0, world_size / RANKS_PER_SECOND), collective_timeout / 4)
+    Attributes:
+        rank: this global rank.
+        world_size: number of ranks.
+        host: this host's name, for messages.
+        collective_timeout: silence after which a rank has failed.
+        start_timeout: how long to wait for all ranks.
+        stop_grace: how long after a request to stop the process may go on.
+        parent_pid: a launcher without which this rank must not go on; None: nobody is watched.
+        grace: after a failure, within which the training thread has to raise.
+        unwind: after a failure, within which it has to come to the end of its run.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    collective_timeout: float
+    start_timeout: float
+    stop_grace: float
+    parent_pid: int | None
+    grace: float
+    unwind: float
+
+
+class Watch:
+    """Hub or client of the job's supervision, and the thread that they live in.
+
+    Args:
+        store: shared by the ranks; used by :meth:`begin` only.
+        options: see there.
+    """
+
+    def __init__(self, store: Store, options: WatchOptions) -> None:
+        self._store, self._options = store, options
+        self.rank, self._world_size, self.host = options.rank, options.world_size, options.host
+        self.collective_timeout, self._stop_grace = options.collective_timeout, options.stop_grace
+        self.agree_within_s = min(AGREE_WITHIN_S, options.stop_grace / 4)
+        crowd = max(1.0, options.world_size / RANKS_PER_SECOND)
+        self.period = min(HEARTBEAT_S * crowd, options.collective_timeout / 4)
+        self._limit = max(options.collective_timeout, 3 * self.period)  # of silence
         self.progress = Progress()
         self.state = State()
         self.stop_signal: int | None = None
         self._stop_at = 0.0
         self._loop = Loop()
         self._oom = OomWatch()
-        self.ending = Shutdown(self._loop, self._where, lambda: self.state.waiting, self._others_run_hooks)
+        self.shutdown = Shutdown(self._loop, self._where, lambda: self.state.waiting, self._others_run_hooks)
+        self._own = Peer(self.rank, self.host, Process.of(os.getpid()), self.progress, None)
         self.client = Client(
             self._loop,
-            rank,
-            host,
-            self.progress,
-            max(collective_timeout, 3 * self.period),
+            self._own,
+            self._limit,
             self.period,
             self.state,
             self._oom,
@@ -81,7 +104,9 @@ class Watch:
         self.hub: Hub | None = None
         self.stillness: DeviceStillness | None = None
         self._signals: Signals | None = None
-        self._parent = None if parent_pid is None else ParentWatch(self._loop, parent_pid, self.client.parent_ended)
+        self._parent: ParentWatch | None = None
+        if options.parent_pid is not None:
+            self._parent = ParentWatch(self._loop, options.parent_pid, self.client.parent_ended)
         self._thread = threading.Thread(target=self._run, name="smddp-supervisor", daemon=True)
         self._ticked_at = time.monotonic()
 
@@ -100,13 +125,12 @@ class Watch:
         self._thread.start()
 
     def _be_hub(self, key: str, address: str) -> None:
-        own = Member(0, self.host, Process.of(os.getpid()), self.progress, None)
         self.hub = Hub(
             self._loop,
-            own,
+            self._own,
             self._world_size,
             self.period,
-            max(self.collective_timeout, 3 * self.period),
+            self._limit,
             lambda message: self._loop.call(self.client.receive, message),
             self._oom,
             self.agree_within_s,
@@ -119,11 +143,11 @@ class Watch:
             found = {"addresses": [bound, address], "port": port, "secret": self.hub.secret}
             self._store.set(key, json.dumps(found))
             _log.info("The supervisor of this job listens on %s port %d until all ranks are there.", bound, port)
-        self.hub.open(listener, self._start_timeout)
+        self.hub.open(listener, self._options.start_timeout)
 
     def _join_hub(self, key: str, address: str) -> None:
-        deadline = time.monotonic() + self._start_timeout
-        self._store.wait([key], timedelta(seconds=self._start_timeout))
+        deadline = time.monotonic() + self._options.start_timeout
+        self._store.wait([key], timedelta(seconds=self._options.start_timeout))
         found = json.loads(self._store.get(key))
         addresses = [str(one) for one in dict.fromkeys([*found["addresses"], address])]
         try:
@@ -141,7 +165,7 @@ class Watch:
                 "rank": self.rank,
                 "world_size": self._world_size,
                 "host": self.host,
-                "process": Process.of(os.getpid()).to_json(),
+                "process": self._own.process.to_json(),
                 "descriptor": self.progress.descriptor,
             }
         )
@@ -194,7 +218,7 @@ class Watch:
                 self.state.wait_for(lambda: self.state.goodbye, patience)
             if self.hub is not None and self.state.failure is not None:
                 self._wait_until_all_know(self.hub)
-            self.ending.is_over = True
+            self.shutdown.is_over = True
             if disagreed:
                 self._loop.call(self.client.kill_missing)
             if self.hub is not None:
@@ -251,7 +275,7 @@ class Watch:
 
     def _receive_own(self, message: Message) -> None:
         assert self.hub is not None
-        self.hub.receive(self.hub.members[0], message)
+        self.hub.receive(self.hub.peers[0], message)
 
     def _tick(self) -> None:
         """Once a period. Time that this thread slept through, as the whole machine may have, is not counted."""
@@ -269,10 +293,10 @@ class Watch:
 
     def _failed(self, failure: Failure) -> None:
         if self.state.welcomed:
-            grace, unwind = self._patience
+            grace = self._options.grace
             if self.stillness is not None and failure.kind == "timeout" and failure.rank == self.rank:
                 grace /= 3  # it hangs: its end sets hosts free that wait for it by gloo, before their own time is over
-            self.ending.after_failure(failure, self._exit_code, grace, unwind)
+            self.shutdown.after_failure(failure, self._exit_code, grace, self._options.unwind)
 
     def _others_run_hooks(self) -> bool:
         """Rank 0 may have started the others, and ends them with itself. The rest need not wait for each other."""
@@ -299,7 +323,7 @@ class Watch:
             failure = self.state.failure
             text = f"{name} came again" if failure is None else f"{name} came after this failure: {failure.describe()}"
             # A launcher sends SIGTERM as soon as one rank has ended, while another is in a hook of the user's.
-            hooks_s = self.ending.postponed_s if self.stop_signal is None and signum == signal.SIGTERM else 0.0
+            hooks_s = self.shutdown.postponed_s if self.stop_signal is None and signum == signal.SIGTERM else 0.0
             self.stop_signal, self._stop_at = self.stop_signal or signum, time.monotonic()
             self.report("stopped", text, False)
             self._loop.later(max(_FAREWELL_S, hooks_s), self._force, text)
@@ -323,6 +347,6 @@ class Watch:
                 os.write(2, f"{line}{self._stop_grace:g} s. A second signal ends a rank at once.\n".encode())
 
     def _force(self, text: str) -> None:
-        if not self.ending.is_over:
+        if not self.shutdown.is_over:
             self.client.kill_missing()
-            self.ending.force(self._exit_code(), text)
+            self.shutdown.force(self._exit_code(), text)

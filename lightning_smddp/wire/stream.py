@@ -126,34 +126,34 @@ def _receive_tensors(
 
 
 def gather_tensors(
-    mine: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
+    local: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
 ) -> dict[str, Tensor]:
     """The union of all ranks' named tensors, on the CPU. Collective.
 
     Args:
-        mine: of this rank; a name belongs to one rank only.
+        local: of this rank; a name belongs to one rank only.
         group: the ranks.
         to_all: False leaves all ranks but the first with an empty dict.
         device: where ``group``'s backend has its messages.
 
     Returns:
-        Copies of the others' tensors; this rank's own are those of ``mine`` where they are on the CPU.
+        Copies of the others' tensors; this rank's own are those of ``local`` where they are on the CPU.
     """
     result: dict[str, Tensor] = {}
-    for share in gathered_shares(mine, group, to_all, device):
+    for share in gathered_shares(local, group, to_all, device):
         result |= share
     return result
 
 
 def gathered_shares(
-    mine: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
+    local: Mapping[str, Tensor], group: dist.ProcessGroup, to_all: bool, device: torch.device = CPU
 ) -> Iterator[dict[str, Tensor]]:
     """What :func:`gather_tensors` gives, of one rank after the other. Collective: to be gone through to its end."""
     rank = group.rank()
-    announced = gather_json([[name, Spec.of(tensor).to_json()] for name, tensor in mine.items()], group, device)
+    announced = gather_json([[name, Spec.of(tensor).to_json()] for name, tensor in local.items()], group, device)
     for source, entries in enumerate(announced):
         specs = [Spec.from_json(entry) for _, entry in entries]
-        tensors = [tensor.detach() for tensor in mine.values()] if source == rank else []
+        tensors = [tensor.detach() for tensor in local.values()] if source == rank else []
         if to_all:
             tensors = tensors if source == rank else [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
             broadcast_tensors(specs, tensors, group, source, device)

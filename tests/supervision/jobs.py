@@ -122,8 +122,8 @@ def job(directory: Path, scenario: str, world_size: int, *wrapper: str, **option
         yield started
     finally:
         while left := [p for p in live_processes() if p.session in sessions]:
-            for member in left:
-                kill(member.pid)
+            for peer in left:
+                kill(peer.pid)
             time.sleep(0.01)
         for rank in started.ranks:
             rank.process.wait()

@@ -8,7 +8,7 @@ from tests.programs import run_program
 
 PROFILED = """
 import cProfile
-from lightning_smddp.supervision.ending import Shutdown
+from lightning_smddp.supervision.shutdown import Shutdown
 
 def function():
     return "profiled"

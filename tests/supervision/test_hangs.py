@@ -7,7 +7,7 @@ import os
 import pytest
 
 from lightning_smddp.supervision.hangs import LENIENCY_S, DeviceStillness, HangRule
-from lightning_smddp.supervision.member import Member
+from lightning_smddp.supervision.peer import Peer
 from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import DevicePoint, Progress, Reading, RemoteProgress
 
@@ -90,14 +90,14 @@ def at(step: int, phase: str, count: int = 0, communicates: bool = False) -> Dev
 
 def judged(ranks: list[Rank], seconds: float = 2 * LIMIT_S) -> tuple[int, Reading, str] | None:
     rule = HangRule(LIMIT_S)
-    members = [Member(rank, "a", Process.of(os.getpid()), RemoteProgress(None, -1), None) for rank in range(len(ranks))]
+    peers = [Peer(rank, "a", Process.of(os.getpid()), RemoteProgress(None, -1), None) for rank in range(len(ranks))]
     for second in range(int(seconds)):
-        for member, (reading, moves) in zip(members, ranks, strict=True):
-            assert isinstance(member.progress, RemoteProgress)
-            member.progress.told = Reading(
+        for peer, (reading, moves) in zip(peers, ranks, strict=True):
+            assert isinstance(peer.progress, RemoteProgress)
+            peer.progress.told = Reading(
                 reading.step, reading.phase, -1, 0, second if moves else 0, reading.waited_s, reading.device
             )
-        found = rule.tick(members, 1.0)
+        found = rule.tick(peers, 1.0)
         if found is not None:
             late, place, text = found
             return late.rank, place, text

@@ -14,7 +14,7 @@ import pytest
 from lightning_smddp.supervision.client import Client, State
 from lightning_smddp.supervision.hub import Hub
 from lightning_smddp.supervision.loop import Loop
-from lightning_smddp.supervision.member import Member, OomWatch
+from lightning_smddp.supervision.peer import OomWatch, Peer
 from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import Progress, Reading, RemoteProgress
 from lightning_smddp.supervision.wire import Connection, Message
@@ -33,7 +33,7 @@ class Oom(OomWatch):
         return self._happened
 
 
-class Peer:
+class FakeConnection:
     """A connection that keeps what is sent."""
 
     is_clogged = False
@@ -45,8 +45,8 @@ class Peer:
         self.messages.append(message)
 
 
-def member(rank: int, host: str = "b", process: Process = ELSEWHERE, silence_s: float = 0.0) -> Member:
-    made = Member(rank, host, process, RemoteProgress(None, -1), None)
+def peer(rank: int, host: str = "b", process: Process = ELSEWHERE, silence_s: float = 0.0) -> Peer:
+    made = Peer(rank, host, process, RemoteProgress(None, -1), None)
     made.silence_s = silence_s
     return made
 
@@ -61,8 +61,8 @@ def loop() -> Iterator[Loop]:
 @pytest.fixture
 def hub(loop: Loop) -> Hub:
     """Of a job with rank 0 on host a, ranks 1 and 2 on host b."""
-    made = Hub(loop, member(0, "a", HERE), 3, 1.0, 10.0, lambda message: None, Oom(False), 4.0)
-    made.members |= {rank: member(rank) for rank in (1, 2)}
+    made = Hub(loop, peer(0, "a", HERE), 3, 1.0, 10.0, lambda message: None, Oom(False), 4.0)
+    made.peers |= {rank: peer(rank) for rank in (1, 2)}
     return made
 
 
@@ -87,9 +87,9 @@ TIMEOUT = {"type": "timeout", "message": "it timed out"}
 
 def fall_silent(hub: Hub, rank: int, timed_out: bool = False) -> None:
     """For as long as the limit; or for four heartbeats, and a collective has timed out."""
-    hub.members[rank].silence_s = 4.0 if timed_out else 9.5
+    hub.peers[rank].silence_s = 4.0 if timed_out else 9.5
     if timed_out:
-        hub.receive(hub.members[0], TIMEOUT)
+        hub.receive(hub.peers[0], TIMEOUT)
     else:
         hub.tick(1.0)
 
@@ -103,8 +103,8 @@ def fall_silent(hub: Hub, rank: int, timed_out: bool = False) -> None:
 )
 def test_silence_of_a_rank_on_this_host_and_of_one_alone(process: Process, others: int, meaning: str, hub: Hub) -> None:
     """Nobody need be asked."""
-    hub.members = {rank: hub.members[rank] for rank in range(2 + others)}
-    hub.members[1].process = process
+    hub.peers = {rank: hub.peers[rank] for rank in range(2 + others)}
+    hub.peers[1].process = process
     fall_silent(hub, 1)
     assert hub.failure is not None
     assert hub.failure.message == f"nothing was heard from it for 10 s{meaning}"
@@ -117,11 +117,11 @@ def test_silence_on_another_host(
     answers: bool, meaning: str, last_heard_s: float, timed_out: bool, loop: Loop, hub: Hub
 ) -> None:
     """What the other ranks there answer now decides, however long ago they were heard last."""
-    hub.members[1].silence_s = last_heard_s
+    hub.peers[1].silence_s = last_heard_s
     fall_silent(hub, 2, timed_out)
     assert hub.failure is None
     if answers:
-        loop.later(0.05, hub.receive, hub.members[1], BEAT)
+        loop.later(0.05, hub.receive, hub.peers[1], BEAT)
     text = run_until_failure(loop, hub)
     assert text.startswith("rank 2 ")
     assert meaning in text
@@ -129,14 +129,15 @@ def test_silence_on_another_host(
 
 
 def test_the_others_are_asked_and_answer(loop: Loop, hub: Hub) -> None:
-    asked, answer = Peer(), Peer()
-    hub.members[1].connection = cast(Connection, asked)
+    asked, answer = FakeConnection(), FakeConnection()
+    hub.peers[1].connection = cast(Connection, asked)
     fall_silent(hub, 2)
     assert asked.messages[-1] == {"type": "ping"}
 
     progress = Progress()
-    client = Client(loop, 1, "b", progress, 10.0, 1.0, State(), Oom(False), lambda failure: None, lambda signum: None)
-    client.hub = Member(0, "a", ELSEWHERE, RemoteProgress(None, -1), cast(Connection, answer))
+    own = Peer(1, "b", HERE, progress, None)
+    client = Client(loop, own, 10.0, 1.0, State(), Oom(False), lambda failure: None, lambda signum: None)
+    client.hub = Peer(0, "a", ELSEWHERE, RemoteProgress(None, -1), cast(Connection, answer))
     client.receive({"type": "ping"})
     progress.close()
     assert [message["type"] for message in answer.messages] == ["beat"]
@@ -144,7 +145,7 @@ def test_the_others_are_asked_and_answer(loop: Loop, hub: Hub) -> None:
 
 def test_one_that_is_heard_again_is_not_silent(loop: Loop, hub: Hub) -> None:
     fall_silent(hub, 2)
-    hub.receive(hub.members[2], BEAT)
+    hub.receive(hub.peers[2], BEAT)
     loop.later(1.0, loop.stop)
     loop.run()
     assert hub.failure is None
@@ -153,9 +154,9 @@ def test_one_that_is_heard_again_is_not_silent(loop: Loop, hub: Hub) -> None:
 def test_a_collective_timed_out_and_the_silent_one_is_heard_again(loop: Loop, hub: Hub) -> None:
     """By what it says then."""
     for rank in (0, 1):
-        hub.members[rank].progress.told = Reading(9, "backward")  # type: ignore[attr-defined]
+        hub.peers[rank].progress.told = Reading(9, "backward")  # type: ignore[attr-defined]
     fall_silent(hub, 2, timed_out=True)
-    loop.later(0.05, hub.receive, hub.members[2], BEAT)
+    loop.later(0.05, hub.receive, hub.peers[2], BEAT)
     text = run_until_failure(loop, hub)
     assert text.startswith("rank 2 ")
     assert "did not come at step 7 (forward)" in text
@@ -163,28 +164,28 @@ def test_a_collective_timed_out_and_the_silent_one_is_heard_again(loop: Loop, hu
 
 def test_a_rank_of_the_same_host_says_how_another_one_ended(loop: Loop, hub: Hub) -> None:
     """At once, or when its connection has ended already; with the step that it saw, which is newer than heartbeats."""
-    hub.members[2].progress.told = Reading(5, "data", 0, 5)  # type: ignore[attr-defined]
-    hub._ended(hub.members[2], "it closed the connection")
-    loop.later(0.05, hub.receive, hub.members[1], ENDED)
+    hub.peers[2].progress.told = Reading(5, "data", 0, 5)  # type: ignore[attr-defined]
+    hub._ended(hub.peers[2], "it closed the connection")
+    loop.later(0.05, hub.receive, hub.peers[1], ENDED)
     text = run_until_failure(loop, hub)
     assert text.endswith("died at step 7 (forward): its process was killed by SIGKILL")
 
 
 def test_a_rank_of_another_host_cannot_know(hub: Hub) -> None:
     with pytest.raises(ValueError, match="rank 0 cannot know how rank 2 ended"):
-        hub.receive(hub.members[0], ENDED)
+        hub.receive(hub.peers[0], ENDED)
     assert hub.failure is None
 
 
 def test_the_end_of_one_that_has_left_is_nobodys_concern(loop: Loop, hub: Hub) -> None:
-    hub.members[2].has_left = True
-    hub.receive(hub.members[1], ENDED)
+    hub.peers[2].has_left = True
+    hub.receive(hub.peers[1], ENDED)
     assert hub.failure is None
 
 
 def test_all_ranks_of_a_host_end(loop: Loop, hub: Hub) -> None:
     for rank in (1, 2):
-        hub._ended(hub.members[rank], "it closed the connection")
+        hub._ended(hub.peers[rank], "it closed the connection")
     text = run_until_failure(loop, hub)
     assert text.endswith("ended (it closed the connection), and so did all 2 ranks of host b")
 
@@ -192,14 +193,14 @@ def test_all_ranks_of_a_host_end(loop: Loop, hub: Hub) -> None:
 @pytest.mark.parametrize("killed_for_memory", [False, True])
 def test_the_kernel_is_suspected(killed_for_memory: bool, loop: Loop) -> None:
     with subprocess.Popen(["sleep", "30"]) as process:
-        watched = member(1, process=Process.of(process.pid))
+        watched = peer(1, process=Process.of(process.pid))
         texts: list[str] = []
 
         def told(text: str) -> None:
             texts.append(text)
             loop.stop()
 
-        def ended(ended: Member, how: str) -> None:
+        def ended(ended: Peer, how: str) -> None:
             ended.settle(loop, Oom(killed_for_memory), how, told)
 
         watched.watch_process(loop, ended)
@@ -225,12 +226,12 @@ def test_the_kernel_is_suspected(killed_for_memory: bool, loop: Loop) -> None:
 )
 def test_who_is_late(hub: Hub, steps: list[int], phases: list[str], asks: int, late: int | None) -> None:
     """Whoever is behind, or elsewhere than the rest; of two ranks the one that does not ask."""
-    hub.members = {rank: hub.members[rank] for rank in range(len(steps))}
+    hub.peers = {rank: hub.peers[rank] for rank in range(len(steps))}
     for rank, (step, phase) in enumerate(zip(steps, phases, strict=True)):
-        progress = hub.members[rank].progress
+        progress = hub.peers[rank].progress
         assert isinstance(progress, RemoteProgress)
         progress.told = Reading(step, phase)
-    hub.receive(hub.members[asks], {"type": "timeout", "message": "it timed out"})
+    hub.receive(hub.peers[asks], {"type": "timeout", "message": "it timed out"})
     assert hub.failure is not None
     if late is None:
         assert "no rank is behind" in hub.failure.message

@@ -19,14 +19,14 @@ import pytest
 from torch.futures import Future
 
 from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
-from lightning_smddp.supervision import door, processes
-from lightning_smddp.supervision.door import listen
-from lightning_smddp.supervision.ending import InterruptionError
+from lightning_smddp.supervision import acceptor, processes
+from lightning_smddp.supervision.acceptor import listen
 from lightning_smddp.supervision.failure import Failure, is_of_communication, is_timeout, text_of
 from lightning_smddp.supervision.loop import Loop
-from lightning_smddp.supervision.member import OomWatch
+from lightning_smddp.supervision.peer import OomWatch
 from lightning_smddp.supervision.processes import Process, ending, has_ended, oom_kills
 from lightning_smddp.supervision.progress import Progress, RemoteProgress
+from lightning_smddp.supervision.shutdown import InterruptionError
 from lightning_smddp.supervision.signals import Signals
 
 FAILURE = Failure(1, "a", 12, 7, "backward", "exception", "ValueError: bad\nsecond line", 1.5)
@@ -221,11 +221,11 @@ def test_the_hub_listens_on_the_given_address_only(address: str) -> None:
 @pytest.mark.parametrize("numbers", [["0.0.0.0"], ["::"], [], ["192.0.2.77"]])
 def test_the_hub_never_listens_everywhere(numbers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on another machine's address: on the interface of the default route, or not at all."""
-    monkeypatch.setattr(door, "_numbers_of", lambda address: numbers)
-    monkeypatch.setattr(door, "_default_route", lambda: "127.0.0.2")
+    monkeypatch.setattr(acceptor, "_numbers_of", lambda address: numbers)
+    monkeypatch.setattr(acceptor, "_default_route", lambda: "127.0.0.2")
     with listen("name") as listener:
         assert listener.getsockname()[0] == "127.0.0.2"
-    monkeypatch.setattr(door, "_default_route", lambda: None)
+    monkeypatch.setattr(acceptor, "_default_route", lambda: None)
     with pytest.raises(ValueError, match="cannot listen on the address 'name' of rank 0"):
         listen("name")
 

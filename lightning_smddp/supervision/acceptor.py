@@ -14,7 +14,7 @@ from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.wire import Connection, Message
 
 _PROOF_WITHIN_S = 5.0
-_MAX_STRANGERS = 64
+_MAX_PENDING = 64
 _MAX_GREETING_BYTES = 4096
 _RETRY_S = 0.1
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Acceptor:
         self, loop: Loop, listener: socket.socket, secret: str, admit: Callable[[Message, Connection], str | None]
     ) -> None:
         self._loop, self._listener, self._secret, self._admit = loop, listener, secret, admit
-        self._strangers: set[Connection] = set()
+        self._pending: set[Connection] = set()
         self._closed = False
         listener.setblocking(False)
         loop.watch(listener.fileno(), self._accept)
@@ -41,15 +41,15 @@ class Acceptor:
             self._closed = True
             self._loop.unwatch(self._listener.fileno())
             self._listener.close()
-            for stranger in self._strangers:
-                stranger.close()
-            self._strangers.clear()
+            for connection in self._pending:
+                connection.close()
+            self._pending.clear()
 
     def abandon(self) -> None:
         """In a forked child: let go of the sockets."""
         self._listener.close()
-        for stranger in self._strangers:
-            stranger.abandon()
+        for connection in self._pending:
+            connection.abandon()
 
     def _accept(self) -> None:
         try:
@@ -61,36 +61,36 @@ class Acceptor:
             self._loop.unwatch(self._listener.fileno())
             self._loop.later(1.0, self._resume)
             return
-        if len(self._strangers) >= _MAX_STRANGERS:
+        if len(self._pending) >= _MAX_PENDING:
             peer.close()
             return
         who = f"{address[0]} port {address[1]}"
-        stranger = Connection(self._loop, peer, _refuse_all, _ignore, _MAX_GREETING_BYTES)
-        stranger.on_message = lambda message: self._greeted(message, stranger, who)
-        stranger.on_end = lambda reason: self._drop(stranger, who, reason)
-        self._strangers.add(stranger)
-        self._loop.later(_PROOF_WITHIN_S, self._drop, stranger, who, f"no greeting within {_PROOF_WITHIN_S:g} s")
+        connection = Connection(self._loop, peer, _refuse_all, _ignore, _MAX_GREETING_BYTES)
+        connection.on_message = lambda message: self._greeted(message, connection, who)
+        connection.on_end = lambda reason: self._drop(connection, who, reason)
+        self._pending.add(connection)
+        self._loop.later(_PROOF_WITHIN_S, self._drop, connection, who, f"no greeting within {_PROOF_WITHIN_S:g} s")
 
     def _resume(self) -> None:
         if not self._closed:
             self._loop.watch(self._listener.fileno(), self._accept)
 
-    def _greeted(self, message: Message, stranger: Connection, who: str) -> None:
+    def _greeted(self, message: Message, connection: Connection, who: str) -> None:
         proof = str(message["secret"])
         if not secrets.compare_digest(proof.encode(), self._secret.encode()):
-            self._drop(stranger, who, "wrong secret")
+            self._drop(connection, who, "wrong secret")
             return
-        self._strangers.discard(stranger)  # first, as admitting the last one closes the door
-        reason = self._admit(message, stranger)
+        self._pending.discard(connection)  # first, as admitting the last one closes the acceptor
+        reason = self._admit(message, connection)
         if reason is not None:
-            stranger.send({"type": "refused", "reason": reason})
-            self._strangers.add(stranger)
-            self._drop(stranger, who, reason)
+            connection.send({"type": "refused", "reason": reason})
+            self._pending.add(connection)
+            self._drop(connection, who, reason)
 
-    def _drop(self, stranger: Connection, who: str, reason: str) -> None:
-        if stranger in self._strangers:
-            self._strangers.discard(stranger)
-            stranger.close()
+    def _drop(self, connection: Connection, who: str, reason: str) -> None:
+        if connection in self._pending:
+            self._pending.discard(connection)
+            connection.close()
             _log.warning("The supervisor of this job dropped a connection from %s: %s.", who, reason)
 
 

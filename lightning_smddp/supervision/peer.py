@@ -37,7 +37,7 @@ class OomWatch:
         return oom_kills() > self._counts[0]
 
 
-class Member:
+class Peer:
     """A rank of the job.
 
     Args:
@@ -91,7 +91,7 @@ class Member:
         if self.connection is not None and not (droppable and self.connection.is_clogged):
             self.connection.send(message)
 
-    def watch_process(self, loop: Loop, on_end: Callable[[Member, str], None]) -> None:
+    def watch_process(self, loop: Loop, on_end: Callable[[Peer, str], None]) -> None:
         """Call ``on_end(self, how)`` when its process ends, if it is on this host.
 
         Needed beside the connection: processes that it started may hold that open.
