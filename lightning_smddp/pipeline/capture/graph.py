@@ -40,9 +40,15 @@ class Node:
         parameters: first names of the parameters that it uses or holds.
         buffers: names of buffers that it changes.
         buffers_read: of those that the step changes somewhere, names of buffers that it reads.
+        returned: how what it returns is built of its outputs, its arguments and constants.
+        random: whether torch draws random numbers in it.
+        location: the user's line that calls it first.
+        seconds: of its forward, as traced.
+        activation_bytes: of all values made in it.
         recomputable: whether a later stage may do it again instead of receiving its result.
         reads: whether Python code gets to see a value of its inputs.
-        tells: whether that are numbers, which go with the tensors to later stages, and decide on nothing.
+        tells: whether it reads numbers that Python decides nothing by: they are sent to later stages with the tensors.
+        free: whether it depends on no parameter and no other node. It is one as it draws numbers or changes a buffer.
         varies: whether it makes a tensor whose size depends on values that a module made.
         checkpointed: whether the user's own code runs it in ``torch.utils.checkpoint``.
         draws_in_python: whether it is a unit whose code draws from the sources of ``PythonRandom``.

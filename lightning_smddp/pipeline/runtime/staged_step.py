@@ -46,10 +46,10 @@ class Step(Protocol):
 
 @dataclass
 class StagedStep:
-    """One way that a step takes, cut into stages.
+    """One path of a step, the modules and operations that it goes through in order, cut into stages.
 
     Attributes:
-        graph: of the step on that way.
+        graph: of the step on that path.
         stage_cuts: where it is cut.
         replays: by stage, for those of this rank.
         probe: runs the step's Python code without doing any node, see :func:`~.stage_graph.probe_plan`.
@@ -75,7 +75,7 @@ class StagedStep:
 
 
 class TracedPath(NamedTuple):
-    """The way that the step takes on a micro-batch, and what its values look like there."""
+    """The path that the step takes on a micro-batch, and what its values look like there."""
 
     staged: StagedStep
     shapes: Shapes
