@@ -154,8 +154,8 @@ class Partitioning:
             return loss_of(result, step.hook) if step.trains else None
 
         step.random = share_random(setup.module, setup.device, Channel(setup.world, setup.device))
-        trial = Trial(step.alone(last, last_index), step.alone(first), find_loss)
-        is_whole = setup.is_whole()
+        fetch = None if setup.is_whole() else self._first_values
+        trial = Trial(step.alone(last, last_index), step.alone(first), find_loss, fetch)
         with step.random.at(last_index), torch.set_grad_enabled(step.trains):
             return divide(
                 trial,
@@ -165,9 +165,7 @@ class Partitioning:
                 resources,
                 setup.options.split,
                 setup.options.activation_checkpointing,
-                with_reference=is_whole,
-                fetch=None if is_whole else self._first_values,
-                known=self.known,
+                self.known,
             )
 
     def _first_values(self, name: str) -> Tensor:

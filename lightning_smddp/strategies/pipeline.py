@@ -131,7 +131,7 @@ class PipelineParallel(TrainerStrategy):
 
     _option_groups: ClassVar[OptionGroups] = {"partition": PartitionOptions, **GROUPS}
 
-    def __init__(  # what users write: 12 at most, the rest in groups
+    def __init__(  # noqa: PLR0913  # what users write: 12 at most, the rest in groups
         self,
         *args: Any,
         pipeline_parallel_size: int | None = None,

@@ -121,16 +121,20 @@ class GradientStash:
             self.tied.sum()
         if not self._accumulates or self.replicas is None:
             self.hooks.on_gradients(self.parameters)
-        for name, old in before.items():
-            parameter = self.parameters[name]
-            if old is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = old
-            else:
-                parameter.grad.add_(old)
+        self._add(before)
         self._old = None
         self.hooks.behind_accumulation(self.parameters)
+
+    def _add(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Add to ``.grad`` what accumulated before."""
+        for name, gradient in gradients.items():
+            parameter = self.parameters[name]
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
 
     def _set(self, gradients: Mapping[str, Tensor | None]) -> None:
         for name, parameter in self.parameters.items():

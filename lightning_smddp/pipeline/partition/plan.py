@@ -85,11 +85,18 @@ class Trial:
 
     They should differ, so that what is left over from one is not right for the other. Where the other one takes another
     course, the traced one is the reference, too.
+
+    Attributes:
+        traced: runs the step for the trace.
+        referred: runs it for the reference.
+        loss_of: the loss in what the step returned; None if there is none.
+        fetch: gives the first values of a parameter that has no memory yet; then there is no reference. None: all have.
     """
 
     traced: Callable[[], Any]
     referred: Callable[[], Any]
     loss_of: Callable[[Any], Tensor | None]
+    fetch: Callable[[str], Tensor] | None = None
 
 
 def record(
@@ -133,8 +140,6 @@ def divide(
     resources: Resources,
     split: Sequence[str] | None,
     checkpointing: bool,
-    with_reference: bool,
-    fetch: Callable[[str], Tensor] | None = None,
     known: Mapping[str, Any] | None = None,
 ) -> PartitionPlan:
     """Find out how to divide ``root`` by a step. Collective over all ranks; nothing of the model changes.
@@ -145,7 +150,7 @@ def divide(
     Raises:
         SplitError: on every rank, when the step cannot be divided so; the message says why and what to do.
     """
-    traced = record(trial.traced, root, device, group, fetch)
+    traced = record(trial.traced, root, device, group, trial.fetch)
     modules = Modules(traced, root)
     if split is not None or (known is not None and len(known["stage_seconds"]) != resources.num_stages):
         known = None
@@ -160,7 +165,7 @@ def divide(
 
     def decide() -> dict[str, Any]:
         reference, measured = None, None
-        if with_reference:
+        if trial.fetch is None:
             with explained_shortage(is_whole=True), without_own_dropout(root, device):
                 reference = _refer(graph, trial, root, device)
             measured = asdict(reference)
