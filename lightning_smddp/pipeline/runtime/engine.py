@@ -120,7 +120,7 @@ class PipelineEngine:
                 f"stages: give {count} rows of {self._num_stages - 1}"
             )
         self._connect()
-        mark(communicates=True)  # a message comes first, but in the first stage
+        mark(communicates=True)  # the device receives first; in the first stage a mark of its own follows at once
         schedule = self._schedule_of(count, has_backward)
         for stage in self._stages:
             index = stage.stage_index
@@ -150,6 +150,7 @@ class PipelineEngine:
                 del self._schedules[next(iter(self._schedules))]
             schedule = for_microbatches(self._schedule, self._group.size(), self._num_stages, num_microbatches)
             stages = self._stages if schedule.several_stages else self._stages[0]
+            # torch's class, but it leaves the set-up of stages, with shapes that are fixed for good, to us
             self._schedules[key] = pipeline_schedule_class(schedule.torch_class)(
                 stages, num_microbatches, loss_fn=_the_loss_itself if has_backward else None, scale_grads=False
             )

@@ -40,7 +40,7 @@ from lightning_smddp.wording import counted
 
 
 class StageBody(Protocol):
-    """What a stage computes."""
+    """What a stage computes, as :class:`Stage` calls it; in training and evaluation a :class:`ReplayedStage`."""
 
     @property
     def module(self) -> nn.Module:
