@@ -2,6 +2,10 @@
 
 Compression pays between nodes on links slower than some 10 Gbit/s; inside a node it costs more than it saves
 (Agarwal et al., MLSys 2022, found it ahead of tuned exact sums in 6 of 200 data-center set-ups).
+
+Here are the options, the codecs (how values look on the wire) and the memory of what was lost.
+``Communicator._exchange`` chooses who sends them: ``RingExchange`` or ``BalancedExchange`` (``inter_node.py``), or
+``PowerSGDExchange`` (``powersgd.py``).
 """
 
 from __future__ import annotations
@@ -91,7 +95,11 @@ def check_compressible(dtype: torch.dtype, what: str) -> None:
 
 
 class Codec(Protocol):
-    """Elementwise form on the wire."""
+    """Encodes values for the wire, and decodes them again; what is lost is its rounding.
+
+    If encoded values can be added up as they are, such as casts, ``RingExchange`` takes them; if only decoded ones can,
+    ``BalancedExchange`` has to.
+    """
 
     block_size: int
 
