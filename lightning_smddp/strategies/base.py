@@ -248,7 +248,7 @@ class TrainerStrategy(_Base):
     @override
     def checkpoint_io(self) -> Any:
         """The one that the user gave, or :class:`SafeFiles`; made when Lightning first asks."""
-        self._checkpoint_io = self._saving.complete(self._checkpoint_io)
+        self._checkpoint_io = self._saving.choose_io(self._checkpoint_io)
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -358,7 +358,7 @@ class TrainerStrategy(_Base):
         return {}
 
     def _add_state(self, checkpoint: dict[str, Any]) -> None:
-        """Add what the communication remembers. Collective."""
+        """Add what compression of gradients remembers from step to step. Collective."""
 
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         super().load_model_state_dict(checkpoint, strict)
@@ -367,8 +367,8 @@ class TrainerStrategy(_Base):
         super().load_optimizer_state_dict(checkpoint)
 
     @property
-    def _is_first_replica(self) -> bool:
-        """Whether this rank has a part of what is saved."""
+    def _has_part_to_save(self) -> bool:
+        """With ``sharded``: whether this rank writes a part of each checkpoint; other ranks have the same values."""
         return self.is_global_zero
 
     def _optimized(self, optimizer: Optimizer) -> Sequence[Tensor]:

@@ -542,7 +542,7 @@ class PipelineParallel(TrainerStrategy):
 
     @property
     @override
-    def _is_first_replica(self) -> bool:
+    def _has_part_to_save(self) -> bool:
         assert self._groups is not None
         return self._groups.replica == 0
 

@@ -1,4 +1,19 @@
-"""Checkpoints of both Trainer strategies: written so that a valid one always exists, checked before they are used."""
+"""Checkpoints of both Trainer strategies: written so that a valid one always exists, checked before they are used.
+
+The way of ``trainer.save_checkpoint(path)``:
+
+1. Lightning collects the checkpoint on every rank; a pipeline gathers its parts on the first rank
+   (``pipeline/state/full_state.py``, ``optimizer_state.py``), or with ``sharded`` gives each rank its own.
+2. ``TrainerStrategy.save_checkpoint`` adds what an exact resume and compression need, and calls :meth:`Saving.save`.
+3. A plain file is written by the first rank: Lightning's ``save_checkpoint``, ``SafeFiles`` (``checkpoint_io.py``; in a
+   thread with ``async_save``), ``checkpoint/locations.py`` (path or URL), ``checkpoint/files.py`` (beside its place,
+   verified, renamed).
+   With ``sharded`` every rank writes to a directory: ``checkpoint/sharded.py``, by the same rules.
+
+On resume Lightning calls ``load_checkpoint``, which takes either by what is there (:meth:`Saving.load`), then
+``load_model_state_dict`` and ``load_optimizer_state_dict``. A checkpoint always has the names of the whole module, so
+a pipeline's rank takes its own part of it (``bridge/module_states.py``: at once, or when the stages are known).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +56,7 @@ class Saving:
 
     # ---- the CheckpointIO ----
 
-    def complete(self, given: Any) -> Any:
+    def choose_io(self, given: Any) -> Any:
         """The user's CheckpointIO, with ours in it if it wraps another; ours if ``given`` is None."""
         if given is None:
             return self._make_io()
@@ -116,7 +131,7 @@ class Saving:
         assert module is not None
         optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
         save_sharded(
-            checkpoint if strategy._is_first_replica else None,
+            checkpoint if strategy._has_part_to_save else None,
             filepath,
             names_of(module, [strategy._optimized(getattr(o, "optimizer", o)) for o in optimizers]),
             list(module.state_dict(keep_vars=True)) if strategy.is_global_zero else (),
