@@ -16,7 +16,7 @@ Dump = Callable[[Any], None]
 """Writes a checkpoint to the object that it is given, by calling its ``write``."""
 
 _PER_TENSOR = 512  # headers and alignment
-_REST = 2**16
+_BESIDE_TENSORS = 2**16
 
 
 def dump_of(checkpoint: Any) -> Dump:
@@ -35,7 +35,7 @@ def bytes_needed(checkpoint: Any) -> int:
         if tensor.layout is torch.strided and not tensor.is_meta:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr() or id(tensor)] = storage.nbytes() + _PER_TENSOR
-    return sum(sizes.values()) + _REST
+    return sum(sizes.values()) + _BESIDE_TENSORS
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

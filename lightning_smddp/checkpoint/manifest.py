@@ -18,7 +18,7 @@ from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.files import new_file
 from lightning_smddp.checkpoint.safe_metadata import METADATA
 
-NAME = "manifest.json"
+MANIFEST = "manifest.json"
 _FORMAT, _VERSION = "lightning-smddp sharded checkpoint", 2
 _ANOTHER = "Use an earlier checkpoint, or another copy of this one."
 
@@ -48,7 +48,7 @@ class Manifest:
         files: dict[str, dict[str, int | str]] = {name: {"bytes": size} for name, size in self.sizes.items()}
         files[METADATA]["sha256"] = self.metadata_sha256
         text = json.dumps({"format": _FORMAT, "version": _VERSION, "saved_ns": self.saved_ns, "files": files}, indent=1)
-        with new_file(os.path.join(directory, NAME)) as file:
+        with new_file(os.path.join(directory, MANIFEST)) as file:
             file.write(text.encode())
         if Manifest.read(directory) != self:
             raise OSError(errno.EIO, "what was read back differs from what was written")
@@ -61,7 +61,7 @@ class Manifest:
             CheckpointError: it has none, or a damaged one.
             FileNotFoundError: there is no such directory.
         """
-        path = os.path.join(directory, NAME)
+        path = os.path.join(directory, MANIFEST)
         if not os.path.exists(directory):
             raise FileNotFoundError(f"Checkpoint not found: {directory}")
         if not os.path.isdir(directory):

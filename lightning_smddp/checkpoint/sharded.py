@@ -36,7 +36,7 @@ from lightning_smddp.checkpoint.files import (
     sync_directory,
 )
 from lightning_smddp.checkpoint.locations import locate
-from lightning_smddp.checkpoint.manifest import NAME, Manifest
+from lightning_smddp.checkpoint.manifest import MANIFEST, Manifest
 from lightning_smddp.checkpoint.parts import CheckpointParts, Names, Outline, merge_checkpoint, split_checkpoint
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.reading import read_checkpoint, verify_checkpoint
@@ -181,7 +181,7 @@ def _read(directory: str, weights_only: bool | None) -> dict[str, Any]:
     try:
         return merge_checkpoint(contents["checkpoint"], Outline.from_json(contents["outline"]), tensors)
     except (KeyError, TypeError, ValueError) as error:
-        reason = f"does not fit {METADATA} and {NAME}: {type(error).__name__}: {error}"
+        reason = f"does not fit {METADATA} and {MANIFEST}: {type(error).__name__}: {error}"
         raise CheckpointError(path, reason, "Use an earlier checkpoint, or another copy of this one.") from error
 
 
@@ -213,7 +213,7 @@ def is_sharded(path: str | os.PathLike[str]) -> bool:
 
 def has_manifest(path: str | os.PathLike[str]) -> bool:
     """Whether a directory at a local path is one that :func:`save_sharded` has made."""
-    return os.path.exists(os.path.join(existing(local_path(path)), NAME))
+    return os.path.exists(os.path.join(existing(local_path(path)), MANIFEST))
 
 
 def local_path(path: str | os.PathLike[str]) -> str:

@@ -20,7 +20,7 @@ from lightning_smddp.communication.compression import Codec, ErrorFeedback
 
 Finish = Callable[[], object]
 
-_PIECE = 2**18  # elements that are encoded at a time, while the ones before are on the wire
+_ENCODED_AT_ONCE = 2**18  # elements that are encoded at a time, while the ones before are on the wire
 
 
 class InterNodeReduce(Protocol):
@@ -73,11 +73,11 @@ class RingExchange:
         sent = []
         pieces: Sequence[Tensor] = [shard]  # a device encodes fast, and has few large messages
         if not shard.is_cuda:
-            pieces = shard.split(_PIECE)
+            pieces = shard.split(_ENCODED_AT_ONCE)
         for number, piece in enumerate(pieces):
             wire = codec.encode(piece)
             if feedback is not None:
-                feedback.remember(piece, wire, layout, number * _PIECE)
+                feedback.remember(piece, wire, layout, number * _ENCODED_AT_ONCE)
             sent.append((piece, wire, dist.all_reduce(wire, group=self.group, async_op=True)))
 
         def finish() -> None:

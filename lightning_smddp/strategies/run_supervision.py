@@ -135,7 +135,7 @@ class RunSupervision:
         self._end_supervision()
         if supervisor.failure is not None:
             spoil_groups()
-            self._follow(supervisor.failure)
+            self._end_after_first(supervisor.failure)
             raise supervisor.failure.error()
         if stop is not None:
             error = stop_exception(self._trainer)
@@ -190,7 +190,7 @@ class RunSupervision:
         if failure is not None:
             spoil_groups()
         if failure is not None and (explained is not error or isinstance(error, RankFailedError)):
-            self._follow(failure)
+            self._end_after_first(failure)
         if explained is error:
             _require_failure_code(error)
         return explained
@@ -207,8 +207,8 @@ class RunSupervision:
             return 0.0
         return self.strategy._reliability.stop_limit.total_seconds()
 
-    def _follow(self, failure: Failure) -> None:
-        """Let the rank that failed end first, and say why this one does, should it not come to its traceback."""
+    def _end_after_first(self, failure: Failure) -> None:
+        """Say why this rank ends (it may be killed before its traceback), and let the rank that failed end first."""
         self.strategy._sagemaker.write_failure(failure.error())  # the launcher may end this process while it waits
         if may_be_ended():
             os.write(2, f"lightning-smddp: {failure.error()}\n".encode(errors="replace"))

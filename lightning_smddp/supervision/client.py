@@ -19,7 +19,12 @@ _LATE_BEATS = 3.0
 
 
 class State:
-    """What the training thread waits for. ``attention`` is read without the lock."""
+    """What the watching thread has heard, for the training thread to read and to wait for.
+
+    Attributes:
+        attention: there is a failure or a request to stop: the training thread has to look. Read without the lock, at
+            every step.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -187,7 +192,7 @@ class Client:
     def tick(self, seconds: float) -> None:
         """A period has gone by, of which this thread was there to see ``seconds``."""
         self.beat()
-        if self.hub is not None and self.hub.counts:
+        if self.hub is not None and self.hub.is_in_run:
             self.hub.silence_s += seconds
             if self.hub.silence_s > self._limit:
                 self.declare_hub_silent()
@@ -195,7 +200,7 @@ class Client:
     @property
     def hub_is_late(self) -> bool:
         """Whether the hub has missed several heartbeats."""
-        return self.hub is not None and self.hub.counts and self.hub.silence_s > _LATE_BEATS * self._period
+        return self.hub is not None and self.hub.is_in_run and self.hub.silence_s > _LATE_BEATS * self._period
 
     def declare_hub_silent(self) -> None:
         """Rank 0 is stopped or cut off."""
@@ -214,7 +219,7 @@ class Client:
 
     def report(self, failure: Failure, of_communication: bool) -> None:
         """This rank has failed: tell the hub, which tells everyone including this rank."""
-        if self.hub is not None and not self.hub.counts:
+        if self.hub is not None and not self.hub.is_in_run:
             if of_communication and self.hub.has_left:
                 text = f"it ended its run while rank {self.rank} was in the middle of its own: {failure.message}"
                 failure = self.hub.failure("left", text)
@@ -223,7 +228,7 @@ class Client:
         self.tell({"type": "failure", "failure": failure.to_json(), "of_communication": of_communication})
 
     def _hub_ended(self, hub: Peer | None, how: str) -> None:
-        if hub is not None and hub.counts:
+        if hub is not None and hub.is_in_run:
             if self.hub_is_late:  # it was stopped, and another rank has killed it for that already
                 self.declare_hub_silent()
             hub.has_ended = True
@@ -231,7 +236,10 @@ class Client:
             hub.settle(self._loop, self._oom, how, lambda text: self.record(hub.failure("died", text), None))
 
     def record(self, failure: Failure, kill: Process | None) -> None:
-        """What all ranks agree on. ``kill``: a stopped process, which a rank of its host ends."""
+        """Note the job's first failure, once: wake the training thread, and start counting its time to end.
+
+        ``kill`` is a process that hangs or is stopped and cannot end by itself: ranks of its host kill it.
+        """
         if self._state.failure is not None:
             return
         self.tell({"type": "ack"})

@@ -15,8 +15,8 @@ _CURE = (
 )
 
 
-class Rendezvous:
-    """The hub's side: who has come with how many batches.
+class EpochEnds:
+    """Kept by the hub: which ranks have come to the end of an epoch, each with how many batches.
 
     A rank that begins a batch beyond those that another has had is enough to know that they differ; nobody has to
     wait for a timeout.

@@ -100,7 +100,7 @@ class HangRule:
 
     def tick(self, peers: Iterable[Peer], seconds: float) -> tuple[Peer, Reading, str] | None:
         """So much time has gone by. If there is a hang: who is behind, where, and what is known of it."""
-        present = [peer for peer in peers if peer.counts]
+        present = [peer for peer in peers if peer.is_in_run]
         readings = {peer.rank: peer.progress.read() for peer in present}
         for rank, reading in readings.items():
             moved = self._moves.get(rank) != reading.moves

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from lightning_smddp.supervision.acceptor import Acceptor
-from lightning_smddp.supervision.epochs import Rendezvous
+from lightning_smddp.supervision.epochs import EpochEnds
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
 from lightning_smddp.supervision.hangs import HangRule
 from lightning_smddp.supervision.loop import Loop, Timer
@@ -68,7 +68,7 @@ class Hub:
         self._doubt: _Doubt | None = None
         self._hangs = HangRule(limit)
         self._stops = StopVote(loop, self._all, self._tell_all, agree_within_s)
-        self._epochs = Rendezvous(self._all, self._tell_all, self.declare)
+        self._epochs = EpochEnds(self._all, self._tell_all, self.declare)
 
     # ---- start ----
 
@@ -164,6 +164,7 @@ class Hub:
     # ---- failures ----
 
     def _reported(self, failure: Failure, of_communication: bool) -> None:
+        # A collective breaks if another rank has left the run early. Then that one is the cause, not who reports.
         gone = next((m for m in self.peers.values() if m.has_left and m.rank != failure.rank), None)
         if of_communication and gone is not None:
             text = f"it ended its run while rank {failure.rank} was in the middle of its own: {failure.message}"
@@ -186,7 +187,7 @@ class Hub:
 
     def _late(self, asking: Peer) -> tuple[Peer, Kind] | None:
         """Who is waited for: the one that is silent, else behind in steps, else in another phase than the rest."""
-        peers = [peer for peer in self.peers.values() if peer.counts]
+        peers = [peer for peer in self.peers.values() if peer.is_in_run]
         silent = max(peers, key=lambda peer: peer.silence_s)
         if silent.silence_s > _LATE_BEATS * self._period:
             return silent, "silent"
@@ -202,7 +203,7 @@ class Hub:
         return None if odd is None else (odd, "timeout")
 
     def _ended(self, peer: Peer, how: str) -> None:
-        if peer.counts:
+        if peer.is_in_run:
             peer.has_ended = True
             if self.failure is not None and self.failure.rank == peer.rank:
                 self._tell_all({"type": "over"})
@@ -238,7 +239,7 @@ class Hub:
         """
         if self._doubt is not None or self.failure is not None:
             return
-        company = [other for other in self._company(silent) if other.counts]
+        company = [other for other in self._company(silent) if other.is_in_run]
         if silent.process.is_here or not company:
             self._declare_silent(silent, None, waiter)
             return
@@ -283,19 +284,19 @@ class Hub:
     @property
     def unaware(self) -> bool:
         """Whether some rank that is still there has not confirmed the failure."""
-        return any(m.counts and not m.acknowledged for m in list(self.peers.values()))
+        return any(m.is_in_run and not m.acknowledged for m in list(self.peers.values()))
 
     @property
     def others_are_there(self) -> bool:
         """Whether the run of some other rank is not over yet."""
-        return any(peer.counts for peer in list(self.peers.values()) if peer is not self._own)
+        return any(peer.is_in_run for peer in list(self.peers.values()) if peer is not self._own)
 
     # ---- time ----
 
     def tick(self, seconds: float) -> None:
         """A period has gone by, of which this thread was there to see ``seconds``."""
         for peer in list(self.peers.values()):
-            if peer is self._own or not peer.counts:
+            if peer is self._own or not peer.is_in_run:
                 continue
             peer.silence_s += seconds
             peer.send({"type": "beat", "progress": self._own.progress.read().to_json()}, droppable=True)
@@ -311,7 +312,7 @@ class Hub:
     def say_bye(self) -> None:
         """To the ranks that are still there: they go on without a hub."""
         for peer in self.peers.values():
-            if peer.counts and peer is not self._own:
+            if peer.is_in_run and peer is not self._own:
                 peer.send({"type": "bye"})
 
     def _all(self) -> Iterable[Peer]:

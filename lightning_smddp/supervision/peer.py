@@ -62,8 +62,8 @@ class Peer:
         self._loop: Loop | None = None
 
     @property
-    def counts(self) -> bool:
-        """Whether its end would be a failure."""
+    def is_in_run(self) -> bool:
+        """Whether it still takes part in the run, so that its end would be a failure."""
         return not self.has_left and not self.has_ended
 
     @property

@@ -101,7 +101,7 @@ class StopVote:
             self._decide(max(self._answers.values()))
 
     def _unanswered(self) -> list[Peer]:
-        return [peer for peer in self._peers() if peer.counts and peer.rank not in self._answers]
+        return [peer for peer in self._peers() if peer.is_in_run and peer.rank not in self._answers]
 
     def _give_up(self) -> None:
         self.missing = self._unanswered()

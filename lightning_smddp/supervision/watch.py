@@ -113,7 +113,7 @@ class Watch:
     # ---- start ----
 
     def begin(self, address: str) -> None:
-        """Find the hub, or be it, and start the thread. Blocks until the hub has answered the telephone."""
+        """Find the hub, or be it, and start the thread. Blocks until this rank is connected to the hub."""
         number = self._store.add(f"{KEY}/starts/{self.rank}", 1)  # the same on all ranks
         key = f"{KEY}/{number}"
         if self.rank == 0:
