@@ -13,7 +13,7 @@ from lightning_smddp.pipeline.partition.microbatches import split as split_batch
 from lightning_smddp.pipeline.runtime.answers import NOTHING, Answers
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.replay import patched_units
-from tests.pipeline.emulation import split
+from tests.pipeline.stage_emulation import split
 
 X, MASK = torch.ones(3, 4), torch.tensor([True, False, True])
 

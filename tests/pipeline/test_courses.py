@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay, StageDone, patched_units
-from tests.pipeline.emulation import CPU, Stage, gradients, plans_of, program_of, run_stages
-from tests.pipeline.zoo import Cube, D, Layer, Net
+from tests.pipeline.example_modules import Cube, D, Layer, Net
+from tests.pipeline.stage_emulation import CPU, Stage, gradients, plans_of, program_of, run_stages
 
 
 def batch(rows: int = 4) -> Tensor:

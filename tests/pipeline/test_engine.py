@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.runtime.remote import TensorSpec
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, parse
-from tests.pipeline import chains
-from tests.pipeline.chains import HIDDEN, two_stages
+from tests.pipeline import pipeline_chains
+from tests.pipeline.pipeline_chains import HIDDEN, two_stages
 from tests.ranks import RanksFailedError, run_ranks
 
 # Sizes differ within a step, lengths between steps; some numbers of micro-batches need a substitute schedule.
@@ -32,7 +32,7 @@ SPLITTING = ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]  # whole
 
 
 def several(cases: list[tuple[Any, ...]]) -> list[str]:
-    return [f"{case}: {text}" for case in cases for text in chains.compare(*case)]
+    return [f"{case}: {text}" for case in cases for text in pipeline_chains.compare(*case)]
 
 
 def test_two_ranks_equal_one_process() -> None:
@@ -73,7 +73,7 @@ def test_frozen_stages_send_and_receive_no_gradients() -> None:
 def gradient_that_does_not_matter(name: str) -> float:
     """The last stage uses what it received without its gradient."""
     bodies = two_stages(last=lambda microbatch, hidden: (bodies[1].module(hidden.detach()).sum(),))
-    chains.engine_for(name, bodies).train(2, [[[HIDDEN]]] * 2)
+    pipeline_chains.engine_for(name, bodies).train(2, [[[HIDDEN]]] * 2)
     gradient = bodies[dist.get_rank()].module.weight.grad
     return float(gradient.abs().sum())
 
@@ -86,7 +86,7 @@ def empty_and_absent_tensors(name: str) -> list[Any]:
         first=lambda microbatch: () if microbatch == 0 else (weight.expand(0, 3),),
         last=lambda microbatch, *received: (bodies[1].module(torch.cat([*received, torch.ones(1, 3)])).sum(),),
     )
-    engine = chains.engine_for(name, bodies)
+    engine = pipeline_chains.engine_for(name, bodies)
     losses = engine.train(2, [[[]], [[empty]]])
     engine.evaluate(2, [[[]], [[empty]]])
     return [loss.item() for loss in losses]
@@ -97,7 +97,7 @@ def without_loss(name: str) -> list[float]:
     bodies = two_stages()
     full = bodies[1].function
     bodies[1].function = lambda microbatch, hidden: () if microbatch == 1 else full(microbatch, hidden)
-    chains.engine_for(name, bodies).train(3, [[[HIDDEN]]] * 3)
+    pipeline_chains.engine_for(name, bodies).train(3, [[[HIDDEN]]] * 3)
     layers = [body.module for body in bodies]
     loss = sum(full(microbatch, *bodies[0](microbatch, ()))[0] for microbatch in (0, 2))
     wanted = torch.autograd.grad(loss, list(layers[dist.get_rank()].parameters()))
@@ -134,7 +134,7 @@ def in_batch(name: str) -> list[float]:
         layers[1](hidden.tanh()).square().mean() * (sizes[microbatch] / 8),
     )
     specs = [[[TensorSpec((size, 3), torch.float32, True)]] for size in sizes]
-    chains.engine_for(name, bodies).train(3, specs)
+    pipeline_chains.engine_for(name, bodies).train(3, specs)
     ours = [parameter.grad for parameter in layers[dist.get_rank()].parameters()]
     whole = layers[1](layers[0](rows).tanh()).square().mean()
     wanted = torch.autograd.grad(whole, list(layers[dist.get_rank()].parameters()))
@@ -184,7 +184,7 @@ def failing(name: str, rank: int, in_backward: bool) -> str:
     bodies = two_stages()
     healthy = bodies[rank].function
     bodies[rank].function = broken
-    engine = chains.engine_for(name, bodies)
+    engine = pipeline_chains.engine_for(name, bodies)
     try:
         engine.train(2, [[[HIDDEN]]] * 2)
     except UserError as error:
@@ -218,7 +218,7 @@ def modes() -> list[bool]:
         return whole(microbatch, hidden)
 
     bodies[1].function = note
-    engine = chains.engine_for("looped_bfs", bodies)
+    engine = pipeline_chains.engine_for("looped_bfs", bodies)
     engine.evaluate(1, [[[HIDDEN]]])
     with torch.no_grad():
         engine.train(1, [[[HIDDEN]]])
@@ -232,7 +232,7 @@ def test_only_training_computes_gradients_whatever_the_caller_has_set() -> None:
 def refusals() -> list[str]:
     group = dist.group.WORLD
     bodies = two_stages()
-    engine = chains.engine_for("looped_bfs", bodies)
+    engine = pipeline_chains.engine_for("looped_bfs", bodies)
     wrong = TensorSpec((2, 4), torch.float32, True)
     no_gradient = TensorSpec((2, 3), torch.float32, False)
     calls = [
@@ -241,9 +241,9 @@ def refusals() -> list[str]:
         lambda: engine.train(1, [[[wrong]]]),
         lambda: engine.train(1, [[[HIDDEN, HIDDEN]]]),
         lambda: engine.train(1, [[[no_gradient]]]),
-        lambda: chains.engine_for("looped_bfs", two_stages(last=lambda m, h: (h,))).train(1, [[[HIDDEN]]]),
-        lambda: chains.engine_for("1f1b", bodies),
-        lambda: type(engine)(group, chains.CPU, parse("looped_bfs"), 2, {0: bodies[0]}),
+        lambda: pipeline_chains.engine_for("looped_bfs", two_stages(last=lambda m, h: (h,))).train(1, [[[HIDDEN]]]),
+        lambda: pipeline_chains.engine_for("1f1b", bodies),
+        lambda: type(engine)(group, pipeline_chains.CPU, parse("looped_bfs"), 2, {0: bodies[0]}),
         lambda: TensorSpec((2,), torch.int64, True),
     ]
     texts = []
@@ -274,13 +274,13 @@ def test_refusals_name_values_and_cure() -> None:
 
 def hook_calls(name: str) -> int:
     stages_per_rank = parse(name).default_stages_per_rank
-    model = chains.network(2 * stages_per_rank)
-    batches = chains.batches_of(0, (1, 1, 1, 1), 3)
-    _, boundaries = chains.in_one_process(model, batches, training=False)
+    model = pipeline_chains.network(2 * stages_per_rank)
+    batches = pipeline_chains.batches_of(0, (1, 1, 1, 1), 3)
+    _, boundaries = pipeline_chains.in_one_process(model, batches, training=False)
     fired = []
     parameter = model[-1 if name != "1f1b" else dist.get_rank()].linear.weight
     parameter.register_post_accumulate_grad_hook(lambda _: fired.append(1))
-    chains.engine_for(name, [chains.Body(piece, batches) for piece in model]).train(4, boundaries)
+    pipeline_chains.engine_for(name, [pipeline_chains.Body(piece, batches) for piece in model]).train(4, boundaries)
     return len(fired)
 
 
@@ -311,7 +311,7 @@ def kept(name: str, microbatches: int) -> tuple[int, int, int]:
     bodies = two_stages()
     for body in bodies:
         body.function = watched(body.function)
-    engine = chains.engine_for(name, bodies)
+    engine = pipeline_chains.engine_for(name, bodies)
     for _ in range(3):
         engine.train(microbatches, [[[HIDDEN]]] * microbatches)
     return most, len(graphs), len(tensors)

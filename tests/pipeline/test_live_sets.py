@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.partition.live_sets import live_sets, natural_bytes
-from tests.pipeline.emulation import assert_transparent, program_of
+from tests.pipeline.example_modules import EXAMPLES, D, Net
+from tests.pipeline.stage_emulation import assert_transparent, program_of
 from tests.pipeline.test_replay import Root, children, nothing, root_of, step_of
-from tests.pipeline.zoo import ZOO, D, Net
 
 
 def built(body: object, **modules: nn.Module) -> StepGraph:
@@ -134,7 +134,7 @@ def test_all_pairs_of_cuts_are_exact(name: str) -> None:
 
 
 def test_what_is_sent_was_received_or_made() -> None:
-    for name in ZOO:
+    for name in EXAMPLES:
         root = root_of(name)
         graph = program_of(root, step_of(root), nothing)
         cuts = graph.cuts()

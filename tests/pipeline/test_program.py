@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.live_sets import live_sets
-from tests.pipeline.emulation import CPU
-from tests.pipeline.zoo import D, Layer, Net
+from tests.pipeline.example_modules import D, Layer, Net
+from tests.pipeline.stage_emulation import CPU
 
 
 def graph(body: Callable[..., Tensor], is_small: Callable[[str], bool] | None = None, **modules: object) -> StepGraph:

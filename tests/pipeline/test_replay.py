@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.pipeline import zoo_changes  # noqa: F401  more members
-from tests.pipeline.emulation import Step, assert_every_cut, assert_transparent, assert_transparent_apart
-from tests.pipeline.zoo import ZOO, D
+from tests.pipeline import example_modules_that_change  # noqa: F401  more members
+from tests.pipeline.example_modules import EXAMPLES, D
+from tests.pipeline.stage_emulation import Step, assert_every_cut, assert_transparent, assert_transparent_apart
 
 
 class Root(nn.Module):
@@ -21,7 +21,7 @@ class Root(nn.Module):
 
 def root_of(name: str) -> Root:
     torch.manual_seed(0)
-    return Root(ZOO[name]())
+    return Root(EXAMPLES[name]())
 
 
 def step_of(root: nn.Module) -> Step:
@@ -42,17 +42,17 @@ def nothing(name: str) -> bool:
 
 
 @pytest.mark.parametrize("is_small", [children, leaf_modules, nothing])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
     assert_every_cut(root_of(name), step_of, is_small)
 
 
 @pytest.mark.parametrize("is_small", [children, nothing])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_four_stages(name: str, is_small: Callable[[str], bool]) -> None:
     assert_transparent(root_of(name), step_of, is_small, 4)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_stages_need_no_parameters_but_their_own(name: str) -> None:
     assert_transparent_apart(root_of(name), step_of, children, 2)

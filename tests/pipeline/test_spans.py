@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.pipeline.runtime.spans import Recorder, Span
-from tests.pipeline import chains
-from tests.pipeline.chains import HIDDEN, two_stages
+from tests.pipeline import pipeline_chains
+from tests.pipeline.pipeline_chains import HIDDEN, two_stages
 from tests.ranks import run_ranks
 
 
@@ -25,8 +25,8 @@ def recorded(name: str) -> list[Span]:
         return healthy(*arguments)
 
     bodies[slow].function = sleep_first
-    recorder = Recorder(dist.get_rank(), chains.CPU)
-    engine = chains.engine_for(name, bodies, recorder=recorder)
+    recorder = Recorder(dist.get_rank(), pipeline_chains.CPU)
+    engine = pipeline_chains.engine_for(name, bodies, recorder=recorder)
     start = time.perf_counter()
     engine.train(2, [[[HIDDEN]]] * 2)
     engine.evaluate(1, [[[HIDDEN]]])
@@ -55,8 +55,8 @@ def test_spans_tell_what_each_rank_did_and_for_whom_it_waited() -> None:
 
 
 def split_kinds() -> set[str]:
-    recorder = Recorder(0, chains.CPU)
-    chains.engine_for("interleaved_zero_bubble", two_stages(), recorder=recorder).train(2, [[[HIDDEN]]] * 2)
+    recorder = Recorder(0, pipeline_chains.CPU)
+    pipeline_chains.engine_for("interleaved_zero_bubble", two_stages(), recorder=recorder).train(2, [[[HIDDEN]]] * 2)
     return {span.kind for span in recorder.take()}
 
 

@@ -20,8 +20,8 @@ from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_gr
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, from_json, same_states, to_json
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
-from tests.pipeline.emulation import CPU
-from tests.pipeline.zoo import Cube, D, Layer, Net
+from tests.pipeline.example_modules import Cube, D, Layer, Net
+from tests.pipeline.stage_emulation import CPU
 
 
 def batch() -> Tensor:

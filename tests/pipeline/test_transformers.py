@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.replay import Replay
-from tests.pipeline.emulation import (
+from tests.pipeline.stage_emulation import (
     CPU,
     Stage,
     Step,

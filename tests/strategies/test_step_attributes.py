@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.bridge.capture import StepCapture
-from tests.strategies.chatty import assert_same
+from tests.strategies.noisy_module import assert_same
 from tests.strategies.steps import Module, run, whole
 
 

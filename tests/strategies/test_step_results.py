@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_trainer_ranks
-from tests.strategies.chatty import Chatty, InMicroBatches, TwoStages, assert_same, history
+from tests.strategies.noisy_module import InMicroBatches, NoisyModule, TwoStages, assert_same, history
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    return history("auto", Chatty())
+    return history("auto", NoisyModule())
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])

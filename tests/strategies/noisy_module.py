@@ -40,7 +40,7 @@ def loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, targets), batch_size=BATCH)
 
 
-class Chatty(LightningModule):
+class NoisyModule(LightningModule):
     """Everything in one module."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class Lines(Logger):
 
 def history(strategy: Any, module: Any = None, **options: Any) -> dict[str, Any]:
     """All that can be seen of two epochs with validation, and predictions."""
-    module, watch, lines = module or Chatty(), Watch(), Lines()
+    module, watch, lines = module or NoisyModule(), Watch(), Lines()
     settings = {"max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 1, **QUIET, **options}
     trainer = Trainer(strategy=strategy, callbacks=[watch], **{**settings, "logger": lines})
     trainer.fit(module, loader(), loader())

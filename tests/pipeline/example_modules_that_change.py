@@ -1,4 +1,4 @@
-"""More of the zoo: random numbers, changes in place, and ways for tensors other than arguments and results."""
+"""More examples: random numbers, changes in place, and ways for tensors other than arguments and results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.pipeline.zoo import D, Layer, Net, member
+from tests.pipeline.example_modules import D, Layer, Net, member
 
 # ---- random numbers ----
 

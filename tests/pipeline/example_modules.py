@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 D = 6
-ZOO: dict[str, Callable[[], nn.Module]] = {}
+EXAMPLES: dict[str, Callable[[], nn.Module]] = {}
 
 
 def member(function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    ZOO[function.__name__] = function
+    EXAMPLES[function.__name__] = function
     return function
 
 
