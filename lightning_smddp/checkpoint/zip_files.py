@@ -26,7 +26,7 @@ _END_RECORD, _END_RECORD_BYTES = b"PK\x05\x06", 22
 _LONGEST_COMMENT = 2**16
 # Files of earlier versions have a version number before, and a hash behind.
 _SAVED = re.compile(rb"lightning-smddp (?:1 )?saved=(\d{20})(?: sha256=[0-9a-f]{64})?\Z")
-_PIECE = 2**20
+_PIECE_BYTES = 2**20
 
 
 class BrokenZipError(ValueError):
@@ -57,7 +57,7 @@ def require_whole(file: IO[bytes]) -> None:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
                 with archive.open(record) as contents:
-                    while record.CRC and contents.read(_PIECE):
+                    while record.CRC and contents.read(_PIECE_BYTES):
                         pass
     except Exception as error:  # whatever its parser stumbles over
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a wrong offset
@@ -95,8 +95,8 @@ class Writer:
             raise self._error
         view = memoryview(data).cast("B")
         try:
-            for start in range(0, len(view), _PIECE):
-                self._file.write(view[start : start + _PIECE])
+            for start in range(0, len(view), _PIECE_BYTES):
+                self._file.write(view[start : start + _PIECE_BYTES])
         except Exception as error:
             self._error = error
             raise

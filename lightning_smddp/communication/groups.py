@@ -24,7 +24,7 @@ from lightning_smddp.wire.broadcast import broadcast_json
 _LOOK_S = 0.005
 _STDERR = 2
 _NCCL_MARGIN = timedelta(seconds=60)
-_spoiled = False  # this process's groups
+_aborted = False  # after a failure: this process's groups are not used again
 _old_stores: list[dist.Store] = []
 
 
@@ -112,26 +112,26 @@ def abort_groups() -> None:
         abort_nccl()
 
 
-def spoil_groups() -> None:
+def mark_groups_aborted() -> None:
     """The job has failed, as all ranks agree: some of them have aborted NCCL's groups, and nobody uses them again."""
-    global _spoiled
+    global _aborted
     world = dist.group.WORLD
-    _spoiled = dist.is_initialized() and world is not None and is_nccl(world)
+    _aborted = dist.is_initialized() and world is not None and is_nccl(world)
 
 
-def forget_spoiled() -> None:
+def forget_aborted_groups() -> None:
     """Before a new start in the same processes: groups of a failed job are no more. Its store stays, to meet there."""
-    global _spoiled
-    if _spoiled and dist.is_initialized():
+    global _aborted
+    if _aborted and dist.is_initialized():
         _old_stores.append(default_store())
         abort_and_forget()
-    _spoiled = False
+    _aborted = False
 
 
 def close_group(group: dist.ProcessGroup) -> None:
     """Let go of a group, if it has not gone with the default group. Waits for its messages, but not after a failure."""
     with suppress(ValueError):
-        if _spoiled:
+        if _aborted:
             abort_and_forget(group)
         else:
             dist.destroy_process_group(group)
@@ -145,7 +145,7 @@ def close_all(failed: bool) -> None:
     world = dist.group.WORLD
     if not dist.is_initialized() or world is None:
         return
-    if is_nccl(world) and (failed or _spoiled):
+    if is_nccl(world) and (failed or _aborted):
         abort_and_forget()
     else:
         dist.destroy_process_group()

@@ -92,10 +92,10 @@ class ExactResume:
 
     # ---- saving ----
 
-    def add_to(self, checkpoint: dict[str, Any], more: Mapping[str, Any] | None = None) -> None:
-        """Add what resuming needs, and ``more`` (anything that JSON carries). Collective.
+    def add_to(self, checkpoint: dict[str, Any], decisions: Mapping[str, Any] | None = None) -> None:
+        """Add what resuming needs, and the strategy's ``decisions`` (anything that JSON carries). Collective.
 
-        The first rank's gets it. Nothing is added to checkpoints of weights alone, nor after an exception, when other
+        Only the first rank's ``checkpoint`` gets it. Nothing is added to checkpoints of weights alone, nor after an exception, when other
         ranks may be gone. In the middle of a step, or of an accumulation, whose gradients no checkpoint has, the
         checkpoint is set back to the end of the last optimizer step: a resumed run trains the batches since then
         again. In the middle of a validation it is set back to the begin of that.
@@ -119,7 +119,7 @@ class ExactResume:
             "seed": ranks[0]["seed"],
             "ranks": ranks,
         }
-        for name, value in (more or {}).items():
+        for name, value in (decisions or {}).items():
             checkpoint[CHECKPOINT_KEY][name] = json.dumps(value)
 
     def _position(self) -> Position:

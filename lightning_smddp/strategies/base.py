@@ -51,7 +51,8 @@ class TrainerStrategy(_Base):
     """What ``smddp`` and ``smddp_pipeline`` have in common.
 
     Attributes:
-        verified_checkpoint: a path: what is loaded next from there need not be verified again.
+        verified_checkpoint: path of what ``resume="auto"`` has just verified: loading a directory from there reads its
+            checksums no second time.
     """
 
     _script_launcher: type[Any]

@@ -123,7 +123,7 @@ class PipelineParallel(TrainerStrategy):
     _notebook_name = "smddp_pipeline_notebook"
     _groups: Groups | None = None
     _pipelined: PipelinedModule | None = None
-    _ended: PipelinedModule | None = None
+    _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
     _shown: set[str] | None = None  # steps whose table was printed
     _accumulates = False
     _in_step = False
@@ -510,6 +510,7 @@ class PipelineParallel(TrainerStrategy):
         if self._pipelined is not None:
             self._pipelined.load_state_dict(checkpoint["state_dict"], strict)
             return
+        # Before setup, as Lightning restores: the module is whole, but with `meta_init` has no memory for the values.
         module = self.lightning_module
         assert module is not None
         load_full_state_dict(module, checkpoint["state_dict"], strict)

@@ -26,7 +26,7 @@ from lightning_smddp._compat.trainer import (
 )
 from lightning_smddp.communication.device_watch import DeviceWatch, mark
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.communication.groups import abort_groups, spoil_groups
+from lightning_smddp.communication.groups import abort_groups, mark_groups_aborted
 from lightning_smddp.communication.rendezvous import start_limit
 from lightning_smddp.resume.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
@@ -134,7 +134,7 @@ class RunSupervision:
         stop = supervisor.gate(_END)
         self._end_supervision()
         if supervisor.failure is not None:
-            spoil_groups()
+            mark_groups_aborted()
             self._end_after_first(supervisor.failure)
             raise supervisor.failure.error()
         if stop is not None:
@@ -188,7 +188,7 @@ class RunSupervision:
         explained = supervisor.explain(error)
         failure = supervisor.failure
         if failure is not None:
-            spoil_groups()
+            mark_groups_aborted()
         if failure is not None and (explained is not error or isinstance(error, RankFailedError)):
             self._end_after_first(failure)
         if explained is error:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_smddp.communication.groups import forget_spoiled
+from lightning_smddp.communication.groups import forget_aborted_groups
 from lightning_smddp.communication.rank_info import versions
 from lightning_smddp.communication.rendezvous import RendezvousConfig, join
 from lightning_smddp.strategies.environments import before_start
@@ -30,7 +30,7 @@ def start_process_group(
         ValueError: what the launcher has set cannot work.
     """
     environment = strategy.cluster_environment
-    forget_spoiled()
+    forget_aborted_groups()
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
     before_start(strategy, strategy._session.options.communication.verbose)
