@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_smddp.bridge.attempts import Attempt, run_batch
 from lightning_smddp.bridge.batch_cutting import BatchCutter, rows_by_results
 from lightning_smddp.bridge.batch_results import BatchResults
 from lightning_smddp.bridge.logged_values import disagree
@@ -19,6 +18,7 @@ from lightning_smddp.bridge.result_trials import Findings, PartFailedError
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_results import Observed
+from lightning_smddp.bridge.training import Attempt, run_batch
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch

@@ -1,342 +1,44 @@
-"""Training steps of a partitioned module: one batch forward and backward, in :meth:`Training.run`.
+"""One batch of a partitioned module: a training step forward and backward, in :meth:`Training.run`.
 
-Before and behind it, trials: do the *weights* still fit, the factors with which losses of micro-batches are summed to
-that of the batch? They belong to the *path*, the sequence of modules and operations that the step takes on a batch.
-
-The weights of micro-batches are found at the first batch. Later a step may join rows of a memory to its batch once it
-has some, or add a loss between rows after a warm-up. Then it takes another path on batches of the same shapes, and its
-loss may be another kind of mean. Or all labels count until rows are padded: then the first batch does not show whether
-a part of the loss needs other weights.
+Its micro-batches run in rounds; again, on another path, where one of them leaves the path that it was on. Evaluation
+steps do so, too (:func:`run_batch`).
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
 
-from lightning_smddp.bridge.attempts import run_batch
 from lightning_smddp.bridge.batch_cutting import BatchCutter
 from lightning_smddp.bridge.batch_results import BatchResults
 from lightning_smddp.bridge.checks import SecondCheck
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
-from lightning_smddp.bridge.result_trials import PartFailedError
-from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
+from lightning_smddp.bridge.path_trials import PathTrials
+from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep, loss_of
-from lightning_smddp.bridge.weighing import as_trained
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
-from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.python_random import seed_torch
-from lightning_smddp.pipeline.partition.gradient_trials import (
-    Gradients,
-    Misfit,
-    misfit_of,
-    noted_gradients,
-    tolerances_on,
-)
-from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.weight_trials import EXACT, MIXED
+from lightning_smddp.pipeline.runtime.casts import kept_casts, may_keep_casts
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
 from lightning_smddp.pipeline.runtime.staged_step import TracedPath
-from lightning_smddp.wire.broadcast import broadcast_json
-from lightning_smddp.wire.gather import gather_json
 
-_MOST_TAILS = 16
-_FITS = Misfit("", 0.0)
-_CHANGING = (
-    "What the training step does behind its last module is something else in too many batches, so that nobody knows "
-    "whether the weights of micro-batches fit."
-)
-_LATE = (
-    "That was in a batch that counts already, as gradients are accumulated or averaged over replicas. Give `fit` the "
-    "last checkpoint as `ckpt_path`: weights are found again then, for the step as it is at that time. If it changes "
-    "to and fro, use num_microbatches=1."
+Attempt: TypeAlias = tuple[Sequence[MicroBatch], Sequence[TracedPath]]
+"""What is to be run: the micro-batches of a batch, and for each the path that the step is expected to take on it."""
+
+FROM_CHECKPOINT = (
+    "When the step was traced it took another course. Give `fit` the last checkpoint as `ckpt_path`: the step is "
+    "traced again then, as it is at that time."
 )
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Why micro-batches do not make up a batch; ``is_of_loss``, or only of what the step shows."""
+class NewTailError(LeftCourseError):
+    """Raised on every rank: what the step does behind its last module is new, and its weights may not fit it."""
 
-    text: str
-    is_of_loss: bool = True
-
-
-class PathTrials:
-    """The paths that a training step takes on a batch, and whether weights fit them. All is collective.
-
-    Over the pipeline; over all replicas, too, after numbers of batches that are the same for all.
-
-    Args:
-        partitioned: the module; it, and ``cutter``, learn if the weights of micro-batches fit no more.
-        cutter: cuts batches.
-        step: a training step.
-        batch: the same on all ranks of the pipeline.
-    """
-
-    def __init__(self, partitioned: PartitionedModule, cutter: BatchCutter, step: LightningStep, batch: Any) -> None:
-        self.partitioned, self.cutter, self.step, self.batch = partitioned, cutter, step, batch
-        self.setup, self.doubts = partitioned.setup, partitioned.doubts
-
-    @property
-    def weighting(self) -> Weighting:
-        """How losses of micro-batches make up a batch's, as far as that is known."""
-        return self.partitioned.weighed.weighting
-
-    def find(self, is_first: bool) -> tuple[list[MicroBatch], list[TracedPath]]:
-        """The micro-batches to train on, and the path of each.
-
-        Args:
-            is_first: whether weights were found with this batch.
-        """
-        microbatches, paths = self._cut_and_find()
-        since = self._since(microbatches)
-        if is_first or not self.setup.options.partition.check:
-            return microbatches, paths
-        pair = self.cutter.pair(self.batch, microbatches)
-        problem = None
-        if self.doubts.take_look():
-            problem = self._drift(pair)
-        if since is not None and problem is None:
-            problem = self._find_problem(pair, since)
-        self.partitioned.take_unforeseen(self.step)  # of the trials
-        if problem is None or not self.weighting.fits:
-            return microbatches, paths
-        self._give_up(problem)
-        return self._cut_and_find()
-
-    def look_behind(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Compare weights, if something new has run behind the last module of a batch that counts.
-
-        Raises:
-            RuntimeError: on every rank: they did not fit.
-        """
-        if not self.doubts.of_tail:
-            return
-        with self.step.capture.aside():
-            problem = self._find_problem(self.cutter.pair(self.batch, microbatches), self._since_now())
-        self.partitioned.take_unforeseen(self.step)
-        if problem is None:
-            return
-        if problem.is_of_loss and self.setup.options.num_microbatches is None:
-            raise RuntimeError(f"{problem.text} {_LATE}")
-        self._give_up(problem)
-
-    def _cut_and_find(self) -> tuple[list[MicroBatch], list[TracedPath]]:
-        parts = self.cutter.cut(self.batch, self.step, can_try=False)
-        microbatches = self.cutter.weighted(self.weighting, parts)
-        return microbatches, self.partitioned.paths(self.step, microbatches)
-
-    # ---- reasons to look ----
-
-    def _since(self, microbatches: Sequence[MicroBatch]) -> str | None:
-        """Why, and from when on, weights may not fit any more, in words; None if nothing says so."""
-        weighs_newly = self.doubts.of_weights(microbatches)
-        if self.partitioned.take_unforeseen(self.step) or self.doubts.of_tail:
-            return self._since_now()
-        if weighs_newly:
-            return f"At {self.step.batch_name()} what counts in micro-batches is unlike their rows for the first time"
-        return None
-
-    def _since_now(self) -> str:
-        return f"Since {self.step.batch_name()} the training step does something else than in the first batch"
-
-    def _find_problem(self, pair: MicroBatch | None, since: str) -> _Problem | None:
-        """What is wrong on the rows of ``pair``."""
-        self.doubts.of_tail = False
-        if pair is None or not self.weighting.fits:
-            return None
-        if self.doubts.new_tails > _MOST_TAILS:
-            return _Problem(_CHANGING)
-        text = self._misfit(pair, since)
-        if text is not None:
-            return _Problem(text)
-        text = self._unlike(pair)
-        if text is not None:
-            return _Problem(text, is_of_loss=False)
-        return None
-
-    def _drift(self, pair: MicroBatch | None) -> _Problem | None:
-        """What is wrong with weights since two batches, for whatever reason. Collective over all ranks.
-
-        Without a reason to look, 16 bits say too little: rounding is worse in gradients of a model that has been
-        trained.
-        """
-        setup, problem = self.setup, None
-        can_tell = pair is not None and self.weighting.fits and self.partitioned.plan.is_exact
-        if can_tell and not _draws(self.step):
-            assert pair is not None
-            since = f"At {self.step.batch_name()} the loss is another than when weights of micro-batches were found"
-            found = self._misfit_of_gradients(pair)
-            if found is not None:
-                problem = _in_words(found, pair, since)
-        if self.partitioned.replicas is not None:  # which all go on in the same way
-            gathered = gather_json(problem, setup.world, setup.device)
-            problem = next((text for text in gathered if text is not None), None)
-        if not self.doubts.suspect(problem is not None):
-            return None
-        assert problem is not None
-        return _Problem(problem)
-
-    def _give_up(self, problem: _Problem) -> None:
-        """Batches are whole from here on, unless the user gave the number of micro-batches."""
-        weighed = self.partitioned.weighed
-        if problem.is_of_loss:
-            weighed.weighting = replace(weighed.weighting, fits=False)
-            self.cutter.looks_across_rows = True
-        elif self.setup.options.num_microbatches is None:
-            self.cutter.keep_whole(self.step)
-        warn_on_first_rank(f"{problem.text} {self.cutter.consequence()}")
-
-    # ---- trials ----
-
-    def _misfit(self, pair: MicroBatch, since: str) -> str | None:
-        """What is wrong with the weights on the rows of ``pair``, forward first; None if they fit.
-
-        Args:
-            pair: about two micro-batches.
-            since: when and why they are looked at, in words.
-        """
-        parts = pair.split(2)
-        if len(parts) < 2:
-            return None
-        parts = self.weighting.apply(parts)
-        whole, again = self._loss(pair, 0), self._loss(pair, 1)
-        losses = [self._loss(part, seed) for seed, part in enumerate(parts, start=2)]
-        if _draws(self.step):
-            return None
-        found: Any = None
-        if self.partitioned.runtime.ends_here:
-            predicted = sum(part.weight * loss for part, loss in zip(parts, losses, strict=True) if part.weight)
-            scale = max(abs(whole), *(abs(loss) for loss in losses), 1e-8)
-            tolerance = scale * (EXACT if self.partitioned.plan.is_exact else MIXED)
-            by_chance = abs(whole - again) > tolerance or not math.isfinite(whole)
-            if not by_chance and not abs(predicted - whole) <= tolerance:
-                found = [whole, predicted]
-        found = broadcast_json(found, self.setup.groups.pipeline, self.setup.device, self.setup.last_rank)
-        if found is None:
-            misfit = self._misfit_of_gradients(pair)
-            return None if misfit is None else _in_words(misfit, pair, since)
-        return (
-            f"{since}: the loss of {pair.size} rows is {found[0]:.6g}, but those of its two halves, weighted as at "
-            f"first, make {found[1]:.6g}. So the loss of a batch is not the mean over its micro-batches any more."
-        )
-
-    def _unlike(self, pair: MicroBatch) -> str | None:
-        """What the step shows now, and parts do not make up; rules for what it shows for the first time."""
-        weighed = self.partitioned.weighed
-        if _draws(self.step):
-            return None
-        try:
-            found = self.partitioned.try_on_parts(self.step.unscaled(), pair, weighed.findings)
-        except PartFailedError:  # on every rank
-            return None
-        if found is None:
-            return None
-        weighed.findings = found
-        found.forget_losses()
-        was_said = bool(weighed.warnings) and self.setup.options.num_microbatches is not None
-        if not found.differences or was_said:
-            return None
-        return (
-            f"Since {self.step.batch_name()} the training step shows what parts of a batch do not make up: "
-            f"{found.text()}. A torchmetrics object sees whole batches."
-        )
-
-    def _misfit_of_gradients(self, pair: MicroBatch) -> Misfit | None:
-        """How far gradients of parts are from making up the pair's; None if they do, or nothing can be said.
-
-        What does not fit two parts has to do so with three: rounding at an activation's kink is elsewhere there.
-        """
-        whole = self._gradients(pair, 0)
-        if whole is None:
-            return None
-        found = self._misfit_of_parts(pair, whole, 2, 1.0)
-        if found is None or found is _FITS:
-            return None
-        again = self._gradients(pair, 1)
-        if again is None or self._agreed(whole, [again], [1.0], 1.0) is not _FITS:
-            return None  # by chance
-        confirmed = self._misfit_of_parts(pair, whole, 3, 0.5)
-        return None if confirmed is _FITS else found
-
-    def _misfit_of_parts(self, pair: MicroBatch, whole: Gradients, count: int, strictness: float) -> Misfit | None:
-        """That of ``count`` parts of ``pair``; None if nothing can be said."""
-        parts = self.weighting.apply(pair.split(count))
-        if len(parts) < 2:
-            return None
-        runs = [self._gradients(part, 0) for part in parts]
-        made = [run for run in runs if run is not None]
-        if len(made) < len(runs):  # on every rank
-            return None
-        return self._agreed(whole, made, [part.weight for part in parts], strictness)
-
-    def _agreed(
-        self, whole: Gradients, parts: Sequence[Gradients], weights: Sequence[float], strictness: float
-    ) -> Misfit | None:
-        """By how much ``parts`` miss ``whole`` on any rank, if they do; None where they are not finite."""
-        channel = self.setup.groups.host
-        largest = max(gather_json(max([0.0, *whole.norms.values()]), *channel))
-        runs = (whole, *parts)
-        # Autocast may keep nothing for backward: then gradients are in 16 bits though all values of the step are not.
-        exact = self.partitioned.plan.is_exact and all(run.is_exact for run in runs)
-        is_finite = all(run.is_finite() for run in runs)
-        local = misfit_of(whole, parts, weights, largest)
-        gathered = gather_json([local.parameter, local.error, exact, is_finite], *channel)
-        tolerances = tolerances_on(self.setup.device)
-        tolerance = strictness * (tolerances[0] if all(entry[2] for entry in gathered) else tolerances[1])
-        if not all(entry[3] for entry in gathered):
-            return None
-        name, error, *_ = max(gathered, key=lambda entry: entry[1])
-        return Misfit(name, error) if error > tolerance else _FITS
-
-    def _gradients(self, rows: MicroBatch, seed: int) -> Gradients | None:
-        """Of this rank's parameters; None on every rank if the step leaves its path, or fails."""
-        partitioned, module = self.partitioned, self.setup.module
-        alone, trial = replace(rows, weight=1.0), self.step.on_trial()  # scaled, as else little is left in 16 bits
-        trial.offset = 0
-        unaveraged = nullcontext() if partitioned.replicas is None else partitioned.replicas.idle()
-        with preserve_state(module, self.setup.device), ConstantRandom(), unaveraged:
-            as_trained(module)
-            seed_torch(seed)
-            with noted_gradients(partitioned.stash.parameters) as found, partitioned.runtime.engine.unrecorded():
-                try:
-                    partitioned.runtime.run(partitioned.paths(trial, [alone]), trial, [alone], True)
-                except LeftCourseError:
-                    return None
-                finally:
-                    trial.forget()
-        return found
-
-    def _loss(self, rows: MicroBatch, seed: int) -> float:
-        """Without chance, as far as possible; nan where the step does not end here."""
-        module = self.setup.module
-        with preserve_state(module, self.setup.device), ConstantRandom(), torch.no_grad():
-            as_trained(module)
-            seed_torch(seed)  # so that what stays random shows
-            seen = self.partitioned.try_out(self.step.unscaled(), [rows])
-        if seen is None:
-            return math.nan
-        return float(loss_of(seen.results.output, self.step.hook, detached=True))
-
-
-def _draws(step: LightningStep) -> bool:
-    """Whether ranks share what torch draws: some rows draw the same each time, but their parts do not."""
-    return step.random is not None and step.random.sources.with_torch
-
-
-def _in_words(gradients: Misfit, pair: MicroBatch, since: str) -> str:
-    return (
-        f"{since}: for {pair.size} rows the gradient of {gradients.parameter!r} differs by {gradients.error:.2g} "
-        "of its size from those of their two halves, weighted as at first. So a part of the loss looks across "
-        "rows, or needs other weights."
-    )
+    def __init__(self) -> None:
+        super().__init__({0: "The step does something else behind its last module than before."})
 
 
 class Training:
@@ -397,3 +99,122 @@ class Training:
         output = self.results.apply(partitioned, results)
         loss_of(output, step.hook, detached=True)  # of one row each, losses of rows look like those of micro-batches
         return output
+
+
+def run_batch(
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    found: Attempt,
+    find: Callable[[], Attempt],
+    begin: Callable[[int], None] = lambda _: None,
+    drop: Callable[[], None] | None = lambda: None,
+) -> list[Any]:
+    """Run all micro-batches; again where one of them does something new behind its last module. Collective.
+
+    Args:
+        partitioned: the module.
+        step: the user's.
+        found: the batch's micro-batches, and their paths.
+        find: finds them again.
+        begin: called with their number before each attempt.
+        drop: called behind one that failed; None where that cannot be undone.
+
+    Returns:
+        What the step returned for each, on the rank where it ends; else an empty list.
+
+    Raises:
+        SplitError: on every rank: the step cannot be pipelined. Nothing of it is left.
+        LeftCourseError: on every rank, without ``drop``.
+    """
+    while True:
+        microbatches, paths = found
+        begin(len(microbatches))
+        try:
+            with _undone_if_left(partitioned.setup, paths):
+                outputs = _run_rounds(partitioned, step, microbatches, paths)
+                if not partitioned.take_tails(step, drop is not None):
+                    raise NewTailError
+            partitioned.go_on(step)
+            return outputs
+        except NewTailError:
+            assert drop is not None
+            step.forget()
+            step.offset = 0
+            drop()
+            found = find()  # compares the weights again
+        except LeftCourseError as error:
+            step.forget()
+            partitioned.runtime.writes.put_back()
+            failures = {step.offset + index: text for index, text in error.failures.items()}
+            step.offset = 0
+            if drop is None:
+                with_cure = {index: f"{text} {FROM_CHECKPOINT}" for index, text in failures.items()}
+                raise LeftCourseError(with_cure) from None
+            drop()
+            partitioned.learn(step, microbatches, paths, failures)
+            found = find()
+
+
+@contextmanager
+def _undone_if_left(setup: RunSetup, paths: Sequence[TracedPath]) -> Iterator[None]:
+    """Where a path is left inside, put back torch's random numbers, and buffers that the step changes."""
+    device = setup.device
+    graphs = {id(staged): staged.graph for staged, _ in paths}.values()
+    names = {name for graph in graphs for node in graph.nodes for name in node.buffers}
+    buffers = []
+    if names:
+        buffers = [(b, b.detach().clone()) for name, b in setup.module.named_buffers() if name in names]
+    state = torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    except LeftCourseError:
+        torch.set_rng_state(state)
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device, device)
+        for buffer, value in buffers:
+            buffer.detach().copy_(value)
+        raise
+
+
+def _run_rounds(
+    partitioned: PartitionedModule,
+    step: LightningStep,
+    microbatches: Sequence[MicroBatch],
+    paths: Sequence[TracedPath],
+) -> list[Any]:
+    """The micro-batches of a batch once, in as many rounds as ``active_microbatches`` asks for. Collective.
+
+    Args:
+        partitioned: the module.
+        step: the user's.
+        microbatches: of the batch.
+        paths: of each.
+
+    Returns:
+        What the step returned for each, on the rank where it ends; else an empty list.
+    """
+    size = partitioned.setup.options.partition.active_microbatches or len(microbatches)
+    watched = partitioned.watched_numbers(step, microbatches)
+    outputs: list[Any] = []
+    with _casting_once(partitioned, step, paths):
+        for begin in range(0, len(microbatches), size):
+            now = slice(begin, begin + size)
+            step.offset = begin
+            outputs += partitioned.runtime.run(paths[now], step, microbatches[now], step.trains, looks=watched)
+    return outputs
+
+
+def _casting_once(
+    partitioned: PartitionedModule, step: LightningStep, paths: Sequence[TracedPath]
+) -> AbstractContextManager[None]:
+    """Mixed precision casts each weight once for all micro-batches, where that makes no difference."""
+    setup = partitioned.setup
+    kinds = {staged.graph.cast_type for staged, _ in paths}
+    if not step.trains or setup.options.activation_checkpointing or None in kinds:
+        return nullcontext()
+    with setup.step_context("training_step"):
+        step.keeps_casts = may_keep_casts(kinds, setup.device)
+    if not step.keeps_casts:
+        return nullcontext()
+    return kept_casts(partitioned.stash.parameters.values(), lambda: setup.step_context(step.hook))

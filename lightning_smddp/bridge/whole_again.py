@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_smddp.bridge.attempts import FROM_CHECKPOINT
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.module_states import ModuleState
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
+from lightning_smddp.bridge.training import FROM_CHECKPOINT
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
 from lightning_smddp.pipeline.partition.room import fits_on_hosts
