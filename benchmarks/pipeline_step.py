@@ -27,7 +27,7 @@ from torch import Tensor, cat, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_smddp import CommunicationOptions, PipelineStrategy
-from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
+from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 
 RANKS = 2
 OURS, AUTO = "smddp_pipeline", "smddp_pipeline, own cut"

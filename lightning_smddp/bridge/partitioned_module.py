@@ -39,9 +39,9 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
 from lightning_smddp.pipeline.partition.verify import EXACT, MIXED, Finding
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.separate_draws import separate_draws
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, TracedPath
-from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
 from lightning_smddp.pipeline.runtime.tails import NEW_OWNERS, NOTHING_NEW
 from lightning_smddp.pipeline.runtime.trace_cache import TraceCache
 from lightning_smddp.pipeline.state.full_state import full_state_dict, partial_state_dict

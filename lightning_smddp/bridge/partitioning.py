@@ -34,7 +34,7 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.ownership import held_parameters
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide, first_decides
 from lightning_smddp.pipeline.partition.verify import VerificationError
-from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
+from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.state.full_state import gather_full, release, set_contents
 from lightning_smddp.pipeline.state.materialize import materialize
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition

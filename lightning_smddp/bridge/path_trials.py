@@ -1,10 +1,12 @@
-"""Trials before and behind a batch that is trained on: do the *weights* still fit, the factors with which losses of micro-batches are summed to
-that of the batch? They belong to the *path*, the sequence of modules and operations that the step takes on a batch.
+"""Trials before and behind a batch that is trained on: do weights still fit?
 
-The weights of micro-batches are found at the first batch. Later a step may join rows of a memory to its batch once it
-has some, or add a loss between rows after a warm-up. Then it takes another path on batches of the same shapes, and its
-loss may be another kind of mean. Or all labels count until rows are padded: then the first batch does not show whether
-a part of the loss needs other weights.
+*Weights* are the factors with which losses of micro-batches are summed to that of the batch. They belong to the *path*,
+the sequence of modules and operations that the step takes on a batch.
+
+They are found at the first batch. Later a step may join rows of a memory to its batch once it has some, or add a loss
+between rows after a warm-up. Then it takes another path on batches of the same shapes, and its loss may be another kind
+of mean. Or all labels count until rows are padded: then the first batch does not show whether a part of the loss needs
+other weights.
 """
 
 from __future__ import annotations

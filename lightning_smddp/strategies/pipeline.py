@@ -2,9 +2,9 @@
 
 The first batch is traced and cut by ``bridge/partitioning.py``. A micro-batch's way, downward:
 :meth:`PipelineParallel.training_step`, ``bridge/pipelined_module.py`` (what the module is now), ``bridge/training.py``
-(one batch), ``bridge/attempts.py`` (its micro-batches), ``pipeline/runtime/step_runtime.py`` (one run of them),
-``engine.py`` (torch's schedule), ``stage.py`` (one stage's forward, backward and messages), ``replay.py`` (the stage's
-part of the step), ``bridge/step.py`` (calls the user's ``training_step``). Backward is part of this; its gradients get
+(one batch), ``pipeline/runtime/engine.py`` (one run of its micro-batches, by torch's schedule), ``stage.py`` (one
+stage's forward, backward and messages), ``replay.py`` (the stage's part of the step), ``bridge/step.py`` (calls the
+user's ``training_step``). Backward is part of this; its gradients get
 into ``.grad`` when Lightning calls ``backward``: ``bridge/deferred_backward.py``.
 """
 

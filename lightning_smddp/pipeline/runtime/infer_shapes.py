@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.remote import ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay, WriteWatch, patched_units
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, write_watch
-from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
 from lightning_smddp.wire.broadcast import broadcast_structure
 
 

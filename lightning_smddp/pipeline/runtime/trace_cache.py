@@ -25,11 +25,11 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.fingerprint import same_everywhere
 from lightning_smddp.pipeline.partition.kept_numbers import KeptNumbers
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
+from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.infer_shapes import infer_shapes
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.replay import Observers, patched_units
 from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, TracedPath, write_watch
-from lightning_smddp.pipeline.runtime.step_runtime import PipelineRuntime
 from lightning_smddp.wire.gather import gather_json
 
 _KEPT = 256  # kinds of micro-batches that are remembered,
