@@ -95,10 +95,10 @@ class ExactResume:
     def add_to(self, checkpoint: dict[str, Any], decisions: Mapping[str, Any] | None = None) -> None:
         """Add what resuming needs, and the strategy's ``decisions`` (anything that JSON carries). Collective.
 
-        Only the first rank's ``checkpoint`` gets it. Nothing is added to checkpoints of weights alone, nor after an exception, when other
-        ranks may be gone. In the middle of a step, or of an accumulation, whose gradients no checkpoint has, the
-        checkpoint is set back to the end of the last optimizer step: a resumed run trains the batches since then
-        again. In the middle of a validation it is set back to the begin of that.
+        Only the first rank's ``checkpoint`` gets it. Nothing is added to checkpoints of weights alone, nor after an
+        exception, when other ranks may be gone. In the middle of a step, or of an accumulation, whose gradients no
+        checkpoint has, the checkpoint is set back to the end of the last optimizer step: a resumed run trains the
+        batches since then again. In the middle of a validation it is set back to the begin of that.
         """
         trainer = self._trainer
         if trainer is None or trainer.interrupted or "optimizer_states" not in checkpoint:
