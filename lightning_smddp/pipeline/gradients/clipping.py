@@ -47,6 +47,8 @@ def clip_by_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} has to be positive, or inf.")
+    # norm of all = (sum over ranks of norm(rank)^p)^(1/p). A tied parameter has the same summed gradient on several
+    # ranks, so its owner alone counts it; all of its holders scale it by the same factor below.
     rank = group.rank()
     counted = [
         parameter.grad
@@ -103,7 +105,12 @@ def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter
         group: the ranks of this pipeline.
     """
     gradients = [p.grad for p in parameters if p.grad is not None and p is not placeholder]
-    norm = get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients], inf)
+    dense = []
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        dense.append(gradient)
+    norm = get_total_norm(dense, inf)
     flag = (~norm.isfinite()).to(placeholder).view(1, 1)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     placeholder.grad = torch.where(flag > 0, inf, 0.0).to(flag)

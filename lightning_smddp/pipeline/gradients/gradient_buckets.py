@@ -16,7 +16,7 @@ class GradientBucket:
     Each parameter's ``.grad`` is a view of the bucket from :meth:`begin` on, so that backward adds to it in place.
 
     Args:
-        number: its place in the order of launches.
+        number: its position in the order of launches.
         parameters: of one dtype, on one device.
         last: whether no bucket follows.
     """
@@ -26,7 +26,8 @@ class GradientBucket:
         self._number, self._parameters, self._last = number, parameters, last
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        # `.data`: a count of writes of its own, where views share their base's
+        # Each gradient is a slice of the flat memory, in its parameter's own strides. `used` tells by the count of
+        # writes whether backward has come to a slice; `.data` gives each a count of its own (views share one).
         self._views = [
             part.as_strided(parameter.shape, _strides(parameter)).data
             for parameter, part in zip(parameters, self._flat.split(sizes), strict=True)
@@ -35,7 +36,7 @@ class GradientBucket:
         self._written = [0] * len(parameters)
 
     def index(self) -> int:
-        """Its place in the order of launches."""
+        """Its position in the order of launches."""
         return self._number
 
     def buffer(self) -> Tensor:
@@ -53,12 +54,13 @@ class GradientBucket:
     def begin(self, keep: bool) -> None:
         """Let gradients flow in: added to what ``.grad`` holds, or to zero."""
         self._kept = [keep and parameter.grad is not None for parameter in self._parameters]
-        if any(self._kept):
+        keeps_some = any(self._kept)
+        if keeps_some:
             self.collect()
         else:
-            self._flat.zero_()
+            self._flat.zero_()  # one kernel instead of one for each parameter
         for parameter, view, kept in zip(self._parameters, self._views, self._kept, strict=True):
-            if any(self._kept) and not kept:
+            if keeps_some and not kept:
                 view.zero_()
             parameter.grad = view
         self._written = [write_count(view) for view in self._views]
@@ -78,7 +80,10 @@ class GradientBucket:
     def hand_out(self, used: Iterable[bool]) -> None:
         """Set ``.grad``: the view, or None for parameters without a gradient."""
         for parameter, view, is_used in zip(self._parameters, self._views, used, strict=True):
-            parameter.grad = view if is_used else None
+            if is_used:
+                parameter.grad = view
+            else:
+                parameter.grad = None
 
 
 def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[GradientBucket]:
@@ -86,18 +91,23 @@ def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[Gradi
 
     That is taken to be the reverse of the module's.
     """
-    filling: dict[torch.dtype, list[tuple[int, nn.Parameter]]] = {}
+    filling: dict[torch.dtype, list[tuple[int, nn.Parameter]]] = {}  # the open bucket of each dtype
     full: list[list[tuple[int, nn.Parameter]]] = []
     for position, parameter in enumerate(reversed(parameters)):
         members = filling.setdefault(parameter.dtype, [])
-        size = sum(member.numel() for _, member in [*members, (position, parameter)]) * parameter.dtype.itemsize
-        if members and size > cap_bytes:
+        elements = parameter.numel() + sum(member.numel() for _, member in members)
+        if members and elements * parameter.dtype.itemsize > cap_bytes:
             full.append(members)
             members = filling[parameter.dtype] = []
         members.append((position, parameter))
+    # A bucket can start when its last gradient is there, so buckets are numbered by their last members. Launches
+    # follow the numbers on all replicas: collectives in another order on another rank would never match.
     contents = sorted([*full, *filling.values()], key=lambda members: members[-1][0])
-    last = len(contents) - 1
-    return [GradientBucket(i, [parameter for _, parameter in c], i == last) for i, c in enumerate(contents)]
+    buckets = []
+    for number, members in enumerate(contents):
+        is_last = number == len(contents) - 1
+        buckets.append(GradientBucket(number, [parameter for _, parameter in members], is_last))
+    return buckets
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

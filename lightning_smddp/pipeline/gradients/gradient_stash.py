@@ -49,8 +49,8 @@ class GradientStash:
     ) -> None:
         self.hooks = hooks
         self.parameters, self.stages, self.tied, self.replicas = dict(parameters), stages, tied, replicas
-        self._old: dict[str, Tensor | None] | None = None  # from before, to add to
-        self._made: dict[str, Tensor | None] = {}
+        self._old: dict[str, Tensor | None] | None = None  # copies of what was there before the batch
+        self._made: dict[str, Tensor | None] = {}  # by the schedule, without replicas; else the buckets hold it
         self._accumulates, self._keeps = False, False
 
     def begin(self, continues: bool, may_drop: bool, accumulates: bool, num_microbatches: int) -> None:
@@ -62,11 +62,15 @@ class GradientStash:
             accumulates: no optimizer step follows.
             num_microbatches: of the batch.
         """
+        # A user's hook is to see the gradient of this batch alone. So a batch with hooks never accumulates into what
+        # was there: it starts from zero, and `restore` adds the earlier batches after the hooks were called.
         hooked = self.hooks.take(self.parameters) and self.replicas is None
         if hooked or self.hooks.from_start:
             continues, may_drop = False, may_drop and not continues
             accumulates = accumulates and not self.hooks.from_start  # alike on all ranks, which meet if it is False
         self._accumulates, self._keeps, self._old = accumulates, continues, None
+        # Three cases: the batch adds to `.grad` itself (no copy); `.grad` will be zeroed unread (no copy); or `.grad`
+        # has to look untouched until `backward`, while the schedule needs an empty one (copy).
         if not continues and not may_drop:
             self._old = {name: _copied(parameter.grad) for name, parameter in self.parameters.items()}
         if self.replicas is None:
@@ -104,6 +108,8 @@ class GradientStash:
                 f"The loss was multiplied by {factor:g} between `training_step` and `backward` in a batch that "
                 "accumulates gradients. In a pipeline gradients exist before that. Multiply it inside `training_step`."
             )
+        # The order below is that of one process: gradients of this batch, scaled, summed over the holders of a tied
+        # parameter, seen by hooks, and only then added to those of earlier batches.
         before: dict[str, Tensor | None] = {}
         if self._old is not None:  # the Trainer may have zeroed it since, so `.grad` counts and not the copy
             before = {name: parameter.grad for name, parameter in self.parameters.items()}
@@ -137,9 +143,12 @@ class GradientStash:
                 parameter.grad.add_(gradient)
 
     def _set(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Let each parameter's ``.grad`` be the one of its name, or None where there is none."""
         for name, parameter in self.parameters.items():
             parameter.grad = gradients.get(name)
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.clone()
+    if gradient is None:
+        return None
+    return gradient.clone()

@@ -47,8 +47,12 @@ class ParameterHooks:
         return any(kept.left() for name in parameters for kept in self._kept.get(name, ()))
 
     def _take(self, name: str, hooks: Hooks, is_post: bool) -> None:
+        # torch keeps hooks in dicts of its own, and the handle that a user holds removes a key from such a dict. So
+        # the dict and its keys stay, and each function in it is exchanged for one that does nothing.
         known = self._kept.get(name, [])
-        kept = next((kept for kept in known if kept.hooks is hooks), None) or _Kept(hooks, is_post)
+        kept = next((kept for kept in known if kept.hooks is hooks), None)
+        if kept is None:
+            kept = _Kept(hooks, is_post)
         kept.take()
         if kept.functions and kept not in known:
             self._kept[name] = [*known, kept]
@@ -60,7 +64,8 @@ class ParameterHooks:
             for name, dicts in self._kept.items():
                 for kept in dicts:
                     kept.give_back()
-                before, post = ([kept.hooks for kept in dicts if kept.is_post is kind] for kind in (False, True))
+                before = [kept.hooks for kept in dicts if not kept.is_post]
+                post = [kept.hooks for kept in dicts if kept.is_post]
                 if name in named:
                     install_hooks(named[name], before, post)
         self._kept = {}
@@ -76,7 +81,8 @@ class ParameterHooks:
             parameter = parameters[name]
             if parameter.grad is not None:
                 changed = function(parameter.grad)
-                parameter.grad = parameter.grad if changed is None else changed
+                if changed is not None:
+                    parameter.grad = changed
 
     def behind_accumulation(self, parameters: Mapping[str, Tensor]) -> None:
         """Call those of ``register_post_accumulate_grad_hook``."""
@@ -98,7 +104,7 @@ class _Kept:
         self.functions: dict[int, Callable[[Tensor], Any]] = {}
 
     def take(self) -> None:
-        """Put nothing in the place of each."""
+        """Exchange each of the users' functions for one that does nothing, under the same key."""
         for key, function in self.hooks.items():
             if not isinstance(function, OwnHook) and function is not _nothing:
                 self.functions[key], self.hooks[key] = function, _nothing

@@ -74,8 +74,9 @@ class ReplicaGradients:
         size = sum(p.numel() * p.dtype.itemsize for p in self._trained().values())
         self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
         check_same_model(_Held(self._parameters), group, device, self.communicator.topology)
-        for name, parameter in self._trained().items() if compression is not None else ():
-            check_compressible(parameter.dtype, f"The gradient of {name!r}")
+        if compression is not None:
+            for name, parameter in self._trained().items():
+                check_compressible(parameter.dtype, f"The gradient of {name!r}")
         self.plan = self._choose_plan(algorithm, bucket_cap_mb, cache)
         self.buckets: list[GradientBucket] = []
         self._synchronizer: GradientSynchronizer | None = None
@@ -103,9 +104,10 @@ class ReplicaGradients:
             self._rebuild()
         self._launched, self._remaining = 0, {}
         if backwards is not None:
-            self._remaining = {
-                name: backwards if isinstance(backwards, int) else backwards[name] for name in self._trained()
-            }
+            if isinstance(backwards, int):
+                self._remaining = dict.fromkeys(self._trained(), backwards)
+            else:
+                self._remaining = {name: backwards[name] for name in self._trained()}
         for bucket in self.buckets:
             bucket.begin(keep)
 
@@ -148,29 +150,35 @@ class ReplicaGradients:
 
         After :meth:`finish`, with ``watching``. Without ``marking``: of this rank alone, empty if there is none.
         """
-        watch = None if self._synchronizer is None else self._synchronizer.watch
-        if watch is not None and not self.marking:
-            return watch.take_findings()
-        return watch.take_findings() if watch is not None and watch.spoiled() else None
+        if self._synchronizer is None:
+            return None
+        watch = self._synchronizer.watch
+        if self.marking and not watch.spoiled():
+            return None
+        return watch.take_findings()
 
     def report(self) -> CommunicationReport | None:
         """What communication cost so far; None where nothing is trained. Collective over the replicas."""
-        return None if self._synchronizer is None else self._synchronizer.report()
+        if self._synchronizer is None:
+            return None
+        return self._synchronizer.report()
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """What compression remembers of this rank's parameters. Collective over the replicas."""
-        return {} if self._synchronizer is None else self._synchronizer.state_dict()
+        if self._synchronizer is None:
+            return {}
+        return self._synchronizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from a :meth:`state_dict`, or several merged: what is of this rank's parameters is taken."""
-        if self._synchronizer is not None:
-            trained = self._trained()
+        if self._synchronizer is None:
+            return
+        trained = self._trained()
+        local: dict[str, dict[str, Tensor]] = {}
+        for part, values in state.items():
             # PowerSGD's keys are a name and the part of the parameter: "name[0:100]"
-            mine = {
-                part: {key: value for key, value in values.items() if key.partition("[")[0] in trained}
-                for part, values in state.items()
-            }
-            self._synchronizer.load_state_dict(mine)
+            local[part] = {key: value for key, value in values.items() if key.partition("[")[0] in trained}
+        self._synchronizer.load_state_dict(local)
 
     def close(self) -> None:
         """Free threads, memory and groups; ``.grad`` stays. Not collective: also after an error, in mid-step."""
@@ -217,7 +225,9 @@ class ReplicaGradients:
 
     def _rebuild(self) -> None:
         """Parameters were frozen or thawed, on all replicas alike."""
-        state = self.state_dict() if self._compression is not None else {}
+        state: dict[str, dict[str, Tensor]] = {}
+        if self._compression is not None:
+            state = self.state_dict()
         self._unbuild()
         self._build()
         if state:
@@ -227,6 +237,8 @@ class ReplicaGradients:
         """A backward pass has added to the gradient."""
         if name not in self._remaining:
             return
+        # One pass for each micro-batch and stage: the gradient is complete with the last of them. One more pass would
+        # add to a gradient whose mean is under way, on this replica alone.
         self._remaining[name] -= 1
         if self._remaining[name] == 0:
             self._launch_full()
@@ -242,6 +254,8 @@ class ReplicaGradients:
 
     def _launch_full(self, everything: bool = False) -> None:
         """Start the next buckets in order, as far as they are full."""
+        # In order, so a full bucket waits behind one that is not: every replica launches the same sequence, whatever
+        # order its backward passes fill them in.
         for bucket in self.buckets[self._launched :]:
             missing = any(self._remaining.get(self._names[id(p)], 1) > 0 for p in bucket.parameters())
             if missing and not everything:
@@ -272,7 +286,9 @@ class ReplicaGradients:
             return used
         flags = from_numbers(used, torch.float32, self._device)
         dist.all_reduce(flags, group=self.communicator.group)
-        return used if all(used) else [flag > 0 for flag in flags.tolist()]  # reading waits for the device
+        if all(used):  # then the sum says nothing new, and reading it would wait for the device
+            return used
+        return [flag > 0 for flag in flags.tolist()]
 
 
 class _Held(nn.Module):

@@ -38,7 +38,7 @@ def create_tied_groups(
     replica = next(number for number, pipeline in enumerate(pipelines) if rank in pipeline)
     local: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for ranks in shared:
-        members = [pipelines[replica][place] for place in ranks]
+        members = [pipelines[replica][pipeline_rank] for pipeline_rank in ranks]
         if rank in members:
             local[ranks] = create_group(members, f"{name}-tied-{replica}-{ranks}", timeout, device)
     return local
@@ -78,13 +78,22 @@ class TiedGradients:
 
 
 def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
-    """In one flat tensor: the gradients, and for each parameter how many holders have one."""
+    """Replace the gradients of ``parameters`` (of one dtype) by their sums over ``group``.
+
+    One all-reduce of one flat tensor::
+
+        gradient of p0 | gradient of p1 | ... | how many holders have one: p0, p1, ...
+    """
     has_one = [parameter.grad is not None for parameter in parameters]
     holders = from_numbers(has_one, parameters[0].dtype, parameters[0].device)
-    flat = torch.cat([*(_gradient(parameter).flatten() for parameter in parameters), holders])
+    gradients = [_gradient(parameter).flatten() for parameter in parameters]
+    flat = torch.cat([*gradients, holders])
     dist.all_reduce(flat, group=group)
-    *sums, holders = flat.split([*(parameter.numel() for parameter in parameters), len(parameters)])
-    counts: list[float] = [1.0] * len(parameters) if all(has_one) else holders.tolist()  # which waits for the device
+    sizes = [parameter.numel() for parameter in parameters]
+    *sums, holders = flat.split([*sizes, len(parameters)])
+    counts = [1.0] * len(parameters)
+    if not all(has_one):  # only then: reading the counts waits for the device
+        counts = holders.tolist()
     for parameter, total, count in zip(parameters, sums, counts, strict=True):
         if count == 0:
             continue
@@ -94,6 +103,9 @@ def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The dense gradient of ``parameter``; zeros where it has none."""
     if parameter.grad is None:
         return torch.zeros_like(parameter)
-    return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    if parameter.grad.is_sparse:
+        return parameter.grad.to_dense()
+    return parameter.grad

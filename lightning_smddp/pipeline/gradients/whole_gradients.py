@@ -51,6 +51,8 @@ class WholeGradients:
         self._count += 1
         flags = [float(name in grown) for name in every]
         sparse = float(any(_is_sparse(every[name]) for name in grown))
+        # One MAX tells all ranks which gradients somebody's backward has changed, and whether all are at the same
+        # backward pass: the lowest count is minus the highest of the negated ones.
         message = torch.tensor([*flags, sparse, self._count, -self._count], dtype=torch.float64, device=self.device)
         dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group)
         *answers, any_sparse, highest, lowest = message.tolist()
@@ -95,7 +97,9 @@ class WholeGradients:
         """What was not finite in this rank's own gradients since the last call; None if no rank has found anything."""
         found, self._found = self._found, None
         spoiled, self._spoiled = self._spoiled, False
-        return (found or {}) if spoiled else None
+        if not spoiled:
+            return None
+        return found or {}
 
     def _state(self) -> dict[str, tuple[weakref.ref[Tensor], int]]:
         """Each gradient, and how often it was written."""
@@ -113,8 +117,11 @@ def _is_sparse(parameter: nn.Parameter) -> bool:
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    gradient = gradient.detach()
+    """The gradient as a vector of real numbers, two for each complex one; zeros where there is none."""
+    if parameter.grad is None:
+        gradient = torch.zeros_like(parameter).detach()
+    else:
+        gradient = parameter.grad.detach()
     if gradient.is_complex():
         gradient = torch.view_as_real(gradient)
     return gradient.reshape(-1)

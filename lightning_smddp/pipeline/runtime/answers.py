@@ -16,24 +16,26 @@ class Answers:
     """The values that a step has read of one micro-batch, in the order in which it asks for them.
 
     Runs of the step on the same micro-batch ask the same, as nothing but the batch decides what they do. One that asks
-    for something else from some place on is on another path: it gets no answer, and its own are remembered instead.
+    for something else from some position on is on another path: it gets no answer, and its own are remembered instead.
     """
 
     def __init__(self) -> None:
         self._known: list[tuple[Any, list[Any], Any]] = []
 
-    def find(self, place: int, function: Any, arguments: tuple[Any, Any]) -> Any:
-        """What ``function`` of ``arguments``, asked at ``place``, has answered; NOTHING if that is not known."""
-        if place >= len(self._known) or self._known[place][0] is not function:
+    def find(self, position: int, function: Any, arguments: tuple[Any, Any]) -> Any:
+        """What ``function`` of ``arguments``, question number ``position``, was answered; NOTHING if unknown."""
+        if position >= len(self._known):
             return NOTHING
-        _, sizes, result = self._known[place]
-        return copy.copy(result) if sizes == _sizes(arguments) else NOTHING
+        known_function, sizes, result = self._known[position]
+        if known_function is not function or sizes != _sizes(arguments):
+            return NOTHING
+        return copy.copy(result)
 
-    def note(self, place: int, function: Any, arguments: tuple[Any, Any], result: Any) -> bool:
-        """Remember ``result`` at ``place``, and nothing behind it; False if it is nothing to remember."""
+    def note(self, position: int, function: Any, arguments: tuple[Any, Any], result: Any) -> bool:
+        """Remember ``result`` at ``position``, and nothing behind it; False if it is nothing to remember."""
         if not _is_value(result):
             return False
-        self._known[place:] = [(function, _sizes(arguments), copy.copy(result))]
+        self._known[position:] = [(function, _sizes(arguments), copy.copy(result))]
         return True
 
 
@@ -45,4 +47,11 @@ def _is_value(result: Any) -> bool:
 
 
 def _sizes(arguments: tuple[Any, Any]) -> list[Any]:
-    return [tuple(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves(arguments)]
+    """What has to be equal for two calls to be the same one: the shape of each tensor, the text of all else."""
+    sizes: list[Any] = []
+    for leaf in leaves(arguments):
+        if isinstance(leaf, Tensor):
+            sizes.append(tuple(leaf.shape))
+        else:
+            sizes.append(repr(leaf))
+    return sizes

@@ -37,6 +37,8 @@ def may_keep_casts(kinds: Collection[torch.dtype | None], device: torch.device) 
 @contextmanager
 def kept_casts(weights: Iterable[Tensor], autocast: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
     """Cast ``weights`` once, for all autocast contexts inside that are told to look: ``look_for_casts``."""
+    # torch clears its cache of casts when the outermost autocast context ends. One more level of nesting, without a
+    # context of its own, keeps the copies over the micro-batches, each of which enters and leaves autocast.
     torch.autocast_increment_nesting()
     try:
         with torch.enable_grad(), autocast():
@@ -57,4 +59,7 @@ def look_for_casts() -> None:
 def _use(weight: Tensor) -> None:
     """Multiply no rows by it: autocast makes and remembers its copy."""
     if weight.dim() > 0 and weight.dtype == torch.float32 and weight.requires_grad:
-        torch.matmul(weight.new_empty(0, weight.shape[-2] if weight.dim() > 1 else len(weight)), weight)
+        rows = len(weight)
+        if weight.dim() > 1:
+            rows = weight.shape[-2]
+        torch.matmul(weight.new_empty(0, rows), weight)

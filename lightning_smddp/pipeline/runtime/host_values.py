@@ -48,7 +48,11 @@ class HostValues:
         """The values of ``tensor``, or of a view of one that was copied, on the host; None if they are not known."""
         if tensor.device.type in ("cpu", "meta"):
             return tensor
-        copy = self._copies.get(_memory(tensor)) if _is_plain(tensor) else None
+        if not _is_plain(tensor):
+            return None
+        # Found by memory, so a view of the copy is found too: it has the same strides on the host, and lies as far
+        # from the original's beginning. A write to either side since then makes the copy worthless.
+        copy = self._copies.get(_memory(tensor))
         if copy is None or tensor.dtype != copy.there.dtype or not copy.is_current():
             return None
         offset = copy.here.storage_offset() + tensor.storage_offset() - copy.there.storage_offset()

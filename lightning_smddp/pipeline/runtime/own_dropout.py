@@ -12,7 +12,9 @@ from torch import nn
 @contextmanager
 def without_own_dropout(root: nn.Module, device: torch.device) -> Iterator[None]:
     """Within it such modules of ``root`` drop nothing, so that two runs with the same seed are alike."""
-    found = [m for m in root.modules() if isinstance(m, nn.RNNBase) and m.dropout] if device.type == "cuda" else []
+    found: list[nn.RNNBase] = []
+    if device.type == "cuda":
+        found = [module for module in root.modules() if isinstance(module, nn.RNNBase) and module.dropout]
     rates = [module.dropout for module in found]
     for module in found:
         module.dropout = 0.0

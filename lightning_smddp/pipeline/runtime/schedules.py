@@ -50,7 +50,9 @@ class Schedule:
     @property
     def default_stages_per_rank(self) -> int:
         """What ``stages_per_rank="auto"`` means."""
-        return 2 if self.several_stages else 1
+        if self.several_stages:
+            return 2
+        return 1
 
     def rank_of_stage(self, num_stages: int, pipeline_parallel_size: int) -> list[int]:
         """The rank that holds each stage: in turn (0 1 0 1), or there and back (0 1 1 0) for a V."""
@@ -62,7 +64,9 @@ class Schedule:
         """Whether a rank may hold so many stages."""
         if self.v_shaped:
             return stages_per_rank == 2
-        return stages_per_rank >= 1 if self.several_stages else stages_per_rank == 1
+        if self.several_stages:
+            return stages_per_rank >= 1
+        return stages_per_rank == 1
 
     def microbatches_ok(self, num_microbatches: int, pipeline_parallel_size: int, num_stages: int) -> bool:
         """Whether the schedule itself, not its substitute, runs this number of micro-batches."""
@@ -114,7 +118,9 @@ def parse(name: str) -> Schedule:
     Raises:
         ValueError: listing all names, when there is none.
     """
-    schedule = _BY_ANY_NAME.get(name.lower()) if isinstance(name, str) else None
+    schedule = None
+    if isinstance(name, str):
+        schedule = _BY_ANY_NAME.get(name.lower())
     if schedule is None:
         raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(map(repr, _BY_ANY_NAME))}")
     return schedule
@@ -185,15 +191,16 @@ def orders(
     schedule = for_microbatches(schedule, pipeline_parallel_size, num_stages, num_microbatches)
     if not schedule.several_stages:
         return {rank: _single_stage_order(schedule, rank, num_stages, num_microbatches) for rank in range(num_stages)}
+    # torch's class works out the orders of all ranks in its constructor, from a few numbers of one rank's stages: so
+    # it is made with stand-ins for the stages of rank 0, and never run.
     ranks = schedule.rank_of_stage(num_stages, pipeline_parallel_size)
-    stand_ins = [
-        SimpleNamespace(
-            stage_index=stage, num_stages=num_stages, group_size=pipeline_parallel_size, group_rank=0, submod=None
-        )
-        for stage, rank in enumerate(ranks)
-        if rank == 0
-    ]
-    return pipeline_order(pipeline_schedule_class(schedule.torch_class)(stand_ins, num_microbatches))
+    stand_ins = []
+    for stage, rank in enumerate(ranks):
+        if rank == 0:
+            facts = {"stage_index": stage, "num_stages": num_stages, "group_size": pipeline_parallel_size}
+            stand_ins.append(SimpleNamespace(**facts, group_rank=0, submod=None))
+    torch_schedule = pipeline_schedule_class(schedule.torch_class)(stand_ins, num_microbatches)
+    return pipeline_order(torch_schedule)
 
 
 def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> list[str]:
@@ -201,7 +208,13 @@ def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_mic
 
     The ``pipeline_order`` that torch shows for 1F1B numbers some forwards wrongly.
     """
-    ahead = num_microbatches if schedule.name == "gpipe" else min(num_microbatches, num_stages - stage)
+    # Forwards before the first backward. GPipe does all of them. In 1F1B the last stage does one, each stage before it
+    # one more, as many as are on their way to the last stage and back:
+    #   stage 0 of 3: F0 F1 F2 B0 F3 B1 F4 B2 ...      stage 2 of 3: F0 B0 F1 B1 F2 B2 ...
+    if schedule.name == "gpipe":
+        ahead = num_microbatches
+    else:
+        ahead = min(num_microbatches, num_stages - stage)
     order = [f"{stage}F{microbatch}" for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
         order.append(f"{stage}B{microbatch}")
@@ -211,6 +224,7 @@ def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_mic
 
 
 def _microbatch_cure(schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int) -> str:
+    """The message for a number that ``schedule`` cannot run, with the nearest numbers that it can."""
     if schedule.microbatch_rule == "at least the stages":
         return (
             f"schedule={schedule.name!r} needs at least as many micro-batches as there are stages ({num_stages}), but "

@@ -17,6 +17,7 @@ def separate_draws(group: dist.ProcessGroup, device: torch.device) -> None:
     """
     local = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     gathered = gather_json(local, group, device)
+    # The first rank with a state keeps it, so a pipeline of one rank, and rank 0 of any, draw what one process draws.
     if gathered[group.rank()] in gathered[: group.rank()]:
         seed = int(torch.randint(2**62, ()))  # the same as on that rank, which does not draw it
         torch.manual_seed(seed + group.rank())

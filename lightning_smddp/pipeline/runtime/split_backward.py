@@ -52,7 +52,11 @@ class SplitBackward:
 
     The nodes through which gradients reach an input are executed by the first part. Where such a node also leads to
     parameters it is on the *frontier*: the gradient that arrived there is kept, and the second part goes on from it.
-    Without any input to serve (a first stage, frozen stages before this one) the second part does everything.
+    Without any input to serve (a first stage, frozen stages before this one) the second part does everything::
+
+        output --- linear 2 --- relu --- linear 1 --- input     first part, right through
+                       |                     |
+                  weight, bias          weight, bias            second part, from each linear (frontier) downwards
     """
 
     def __init__(self, roots: Roots, inputs: Sequence[Tensor]) -> None:
@@ -65,15 +69,17 @@ class SplitBackward:
         if not self._inputs or not self._roots:
             return [None] * len(self._inputs)
         to_inputs, self._parts = _survey(self._roots, self._inputs)
+        # Roots that lead to no input start in the second part. The tensors are let go here: what the second part needs
+        # is in the parts, and activations should not live until a rank has time for it.
         roots = [(edge, gradient) for edge, gradient in self._roots if edge.node in to_inputs]
         inputs, self._roots, self._inputs = self._inputs, [], []
         if not roots:
             return [None] * len(inputs)
-        handles = [
-            node.register_prehook(functools.partial(self._arrived.__setitem__, node))
-            for part in self._parts
-            for node in part.frontier
-        ]
+        # A prehook is called with the gradients that have arrived at its node, summed over all ways to it.
+        handles = []
+        for part in self._parts:
+            for node in part.frontier:
+                handles.append(node.register_prehook(functools.partial(self._arrived.__setitem__, node)))
         try:
             # The graph is kept for the second part; it goes when this object does.
             edges, gradients = zip(*roots, strict=True)
@@ -97,7 +103,9 @@ class SplitBackward:
         handles = []
         for node in part.frontier:
             arrived = self._arrived.get(node, ())
-            roots += [(GradientEdge(node, i), gradient) for i, gradient in enumerate(arrived) if gradient is not None]
+            for output, gradient in enumerate(arrived):
+                if gradient is not None:
+                    roots.append((GradientEdge(node, output), gradient))
             # Between two nodes of one frontier (a parameter used twice) the gradient would flow again, and hooks on
             # activations would change it again: what arrived the first time is all that counts.
             handles.append(node.register_prehook(lambda _, arrived=arrived: arrived))
@@ -139,6 +147,8 @@ def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], list[_Pa
     leaves: dict[Node, Tensor] = {}
     union = _Union()
     input_nodes = {get_gradient_edge(leaf).node for leaf in inputs}
+    # In autograd's graph a node's children (`next_functions`) are where its gradients flow to. Children come first, so
+    # both questions about a node (does it lead to an input? to a parameter?) are answered by its children's answers.
     for node in _children_first([edge.node for edge, _ in roots]):
         children = [child for child, _ in node.next_functions if child is not None]
         if node in input_nodes or any(child in to_inputs for child in children):
@@ -149,6 +159,8 @@ def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], list[_Pa
         for child in children:
             if child in to_leaves:
                 to_leaves.add(node)
+                # A child that leads to an input is a frontier of its own: its gradient is kept there, so what lies
+                # behind it need not be computed together with what lies before it.
                 if child not in to_inputs:
                     union.merge(child, node)
     return to_inputs, _collect(roots, union, to_inputs, to_leaves, leaves)
@@ -157,6 +169,7 @@ def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], list[_Pa
 def _collect(
     roots: Roots, union: _Union, to_inputs: set[Node], to_leaves: set[Node], leaves: Mapping[Node, Tensor]
 ) -> list[_Part]:
+    """What :func:`_survey` has found, by part."""
     parts: dict[Node, _Part] = {}
     for node in union.parent:
         part = parts.setdefault(union.find(node), _Part())
@@ -172,11 +185,15 @@ def _collect(
 
 def _leaf_of(node: Node) -> Tensor | None:
     """The parameter whose gradient ``node`` accumulates; None for a node of any other kind."""
-    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
+    if type(node).__name__ == "AccumulateGrad":
+        return node.variable  # type: ignore[attr-defined, no-any-return]
+    return None
 
 
 def _children_first(starts: Sequence[Node]) -> list[Node]:
     """Every node reachable from ``starts``, each after all that it leads to."""
+    # Depth first with a stack of our own, as graphs are deeper than Python's recursion limit. A node is pushed twice:
+    # to push its children, and below them (True), to be written down after them.
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False) for node in starts]

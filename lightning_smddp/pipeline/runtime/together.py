@@ -29,14 +29,16 @@ class Together:
         self.group, self.device = group, device
         self._ended: str | None = None  # why there are no more collectives
 
-    def meet(self, place: str) -> None:
-        """Before a collective at ``place``. Collective.
+    def meet(self, location: str) -> None:
+        """Before a collective at ``location`` (file:line of the user's code). Collective.
 
         Raises:
             StepFailedError: another rank does not come there.
         """
+        # Each rank sends one message: the collective it has come to, its error, or its end. So all of them take part in
+        # this exchange wherever they are, and nobody is left alone in the user's own collective.
         if self._ended is None:
-            told = gather_json({"place": place}, self.group, self.device)
+            told = gather_json({"location": location}, self.group, self.device)
             if all(other == told[0] for other in told):
                 return
             self._end(told)
@@ -71,7 +73,7 @@ class Together:
         if failed:
             self._ended = f"The step failed on rank {failed[0]} while it was traced: {told[failed[0]]['error']}"
         elif any(one != told[0] for one in told):
-            places = ", ".join(f"{one.get('place', 'its end')} on rank {rank}" for rank, one in enumerate(told))
-            self._ended = f"The step takes another course on each rank: while it was traced it came to {places}."
+            found = ", ".join(f"{one.get('location', 'its end')} on rank {rank}" for rank, one in enumerate(told))
+            self._ended = f"The step takes another course on each rank: while it was traced it came to {found}."
         else:
             self._ended = ""

@@ -21,6 +21,8 @@ def count(nodes: Sequence[Node]) -> int:
 
 def write_told(nodes: Sequence[Node], results: Mapping[int, Any], device: torch.device) -> Tensor:
     """What was read at each of ``nodes``, as one tensor."""
+    # Every number travels as 64 bits, floats by their bit pattern: one tensor for all kinds, and nothing is rounded.
+    # How many there are and of which kind, the receiver knows from the trace.
     numbers = []
     for node in nodes:
         for leaf, (_, traced) in zip(leaves(results[node.index]), node.returned.sources, strict=True):
@@ -44,9 +46,13 @@ def read_told(nodes: Sequence[Node], message: Tensor) -> dict[int, Any]:
 
 
 def _bits(number: Any) -> int:
-    return bits_of(number) if isinstance(number, float) else int(number)
+    if isinstance(number, float):
+        return bits_of(number)
+    return int(number)
 
 
 def _number(bits: int, traced: Any) -> Any:
     """Of the kind that it was when the step was traced."""
-    return float_of(bits) if isinstance(traced, float) else type(traced)(bits)
+    if isinstance(traced, float):
+        return float_of(bits)
+    return type(traced)(bits)
