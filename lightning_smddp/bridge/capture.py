@@ -1,6 +1,13 @@
 """Keeps a step that is repeated for micro-batches from Lightning, and combines what it did.
 
-What it logged, updated and set is captured here; ``pipeline/capture/`` is about which operations it consists of.
+Lightning expects one ``training_step`` for a batch; the pipeline runs it once for each micro-batch. While it runs,
+calls of ``self.log`` and of metrics go to a record of that micro-batch, and attributes that it sets are set back::
+
+    micro-batch 0:  log("loss", 2.0)  accuracy(p0, y0)  self.seen = 8   -> _Record 0
+    micro-batch 1:  log("loss", 4.0)  accuracy(p1, y1)  self.seen = 8   -> _Record 1
+    the batch:      log("loss", 3.0)  accuracy(p, y)    self.seen = 16  <- StepCapture.results
+
+What the step logged, updated and set is captured here; ``pipeline/capture/`` is about which operations it consists of.
 """
 
 from __future__ import annotations
@@ -75,12 +82,23 @@ class _Logged:
 
 @dataclass
 class _Record:
-    """What a step did on one micro-batch."""
+    """What a step did on one micro-batch.
+
+    Attributes:
+        size: its rows.
+        weight: of its losses.
+        events: calls of ``self.log`` and of metrics, in order. The n-th call for a name has the same key in each
+            micro-batch, so that the calls that belong together are found by their keys.
+        sources: of which call of a metric, and which leaf of its result, a tensor is; by the tensor's id.
+        touched: values that are needed after the step's end, still on the graph.
+        changes: of the module's attributes.
+        counts: calls so far, by what was called.
+    """
 
     size: int
     weight: float
     events: dict[_Key, _Logged | MetricCall] = field(default_factory=dict)
-    sources: dict[int, tuple[_Key, int]] = field(default_factory=dict)  # by id of a tensor that a metric returned
+    sources: dict[int, tuple[_Key, int]] = field(default_factory=dict)
     touched: list[Any] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)
     counts: Counter[_Key] = field(default_factory=Counter)
@@ -89,7 +107,11 @@ class _Record:
         """A metric was called."""
         key = self._add(("call", call.metric, call.method), call)
         self.touched += leaves((call.args, call.kwargs))
-        self.sources |= {id(leaf): (key, i) for i, leaf in enumerate(leaves(call.result)) if isinstance(leaf, Tensor)}
+        # What the metric shows for these rows alone says nothing of the batch. Wherever this very object turns up
+        # later (logged, set or returned), it is replaced by what the metric returns for the whole batch.
+        for position, leaf in enumerate(leaves(call.result)):
+            if isinstance(leaf, Tensor):
+                self.sources[id(leaf)] = (key, position)
 
     def add_log(self, name: str, value: Any, metric: str | None, options: dict[str, Any]) -> None:
         """A value was logged."""
@@ -99,10 +121,12 @@ class _Record:
             value = value.detach().clone()
         elif hasattr(value, "item"):
             value = value.item()
-        self._add(("log", name), _Logged(name, None if metric else value, metric, source, options, self.weight))
+        if metric:
+            value = None  # the metric itself is logged for the batch
+        self._add(("log", name), _Logged(name, value, metric, source, options, self.weight))
 
     def close(self, changes: Changes) -> None:
-        """The micro-batch is over: let go of its graph."""
+        """The micro-batch is over: keep ``changes``, and let go of the autograd graph."""
         self.touched.clear()
         self.changes = changes
         for event in self.events.values():
@@ -176,6 +200,7 @@ class StepCapture:
         if weight is None:
             weight = 2.0 * size  # 1 would mean that losses are added up
         record = _Record(size, weight)
+        # Within the watch small tensors in attributes are copies, so that a write in place can be undone.
         watch = AttributeWatch(self.module, self._ignored, self.in_place[key], self.left.is_learning)
         recorder, log = MetricRecorder(metrics, None, self._known), _ignore
         self._running = None
@@ -200,6 +225,8 @@ class StepCapture:
         Whoever traces the operations of a step learns by this that these values are needed where the step ends.
         """
         if self._running is not None:
+            # Whatever the record refers to has to be on the rank where the step ends. Results of metrics need not be:
+            # the metric is called there once more, with the arguments of all micro-batches.
             record, watch = self._running
             kept = leaves((record.touched, list(watch.growth().values()), watch.assigned(), output))
             found = [leaf for leaf in kept if isinstance(leaf, Tensor) and id(leaf) not in record.sources]
@@ -230,13 +257,19 @@ class StepCapture:
 
     def values_logged(self, name: str) -> tuple[list[Any], list[int], list[float]]:
         """What was logged as ``name`` in the kept micro-batches, but for metrics; their rows and weights."""
-        logs = [
-            (event.value, record.size, record.weight)
-            for record in self._kept.values()
-            for event in record.events.values()
-            if isinstance(event, _Logged) and event.name == name and event.metric is None and event.source is None
-        ]
-        return [value for value, _, _ in logs], [size for _, size, _ in logs], [weight for _, _, weight in logs]
+        values: list[Any] = []
+        sizes: list[int] = []
+        weights: list[float] = []
+        for record in self._kept.values():
+            for event in record.events.values():
+                if not isinstance(event, _Logged) or event.name != name:
+                    continue
+                is_of_a_metric = event.metric is not None or event.source is not None
+                if not is_of_a_metric:
+                    values.append(event.value)
+                    sizes.append(record.size)
+                    weights.append(record.weight)
+        return values, sizes, weights
 
     def observed(self, outputs: Sequence[Any], key: Any) -> Observed:
         """:meth:`results` of the step ``key``, with copies of the states of metrics."""
@@ -271,19 +304,26 @@ class StepCapture:
             if len(records) > 1:  # raises before anything is changed
                 combine([detached(output) for output in outputs], sizes, self.joins.get(key))
                 self._require_no_doubts(records, key)
+            # From here on metrics are updated: each call is made once, with the rows of all micro-batches.
             logs, metrics, returned = self._combine_events(records)
             marks = _Marks(returned)
-            changes = [marks.put_on_changes(record) for record in records]
             weights = [record.weight for record in records]
+            # Attributes. What a trial has shown of this batch's integers goes before what rules say.
+            changes = [marks.put_on_changes(record) for record in records]
             appended, values = marks.take_off(combine_changes(changes, sizes, weights, self.per_row))
             attributes = {where[0]: value for where, value in (values | self._settled).items()}
+            # What the step returned: tensors of rows are put together, losses are weighted means.
             marked = [detached(marks.put_on(o, record)) for o, record in zip(outputs, records, strict=True)]
-            output = marks.take_off(_with_losses(combine(marked, sizes, self.joins.get(key)), marked, weights))
+            combined = combine(marked, sizes, self.joins.get(key))
+            output = marks.take_off(_with_losses(combined, marked, weights))
         self._kept, self._metrics, self._settled = {}, None, {}
         return StepResults(logs, metrics, appended, attributes, output)
 
     def _require_no_doubts(self, records: Sequence[_Record], key: Any) -> None:
-        """An evaluation step can be run again on the whole batch, where nobody knows what integers are."""
+        """Raise ``UncombinableError`` if an evaluation step moves an integer that may count rows or calls.
+
+        Such a step is then run again on the whole batch, which a training step cannot be: see ``require_known_counts``.
+        """
         if key is None or key[0] == "training_step":
             return
         doubtful = doubtful_counts([record.changes for record in records], self.per_row)
@@ -313,7 +353,9 @@ class StepCapture:
     # ---- micro-batches ----
 
     def _find_metrics(self) -> dict[str, AnyMetric]:
-        steps = 0 if self.pipeline_metrics is None else self.pipeline_metrics.steps
+        steps = 0
+        if self.pipeline_metrics is not None:
+            steps = self.pipeline_metrics.steps
         if self._metrics is None or steps != self._steps:  # the first micro-batch of a step
             self._metrics, self._steps = named_metrics(self.module), steps
             self._names = {id(metric): name for name, metric in self._metrics.items()}
@@ -322,10 +364,16 @@ class StepCapture:
         return self._metrics
 
     def _without_pipeline(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.pipeline_metrics is None else self.pipeline_metrics.local()
+        """Metrics talk to replicas only: the other ranks of the pipeline do not call them now."""
+        if self.pipeline_metrics is None:
+            return nullcontext()
+        return self.pipeline_metrics.local()
 
     def _recording_log(self, record: _Record) -> Callable[..., None]:
-        """In place of ``module.log``: keeps what it is called with."""
+        """What ``module.log`` is replaced by: it keeps what it is called with.
+
+        What Lightning would refuse goes to Lightning's own ``log``, which says what is wrong.
+        """
         original = self.module.log
 
         def log(*args: Any, **kwargs: Any) -> None:
@@ -338,7 +386,7 @@ class StepCapture:
                 if self._is_loggable(name, value, metric, options):
                     record.add_log(name, value, metric, options)
                     return
-            original(*args, **kwargs)  # which says what is wrong
+            original(*args, **kwargs)
 
         return log
 
@@ -368,15 +416,22 @@ class StepCapture:
     # ---- the batch ----
 
     def _combine_events(self, records: list[_Record]) -> tuple[list[Log], dict[str, tuple[int, Any]], _Returned]:
+        """Make each call of a metric, and combine each call of ``self.log``, once for the batch.
+
+        Returns:
+            Calls of ``self.log``; update counts and forward caches of metrics; results of metrics by call.
+        """
         logs, returned, called = [], {}, set()
-        merged = self._merge_calls(records)
+        merged = self._merge_calls(records)  # of all calls first: it raises before any metric is updated
         for key in _merged_order([list(record.events) for record in records]):
             found = [(record.events[key], record.size) for record in records if key in record.events]
             first = found[0][0]
             if isinstance(first, MetricCall):
                 args, kwargs = merged[key]
                 metric = self._find_metrics()[first.metric]
-                function = metric if first.method == "forward" else getattr(metric, first.method)
+                function: Callable[..., Any] = metric
+                if first.method != "forward":
+                    function = getattr(metric, first.method)
                 returned[key] = leaves(detached(function(*args, **kwargs)))
                 called.add(first.metric)
             else:
@@ -399,6 +454,7 @@ class StepCapture:
         }
 
     def _combine_logs(self, logs: list[_Logged], sizes: list[int], returned: _Returned) -> Log:
+        """One call of ``self.log`` for the batch, of those of micro-batches; ``returned``: what metrics gave for it."""
         first = logs[0]
         options = dict(first.options)
         weights: Sequence[float] = sizes
@@ -417,6 +473,8 @@ class StepCapture:
         if first.source is not None and all(log.source == first.source for log in logs):
             key, leaf = first.source
             return Log(first.name, returned[key][leaf], None, None, options, is_whole=True)
+        # A rule that the user gave or a trial has found goes before `reduce_fx`; a mean that is called a loss is
+        # weighted as the loss is, which need not be by rows.
         rule = self.rules.get(first.name)
         values = [log.value for log in logs]
         if rule == "loss" or (rule is None and is_loss(first.name) and options["reduce_fx"] == "mean"):
@@ -434,52 +492,71 @@ class StepCapture:
         progress = {}
         for owner in dict.fromkeys(found[name] for name in sorted(called)):
             for name, metric in members(metrics[owner]).items():
-                path = f"{owner}.{name}" if name else owner
+                path = owner
+                if name:
+                    path = f"{owner}.{name}"
                 progress[path] = (metric.update_count, detached(forward_cache(metric)))
         return progress
 
 
 class _Marks:
-    """Stand for what metrics returned while micro-batches are combined: the batch has it already."""
+    """Stand for what metrics returned while micro-batches are combined: the batch has it already.
+
+    A step that returns ``{"accuracy": self.accuracy(p, y)}`` has another tensor there for each micro-batch, and neither
+    their mean nor their concatenation is the batch's. So the same mark replaces all of them: equal leaves combine to
+    themselves. Afterwards the mark is replaced by what the metric returned for the batch.
+    """
 
     def __init__(self, returned: _Returned) -> None:
         self.marks = {(key, leaf): _Mark(value) for key, found in returned.items() for leaf, value in enumerate(found)}
 
     def put_on(self, structure: Any, record: _Record) -> Any:
-        """Marks in place of what metrics returned in this micro-batch."""
+        """``structure`` with marks for what metrics returned in this micro-batch."""
         if not record.sources:
             return structure
 
         def mark(leaf: Any) -> Any:
             source = record.sources.get(id(leaf))
-            return leaf if source is None else self.marks[source]
+            if source is None:
+                return leaf
+            return self.marks[source]
 
         return map_leaves(mark, structure)
 
     def put_on_changes(self, record: _Record) -> Changes:
-        """The same for lists and attributes."""
-        return Changes(
-            {where: detached(self.put_on(tail, record)) for where, tail in record.changes.appended.items()},
-            {
-                where: (before, detached(self.put_on(after, record)))
-                for where, (before, after) in record.changes.values.items()
-            },
-            record.changes.in_place,
-        )
+        """The changes of attributes in this micro-batch, with marks in the same way."""
+        changes = record.changes
+        appended = {where: detached(self.put_on(tail, record)) for where, tail in changes.appended.items()}
+        values = {}
+        for where, (before, after) in changes.values.items():
+            values[where] = (before, detached(self.put_on(after, record)))
+        return Changes(appended, values, changes.in_place)
 
     @staticmethod
     def take_off(structure: Any) -> Any:
-        """What metrics returned for the batch in place of the marks."""
-        return map_leaves(lambda leaf: leaf.value if isinstance(leaf, _Mark) else leaf, structure)
+        """``structure`` with what metrics returned for the batch where marks were."""
+
+        def unmark(leaf: Any) -> Any:
+            if isinstance(leaf, _Mark):
+                return leaf.value
+            return leaf
+
+        return map_leaves(unmark, structure)
 
 
 class _Mark:
+    """Compared by identity, so that it is the same leaf in the outputs of all micro-batches."""
+
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def _merged_order(sequences: list[list[_Key]]) -> list[_Key]:
-    """All keys, in an order that keeps to that of each sequence where they agree."""
+    """All keys, in an order that keeps to that of each sequence where they agree.
+
+    A call that only some micro-batches make comes behind the one that it followed there: [a, c] and [a, b] give
+    [a, b, c].
+    """
     merged: list[_Key] = []
     for sequence in sequences:
         position = 0
@@ -497,7 +574,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def _touch(tensors: list[Tensor]) -> list[Tensor]:
-    """One operation on all of them, so that no stage can begin between two of them."""
+    """Detach ``tensors`` in one operation, so that no stage can begin between two of them."""
     if has_torch_function(tensors):  # whoever follows a step sees this function
         touched: list[Tensor] = handle_torch_function(_touch, tensors, tensors)
         return touched

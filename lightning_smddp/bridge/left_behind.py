@@ -5,7 +5,12 @@ such code runs once for each micro-batch, and the values are on the rank of that
 stage leaves is noted; the notes of all micro-batches make up the batch's; and in hooks every rank sees it, tensors as
 :class:`~lightning_smddp.pipeline.view.tensor.GlobalTensor`. Outside of hooks a rank keeps what its own code has set
 last. The LightningModule's own attributes are kept by ``step_attributes.py``, but for those with tensors that the last
-stage does not have.
+stage does not have::
+
+    each micro-batch   watched: remember attributes -> run -> look: a _Note by stage and owner -> undo numbers
+    after the step     find_out: ranks gather what they have, and what the last stage lacks
+                       share: numbers are set on every rank; tensors become GlobalTensors
+    in a hook          shown: attributes have these tensors, until the hook returns
 """
 
 from __future__ import annotations
@@ -82,7 +87,7 @@ class _Pass:
     size: int
     weight: float
     watches: dict[str, OwnerWatch]
-    quiet: dict[str, OwnerWatch]  # over those that no trace has seen change
+    static: dict[str, OwnerWatch]  # over those that no trace has seen change
     numbers: dict[str, list[Found]] = field(default_factory=dict)  # changes of those
 
 
@@ -134,7 +139,7 @@ class LeftBehind:
         self._held: dict[int, dict[int, _Note]] = defaultdict(dict)  # by stage: values for later stages' notes
         self._per_row: dict[str, dict[AttrPath, bool]] = defaultdict(dict)
         self._shown: list[tuple[str, AttrPath, Any]] = []
-        self._quiet: dict[str, OwnerWatch] = {}  # over owners that are not `changing`, as they were last seen
+        self._static: dict[str, OwnerWatch] = {}  # over owners that are not `changing`, as they were last seen
         self._is_fresh = False  # they were seen since the batch began
         self._new: dict[str, None] = {}  # of them, those that have changed since all ranks agreed
         self._sizes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)  # by stage: of its micro-batches
@@ -155,11 +160,12 @@ class LeftBehind:
         self.changing, self._new = dict.fromkeys(name for part in found for name in part), {}
         self._owners = owners_in(self.module, with_helpers=True)
         watched = {id(vars(self._owners[name])) for name in self.changing if name in self._owners}
-        self._quiet = {}
+        # Two names may be of one object: a callback's helper that is the module's, too. It is watched once.
+        self._static = {}
         for name, owner in self._owners.items():
             if id(vars(owner)) not in watched:
                 watched.add(id(vars(owner)))
-                self._quiet[name] = self._watch(name)
+                self._static[name] = self._watch(name)
 
     def has_news(self) -> bool:
         """Whether owners have changed, since all ranks agreed, that no trace saw change."""
@@ -178,11 +184,11 @@ class LeftBehind:
         # A trace watches all owners. Later runs look at those that a trace has seen change, and at numbers of others.
         if self.is_learning:
             self._owners = owners_in(self.module, with_helpers=True)
-            names, quiet = dict.fromkeys(self._owners), {}
+            names, static = dict.fromkeys(self._owners), {}
         else:
-            names, quiet = self.changing, self._refreshed()
+            names, static = self.changing, self._refreshed()
         watches = {name: self._watch(name) for name in names if name in self._owners}
-        self._pass = now = _Pass(index, size, weight, watches, quiet)
+        self._pass = now = _Pass(index, size, weight, watches, static)
         try:
             yield
         finally:
@@ -192,7 +198,7 @@ class LeftBehind:
                     watch.restore(of_members_alone=not name)
                 for name, found in now.numbers.items():
                     for change in found:
-                        now.quiet[name].put_back(change)
+                        now.static[name].undo(change)
 
     def begin(self) -> None:
         """Before each batch: hooks may have changed owners since the last one."""
@@ -201,16 +207,16 @@ class LeftBehind:
     def _refreshed(self) -> dict[str, OwnerWatch]:
         """Watches over owners that do not change in steps, as they were before the batch."""
         if self._is_fresh:
-            for watch in self._quiet.values():
+            for watch in self._static.values():
                 if watch.tensors:
-                    watch.count_writes()  # trials write, and put back
-            return self._quiet
+                    watch.count_writes()  # trials write, and restore
+            return self._static
         self._is_fresh = True
         with without_torch_functions():
-            for name, watch in self._quiet.items():
+            for name, watch in self._static.items():
                 if watch.is_touched():
-                    self._quiet[name] = OwnerWatch(watch.owner, watch.ignored)
-        return self._quiet
+                    self._static[name] = OwnerWatch(watch.owner, watch.ignored)
+        return self._static
 
     def look(self) -> None:
         """Note what has changed. At the end of the step's code, or where a stage leaves it."""
@@ -219,11 +225,14 @@ class LeftBehind:
             return
         run = active_run()
         with without_torch_functions():
-            for name, watch in now.quiet.items():
+            # The LightningModule has the empty name. Its attributes are `step_attributes.py`'s, but for members of
+            # dicts. An owner that no trace saw change costs one comparison until it is touched.
+            for name, watch in now.static.items():
                 if not watch.is_touched():
                     continue
                 self._warn_of_writes(run, name, watch)
-                if found := [c for c in watch.numbers() if name or c.is_member]:
+                found = [change for change in watch.numbers() if name or change.is_member]
+                if found:
                     self._new[name] = None
                     now.numbers[name] = found
             for name, watch in now.watches.items():
@@ -237,6 +246,8 @@ class LeftBehind:
                 self._keep(run, name, now, found)
             if run is not None and not run.is_probe:
                 self._sizes[run.plan.stage][now.index] = (now.size, now.weight)
+            # The last stage may set an attribute to a tensor of an earlier stage. It knows only the number of that
+            # value in the trace, so each stage keeps what may be asked for, by number.
             if run is not None and self.changing and not run.is_probe:
                 held = {(value,): (None, tensor.detach()) for value, tensor in run.values.made_and_left().items()}
                 self._held[run.plan.stage][now.index] = _Note(now.index, now.size, now.weight, Changes(values=held))
@@ -342,15 +353,16 @@ class LeftBehind:
         reports, self._reports = self._reports, None
         if reports is None:
             return
+        # A value that the last stage names only by number is built of what other stages hold; else the value of the
+        # latest stage that left one is taken, as in one process the latest assignment stays.
         offers: dict[tuple[str, AttrPath], list[_Offer]] = defaultdict(list)
         held: dict[int, _Offer] = {}
         wanted: dict[tuple[str, AttrPath], _Wanted] = {}
         for rank, report in enumerate(reports):
             for name, key, stage, *rest in report["offers"]:
                 offers[name, path_from_json(key, self.module)].append(_Offer(stage, rank, *rest))
-            wanted |= {
-                (name, path_from_json(key, self.module)): _Wanted(*rest) for name, key, *rest in report["wanted"]
-            }
+            for name, key, *rest in report["wanted"]:
+                wanted[name, path_from_json(key, self.module)] = _Wanted(*rest)
             held |= {value: _Offer(stage, rank, False, None, [spec]) for value, stage, spec in report["held"]}
         owners = self._owners = owners_in(self.module, with_helpers=any("->" in name for name in self.changing))
         self._shown = []
@@ -433,8 +445,10 @@ class LeftBehind:
             if stage != last_stage:
                 continue
             for where, want in ordered[-1].remote.items():
-                alike = all(note.remote.get(where) == want for note in ordered)  # else it takes several paths
-                wanted[name, where] = [want.grows, want.plain if alike else None, want.values]
+                plain = None  # where micro-batches take several paths, and the numbers mean several values
+                if all(note.remote.get(where) == want for note in ordered):
+                    plain = want.plain
+                wanted[name, where] = [want.grows, plain, want.values]
         held = []
         for stage, notes in self._held.items():
             for (value,), (_, tensor) in self._combined(_HELD, [notes[index] for index in sorted(notes)]).items():
@@ -496,7 +510,7 @@ class LeftBehind:
 
 
 def without_remote(changes: Changes) -> Changes:
-    """What is whole on this rank."""
+    """``changes`` but for values with tensors of other stages."""
     values = {name: pair for name, pair in changes.values.items() if not has_remote(pair[1])}
     return replace(changes, values=values)
 
@@ -509,14 +523,18 @@ def _note(now: _Pass, found: Sequence[Found]) -> _Note:
         elif change.grows:
             note.whole.appended[change.where] = detached(change.after)
         else:
-            before = None if change.before is MISSING else change.before
+            before = change.before
+            if before is MISSING:
+                before = None
             note.whole.values[change.where] = (before, detached(change.after))
     return note
 
 
 def _only(note: _Note, where: AttrPath, name: AttrPath) -> _Note:
     """The change at ``where`` alone, under another name, by which it may be a loss."""
-    values = {name: note.whole.values[where]} if where in note.whole.values else {}
+    values = {}
+    if where in note.whole.values:
+        values[name] = note.whole.values[where]
     return _Note(note.index, note.size, note.weight, Changes(values=values))
 
 
@@ -537,7 +555,7 @@ def _without_repeats(changes: Changes, last: Changes, is_held: bool) -> Changes:
 
 
 def _unknown() -> Tensor:
-    """Raises where it is used."""
+    """A tensor that raises where it is used: of an attribute whose value no rank can give."""
     return torch.empty(0, device="meta").as_subclass(RemoteTensor)
 
 
@@ -552,5 +570,7 @@ def _global(view: GlobalView, home: int, spec: Sequence[Any], local: Tensor | No
     _, shape, dtype = spec
     with torch.inference_mode(False):  # it stays when a validation is over
         pattern = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
-        values = None if local is None else local.detach().clone(memory_format=torch.contiguous_format)
+        values = None  # on ranks that do not have it
+        if local is not None:
+            values = local.detach().clone(memory_format=torch.contiguous_format)
         return GlobalTensor(view, home, pattern, values, Memory())

@@ -1,4 +1,8 @@
-"""Attributes of modules, callbacks and their helpers: who has some, and what a run of a step does to them."""
+"""Attributes of modules, callbacks and their helpers: who has some, and what a run of a step does to them.
+
+An *owner* is an object whose attributes a step may set; its name says where it is, as in ``encoder.layer.0``,
+``callback Histogram 0`` or, for a helper, ``encoder->cache.0``: the first member of what ``encoder.cache`` holds.
+"""
 
 from __future__ import annotations
 
@@ -78,18 +82,24 @@ class OwnerWatch:
         return [name for name, (tensor, count) in self.tensors.items() if write_count(tensor) != count]
 
     def numbers(self) -> list[Found]:
-        """Changes in which there are no tensors."""
+        """Changes to values without tensors: numbers, text, and lists of these."""
         return [change for change in self.found() if not tensors(change.after)]
 
     def found(self) -> list[Found]:
-        """All changes so far."""
+        """All changes so far: lists that grew, attributes that were set, members of dicts that were set.
+
+        Only values that can be followed, see ``is_plain``.
+        """
         found = [
             Found(where, None, known[length:], grows=True)
             for where, (known, length) in self.lengths.items()
             if len(known) > length and value_at(self.own, where) is known and _is_plain(known[length:])
         ]
         for name, after in list(self.own.items()):
-            if name not in self.ignored and after is not (before := self.before.get(name, MISSING)):
+            if name in self.ignored:
+                continue
+            before = self.before.get(name, MISSING)
+            if after is not before:
                 found.append(Found((name,), before, after))
         for name, members in self.members.items():
             now = self.own.get(name)
@@ -107,9 +117,9 @@ class OwnerWatch:
             if of_members_alone and not change.is_member:
                 continue
             if isinstance(change.after, list) or not tensors(change.after) or has_remote(change.after):
-                self.put_back(change)
+                self.undo(change)
 
-    def put_back(self, change: Found) -> None:
+    def undo(self, change: Found) -> None:
         """Undo one of :meth:`found`."""
         if change.grows:
             known, length = self.lengths[change.where]
@@ -137,7 +147,9 @@ def owners_in(root: nn.Module, with_helpers: bool) -> dict[str, Any]:
             kind = type(callback).__qualname__
             owners[f"callback {kind} {counts[kind]}"] = callback
             counts[kind] += 1
-    return owners | _helpers(owners) if with_helpers else owners
+    if with_helpers:
+        owners |= _helpers(owners)
+    return owners
 
 
 def owner_in_words(name: str) -> str:
@@ -146,7 +158,9 @@ def owner_in_words(name: str) -> str:
     if name.startswith("callback "):
         words = name.split(" ")[1]
     else:
-        words = f"self.{name}" if name else "self"
+        words = "self"
+        if name:
+            words += f".{name}"
     attribute, _, index = helper.rpartition(".")
     if attribute:
         words += f".{attribute}"
@@ -166,7 +180,9 @@ def _is_plain(structure: Any) -> bool:
 
 def ignored_of(owner: Any) -> frozenset[str]:
     """Names of attributes that are not the user's."""
-    return _OF_MODULES if isinstance(owner, nn.Module) else frozenset()
+    if isinstance(owner, nn.Module):
+        return _OF_MODULES
+    return frozenset()
 
 
 def _helpers(owners: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +225,13 @@ def path_to_json(where: AttrPath, root: nn.Module) -> list[Any] | None:
     names = {id(module): name for name, module in root.named_modules()}
     if any(isinstance(key, nn.Module) and id(key) not in names for key in where):
         return None
-    return [["module", names[id(key)]] if isinstance(key, nn.Module) else ["key", key] for key in where]
+    keys = []
+    for key in where:
+        if isinstance(key, nn.Module):
+            keys.append(["module", names[id(key)]])
+        else:
+            keys.append(["key", key])
+    return keys
 
 
 def path_from_json(keys: list[Any], root: nn.Module) -> AttrPath:
@@ -242,4 +264,6 @@ def list_at(own: dict[str, Any], where: AttrPath) -> list[Any]:
 
 def _container(own: dict[str, Any], where: AttrPath) -> Any:
     """The attributes themselves, or the dict among them that has the member."""
-    return own if len(where) == 1 else own[where[0]]
+    if len(where) == 1:
+        return own
+    return own[where[0]]
