@@ -46,7 +46,9 @@ class BatchCutter:
         self.setup, self.module, self.options = setup, setup.module, setup.options
         self._values = values
         hook = self.options.partition.split_batch or getattr(setup.module, "split_batch", None)
-        self.splitter = Splitter(self.options.partition.batch_size_fn, hook if callable(hook) else None)
+        if not callable(hook):
+            hook = None
+        self.splitter = Splitter(self.options.partition.batch_size_fn, hook)
         self.looks_across_rows = False  # the loss: no weights make it of those of micro-batches
         self._rows_first: dict[Any, bool] = {}  # by step: what was found for it
         self.parts_fail = False  # the training step, run on a part of a batch: so others are likely to
@@ -144,7 +146,9 @@ class BatchCutter:
             return None
         rows = self.together(batch, microbatches)
         count = min(len(microbatches) // 2, rows.size // _FEW)
-        return rows if count < 2 else self.splitter.cut(batch, count, rows.size)[0]
+        if count < 2:
+            return rows
+        return self.splitter.cut(batch, count, rows.size)[0]
 
     @staticmethod
     def together(batch: Any, microbatches: Sequence[MicroBatch]) -> MicroBatch:
@@ -166,7 +170,11 @@ class BatchCutter:
     def _cut_rows(self, batch: Any, step: LightningStep, rows: int | None) -> list[MicroBatch]:
         count = self.options.num_microbatches
         if count is None:
-            count = self._auto_count(self._likely_rows(batch, step) if rows is None else max(1, rows))
+            if rows is None:
+                likely = self._likely_rows(batch, step)
+            else:
+                likely = max(1, rows)
+            count = self._auto_count(likely)
         if count == 1 and self.splitter.split_batch is None:
             self.splitter.cut(batch, 2, rows)  # raises if nobody knows its rows
         return self.splitter.cut(batch, count, rows)
@@ -176,7 +184,12 @@ class BatchCutter:
         rows = rows_of(batch)
         if self.splitter.split_batch is None:
             return rows
-        return max(1, next(iter(self._loader_sizes(step)), rows if rows > 1 else 4 * self.setup.groups.pipeline.size()))
+        sizes = self._loader_sizes(step)
+        if sizes:
+            return max(1, sizes[0])
+        if rows > 1:
+            return rows
+        return 4 * self.setup.groups.pipeline.size()
 
     def _loader_sizes(self, step: LightningStep) -> tuple[int, ...]:
         return loader_sizes(getattr(self.module, "trainer", None), step.hook, step.arguments)
@@ -256,7 +269,9 @@ def loader_sizes(trainer: Any, hook: str, arguments: Sequence[Any]) -> tuple[int
     """
     loaders = getattr(trainer, _LOADERS[hook], None)
     every = leaves(getattr(loaders, "iterables", loaders))  # a CombinedLoader has them there
-    index = arguments[1] if len(arguments) > 1 else None
+    index = None  # of the loader: evaluation steps are called with (batch, batch_idx, dataloader_idx)
+    if len(arguments) > 1:
+        index = arguments[1]
     if hook != "training_step" and isinstance(index, int) and index < len(every):
         every = [every[index]]
     found = [_sizes(loader) for loader in every]
@@ -278,7 +293,9 @@ def _sizes(loader: Any) -> tuple[int, ...]:
         rest = len(sampler.sampler) % size  # type: ignore[union-attr]
     except (AttributeError, TypeError):  # a stream, or a sampler without length
         return (size,)
-    return (size, rest) if rest else (size,)
+    if rest:
+        return (size, rest)
+    return (size,)
 
 
 _TOLERANCE = 1e-5  # relative; rounding in another order is less
@@ -348,7 +365,9 @@ def _with_columns_in_order(value: Any, order: list[int]) -> Any:
             return leaf
         if leaf.dim() > 1 and leaf.shape[:2] == (len(order), len(order)):
             return leaf[:, order]
-        return leaf[order] if leaf.shape[0] == len(order) else leaf
+        if leaf.shape[0] == len(order):
+            return leaf[order]
+        return leaf
 
     return map_leaves(ordered, value)
 
@@ -367,7 +386,9 @@ def rows_by_results(run: Callable[[MicroBatch], Observed | None], batch: MicroBa
     if setup.ends_here:
         whole, permuted, *halves = [some.results for some in observed if some is not None]
         outputs = _same_outputs(whole.output, [half.output for half in halves], [part.size for part in parts])
-        found = bool(whole.logs) if outputs is None else outputs
+        found = bool(whole.logs)
+        if outputs is not None:
+            found = outputs
         found = found and _same_logs(whole, permuted)
     return bool(broadcast_json(found, setup.groups.pipeline, setup.device, setup.last_rank))
 

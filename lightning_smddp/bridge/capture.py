@@ -364,7 +364,7 @@ class StepCapture:
         return self._metrics
 
     def _without_pipeline(self) -> AbstractContextManager[None]:
-        """Metrics talk to replicas only: the other ranks of the pipeline do not call them now."""
+        """Here metrics do not wait for the pipeline's other ranks, which do not call them now."""
         if self.pipeline_metrics is None:
             return nullcontext()
         return self.pipeline_metrics.local()

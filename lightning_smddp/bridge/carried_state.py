@@ -88,7 +88,9 @@ def _find_carried(step: LightningStep, microbatch: MicroBatch, device: torch.dev
         finally:
             step.forget()
     same = second is not None and abs(second - first) <= _ROUNDING * max(abs(first), abs(second))
-    return None if same or first != first else _carried_in(changed[0])
+    if same or first != first:  # nan is no loss to compare with
+        return None
+    return _carried_in(changed[0])
 
 
 def _carried_in(attribute: str) -> str:

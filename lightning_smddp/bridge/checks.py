@@ -112,7 +112,9 @@ def check_at_start(partitioned: PartitionedModule, step: LightningStep, microbat
     reference, setup = partitioned.plan.reference, partitioned.setup
     if reference is None:
         return
-    index = len(microbatches) - 1 if reference.of_trace else 0  # of the micro-batch that the reference ran on
+    index = 0  # of the micro-batch that the reference ran on
+    if reference.of_trace:
+        index = len(microbatches) - 1
     failure: VerificationError | None = None
     try:
         _compare_with_reference(partitioned, step, index, microbatches[index])
@@ -120,7 +122,10 @@ def check_at_start(partitioned: PartitionedModule, step: LightningStep, microbat
         failure = error
     except LeftCourseError as error:
         failure = VerificationError(str(error), partitioned.findings)
-    text = None if failure is None else str(failure)
+    # Pipelines are compared apart, but all ranks stop together: else those of the others would wait for this one.
+    text = None
+    if failure is not None:
+        text = str(failure)
     found = [text for text in gather_json(text, setup.world, setup.device) if text is not None]
     if found:
         raise failure or VerificationError(found[0], partitioned.findings)
@@ -204,6 +209,8 @@ class SecondCheck:
         if self.is_over or self._steps in (None, partitioned.setup.module.trainer.global_step):
             return []
         self.is_over = True
+        # A rank on which the plain step fails still goes to the view's end, where it serves the others' operations;
+        # only then do all ranks hear of it.
         alone = replace(microbatch, weight=1.0)
         plain = _gathered(partitioned, _second_plain(partitioned, step, alone, _FIRST_SEED))
         if plain.failed is not None:

@@ -1,4 +1,4 @@
-"""Gradients that a schedule has made, handed over when Lightning calls ``backward``.
+"""Gradients that a schedule has made, given to parameters when Lightning calls ``backward``.
 
 A schedule does forward and backward together, inside ``training_step``. Lightning's closure calls ``training_step``,
 then zeroes gradients, then calls ``backward`` on the returned loss. So the loss that we return is connected to one
@@ -18,7 +18,12 @@ from lightning_smddp.bridge.step import Scale
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 
 
-class _HandOver(torch.autograd.Function):
+class _DeferredBackward(torch.autograd.Function):
+    """Returns the loss; its backward calls ``deliver``. No input of it gets a gradient.
+
+    ``anchor`` is there because autograd calls ``backward`` only of functions with an input that requires a gradient.
+    """
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
         ctx.deliver = deliver
@@ -34,17 +39,23 @@ def connected(loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
     """``loss``, such that a backward pass through it calls ``deliver`` with the gradient that arrives at it."""
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     with torch.enable_grad():
-        result: Tensor = _HandOver.apply(anchor, loss.detach(), deliver)  # type: ignore[no-untyped-call]
+        result: Tensor = _DeferredBackward.apply(anchor, loss.detach(), deliver)  # type: ignore[no-untyped-call]
     return result
 
 
 def factor_of(arrived: Tensor, expected: Scale) -> float:
-    """By how much the gradient at the loss differs from what the schedule assumed. Waits for a device."""
+    """The gradient that arrived at the loss, divided by the one that the schedule assumed. Waits for a device.
+
+    It is 1 unless somebody scales the loss between ``training_step`` and ``backward``, and then gradients that were
+    made already have to be multiplied by it.
+    """
     value, expected = float(arrived), float(expected)
     if value == expected or expected == 0.0:
         return 1.0
     ratio = value / expected
-    return 1.0 if abs(ratio - 1.0) < 1e-6 else ratio
+    if abs(ratio - 1.0) < 1e-6:  # rounding
+        return 1.0
+    return ratio
 
 
 def scale_of(scaler: Any, device: torch.device) -> Scale:

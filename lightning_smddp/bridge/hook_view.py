@@ -1,4 +1,11 @@
-"""Lightning's hooks see the whole of a partitioned module: what user code in them runs within, and what does not."""
+"""Lightning's hooks see the whole of a partitioned module: what user code in them runs within, and what does not.
+
+A rank has only its own part's parameters. Within the view every parameter is there on each rank, and operations on it
+are collective. So user's hooks run within it; where such a hook calls the strategy, its code leaves the view until it
+returns, as it is written for this rank's part::
+
+    Trainer -> on_after_backward (view: all parameters) -> trainer.save_checkpoint (no view: own part) -> back in view
+"""
 
 from __future__ import annotations
 
@@ -76,7 +83,7 @@ class HookView:
 
     @contextmanager
     def installed(self, trainer: Any) -> Iterator[None]:
-        """Until the end of the run."""
+        """Within it, hooks of ``trainer`` run in the view, and the strategy's methods outside of it: for one run."""
         own = vars(self.strategy)
         self._replaced = {name: own[name] for name in _OF_THE_STRATEGY if name in own}
         with ExitStack() as stack:
@@ -86,7 +93,7 @@ class HookView:
             yield
 
     def call_outside(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The strategy's own method."""
+        """Call the strategy's method ``name``, outside of the view, and go back into it."""
         function = self._replaced.get(name) or functools.partial(getattr(type(self.strategy), name), self.strategy)
         self._depth += 1
         try:
@@ -98,6 +105,7 @@ class HookView:
         return result
 
     def _enter_late(self) -> None:
+        """Enter the view for a hook that began before the module was partitioned, which a step in it has done."""
         partitioned = self._partitioned()
         if self._depth == 0 and self._waiting is not None and partitioned is not None:
             self._waiting.enter_context(partitioned.inside_view())
@@ -105,11 +113,15 @@ class HookView:
 
     def _partitioned(self) -> PartitionedModule | None:
         pipelined = self._current()
-        return None if pipelined is None else pipelined.partitioned
+        if pipelined is None:
+            return None
+        return pipelined.partitioned
 
     def _left(self) -> AbstractContextManager[None]:
         partitioned = self._partitioned()
-        return nullcontext() if partitioned is None else partitioned.outside_view()
+        if partitioned is None:
+            return nullcontext()
+        return partitioned.outside_view()
 
     def _around(self, hook: str, owner: Any) -> AbstractContextManager[Any]:
         """What Lightning enters around the call of ``owner``'s ``hook``."""

@@ -1,8 +1,8 @@
 """Copies that stand in for tensors in attributes while a step runs, as it may change them in place.
 
 ``self.hits += (found == y).sum()`` writes into the tensor that the attribute holds. Run once for each micro-batch, each
-would see what the one before has written, and only where the operation is done. With a copy in its place a change
-in place is like an assignment of another tensor.
+would see what the one before has written, and only where the operation is done. With a copy instead of the tensor a
+change in place is like an assignment of another tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _StandIn:
 
 
 class StandIns:
-    """Puts copies in the place of tensors in one container.
+    """Replaces tensors in one container by copies.
 
     Args:
         container: attributes of an object, or a dict among them.
@@ -95,11 +95,19 @@ def tensor_attributes(module: nn.Module) -> Kept:
         for name, value in vars(part).items():
             if name.startswith("_") and name in _OWN:
                 continue
-            inside = tensors(value) if isinstance(value, (Tensor, list, tuple, dict)) else []
-            if inside:
-                written = [(tensor, 0 if tensor.is_inference() else write_count(tensor)) for tensor in inside]
+            if not isinstance(value, (Tensor, list, tuple, dict)):
+                continue
+            written = [(tensor, _writes(tensor)) for tensor in tensors(value)]
+            if written:
                 found[".".join(["self", *filter(None, path.split(".")), name])] = written
     return found
+
+
+def _writes(tensor: Tensor) -> int:
+    """How often ``tensor`` was written in place; torch does not count it of inference tensors."""
+    if tensor.is_inference():
+        return 0
+    return write_count(tensor)
 
 
 def changed_attributes(before: Kept, now: Kept) -> list[str]:

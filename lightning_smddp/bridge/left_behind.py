@@ -445,10 +445,10 @@ class LeftBehind:
             if stage != last_stage:
                 continue
             for where, want in ordered[-1].remote.items():
-                plain = None  # where micro-batches take several paths, and the numbers mean several values
+                agreed = None  # where micro-batches take several paths, and the numbers mean several values
                 if all(note.remote.get(where) == want for note in ordered):
-                    plain = want.plain
-                wanted[name, where] = [want.grows, plain, want.values]
+                    agreed = want.plain
+                wanted[name, where] = [want.grows, agreed, want.values]
         held = []
         for stage, notes in self._held.items():
             for (value,), (_, tensor) in self._combined(_HELD, [notes[index] for index in sorted(notes)]).items():

@@ -66,10 +66,15 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -
         return values[-1]
     if rule in ("rms", "norm"):
         squares = [_precise(value) ** 2 for value in values]
-        of_squares: Rule = "mean" if rule == "rms" else "sum"
+        of_squares: Rule = "sum"
+        if rule == "rms":
+            of_squares = "mean"
         return _as_first(values, reduce_values(of_squares, squares, weights) ** 0.5)
-    if rule == "mean" and any(weights) and not all(weights):  # a loss of nothing is nan
-        values, weights = zip(*[(v, w) for v, w in zip(values, weights, strict=True) if w], strict=True)
+    # A micro-batch of weight 0 (all of its labels ignored, say) has nan for its loss, and nan * 0 is nan: it is left
+    # out. Where all weigh 0, they weigh the same.
+    if rule == "mean" and any(weights) and not all(weights):
+        weighted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+        values, weights = zip(*weighted, strict=True)
     if rule == "mean" and not any(weights):
         weights = [1.0] * len(values)
     if not any(isinstance(value, Tensor) for value in values):
@@ -77,12 +82,16 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -
     device = next(value.device for value in values if isinstance(value, Tensor))
     parts = [torch.as_tensor(value, device=device).squeeze() for value in values]
     stacked = torch.stack(parts)
+    if rule == "sum":
+        return stacked.sum()
+    if rule == "max":
+        return stacked.amax()
     if rule != "mean":
-        if rule == "sum":
-            return stacked.sum()
-        return stacked.amax() if rule == "max" else stacked.amin()
-    dtype = stacked.dtype if stacked.dtype in (torch.float32, torch.float64) else torch.float32
-    precise = torch.float32 if device.type == "mps" else torch.float64
+        return stacked.amin()
+    dtype = torch.float32
+    if stacked.dtype == torch.float64:
+        dtype = torch.float64
+    precise = _most_precise(device)
     shares = from_numbers(weights, precise, device)
     return ((stacked.to(precise) * shares).sum() / sum(weights)).to(dtype)
 
@@ -94,33 +103,46 @@ def _reduce_numbers(rule: Rule, values: Sequence[Any], weights: Sequence[float])
         return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
     if rule == "sum":
         return sum(values)
-    return max(values) if rule == "max" else min(values)
+    if rule == "max":
+        return max(values)
+    return min(values)
 
 
 def reduce_losses(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """The batch's loss out of those of micro-batches: their mean by weight, or their sum where each weighs 1."""
-    adds_up = len(values) > 1 and all(weight == 1.0 for weight in weights)
-    return reduce_values("sum" if adds_up else "mean", values, weights)
+    if len(values) > 1 and all(weight == 1.0 for weight in weights):
+        return reduce_values("sum", values, weights)
+    return reduce_values("mean", values, weights)
 
 
 def reduce_exponentials(values: Sequence[Any], weights: Sequence[float]) -> Any:
     """The batch's value where the logarithms of the values are losses."""
-    return _as_first(values, reduce_losses([_precise(value).log() for value in values], weights).exp())
+    logarithms = [_precise(value).log() for value in values]
+    return _as_first(values, reduce_losses(logarithms, weights).exp())
+
+
+def _most_precise(device: torch.device) -> torch.dtype:
+    """The floating-point type that has the most bits there."""
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def _precise(value: Any) -> Tensor:
-    """In double precision, where there is one."""
+    """``value`` in double precision, where there is one."""
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64)
-    return value.squeeze().to(torch.float32 if value.device.type == "mps" else torch.float64)
+    return value.squeeze().to(_most_precise(value.device))
 
 
 def _as_first(values: Sequence[Any], result: Tensor) -> Any:
-    """A number, or a tensor as usual values are."""
+    """``result`` as a number if ``values`` are numbers, else with the type of the first floating-point tensor."""
     if not any(isinstance(value, Tensor) for value in values):
         return result.item()
-    dtypes = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
-    return result.to(dtypes[0] if dtypes else torch.float32)
+    for value in values:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return result.to(value.dtype)
+    return result.to(torch.float32)
 
 
 def is_loss(name: object) -> bool:
@@ -181,11 +203,14 @@ def learn_rules(
         if expected is None or any(log.name not in part for part in values):
             continue
         given = [part[log.name] for part in values]
+        # Each rule makes a number of the parts' numbers; those that make the whole's number are right. Where several
+        # are, as for what is zero at first: a sum is likely a count, anything else a mean.
         declared: Rule = reduction_name(log.options.get("reduce_fx", "mean")) or "mean"
         if declared == "mean" and is_loss(log.name):
             declared = "loss"
-        # Where several are right, as for what is zero at first: a sum is likely a count, anything else a mean.
-        first: Rule = declared if declared in ("sum", "loss") else "mean"
+        first: Rule = "mean"
+        if declared in ("sum", "loss"):
+            first = declared
         made = {rule: _reduced(rule, given, sizes, weights) for rule in _RULES}
         right = [rule for rule in (first, declared, *_RULES) if _close(expected, made[rule])]
         if right:
@@ -202,7 +227,8 @@ def disagree(rules: Sequence[Rule], values: Values) -> bool:
     if len(numbers) < 2 or len(numbers) != len(values[0]):
         return False
     made = [_reduced(rule, numbers, values[1], values[2]) for rule in rules]
-    return max(made) - min(made) > _SAME * max(map(abs, made)) or any(map(math.isnan, made))
+    spread, largest = max(made) - min(made), max(map(abs, made))
+    return spread > _SAME * largest or any(map(math.isnan, made))
 
 
 def _reduced(rule: Rule, values: Sequence[float], sizes: Sequence[int], weights: Sequence[float]) -> float:
@@ -216,10 +242,17 @@ def _reduced(rule: Rule, values: Sequence[float], sizes: Sequence[int], weights:
 
 
 def _numbers(logs: Sequence[Log]) -> dict[str, float]:
-    return {log.name: value for log in logs if (value := _number(log)) is not None}
+    """By name, what was logged that is a number; of several calls the last."""
+    found = {}
+    for log in logs:
+        value = _number(log)
+        if value is not None:
+            found[log.name] = value
+    return found
 
 
 def _number(log: Log) -> float | None:
+    """None for metrics and what they returned: those see the whole batch, so they need no rule."""
     if log.metric is not None or log.is_whole:
         return None
     return _plain(log.value)

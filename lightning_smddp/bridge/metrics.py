@@ -102,7 +102,10 @@ class MetricRecorder:
 
     def _wrap(self, name: str, metric: AnyMetric, method: str) -> Callable[..., Any]:
         # `forward` as the class has it: whoever wrapped the instance's wants to see the user's modules only.
-        original = type(metric).forward.__get__(metric) if method == "forward" else getattr(metric, method)
+        if method == "forward":
+            original = type(metric).forward.__get__(metric)
+        else:
+            original = getattr(metric, method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.busy:
@@ -144,8 +147,9 @@ class MetricRecorder:
         with isolated(metric, keep_state=method == "compute"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about few rows; about the batch's, it will warn again
             try:
-                for earlier in self.calls if method == "compute" else ():
-                    if earlier.metric == name:
+                # `compute` in a step shows the rows so far: it needs this micro-batch's updates, only recorded so far.
+                for earlier in self.calls:
+                    if method == "compute" and earlier.metric == name:
                         getattr(metric, earlier.method)(*earlier.args, **earlier.kwargs)
                 result = function()
             except (ValueError, RuntimeError, IndexError):  # which the whole batch will raise again, if it is at fault
@@ -175,7 +179,10 @@ def isolated(metric: AnyMetric, keep_state: bool) -> Iterator[None]:
                 continue
             member.distributed_available_fn = never
             for name, state in member.metric_state.items():
-                setattr(member, name, state.clone() if isinstance(state, Tensor) else list(state))
+                if isinstance(state, Tensor):
+                    setattr(member, name, state.clone())
+                else:
+                    setattr(member, name, list(state))
         if not keep_state:
             metric.reset()
         yield
@@ -191,7 +198,9 @@ def never() -> bool:
 
 
 def _zero(leaf: Any) -> Any:
-    return torch.zeros_like(leaf, requires_grad=False) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return torch.zeros_like(leaf, requires_grad=False)
+    return leaf
 
 
 # ---- for the whole batch ---------------------------------------------------------------------------------------------
@@ -225,11 +234,13 @@ def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:
     if all(isinstance(value, list) for value in values):
         return [entry for value in values for entry in value]
     if all(isinstance(value, (tuple, Mapping)) and len(value) == len(first) for value in values):
-        keys = list(first) if isinstance(first, Mapping) else range(len(first))
-        merged = [_merge([value[key] for value in values], sizes, rule) for key in keys]
-        return dict(zip(keys, merged, strict=True)) if isinstance(first, Mapping) else tuple(merged)
+        if isinstance(first, Mapping):
+            return {key: _merge([value[key] for value in values], sizes, rule) for key in first}
+        return tuple(_merge([value[i] for value in values], sizes, rule) for i in range(len(first)))
     is_count = all(type(value) is int for value in values) and values == sizes
-    return sum(values) if is_count or (rule == "sum" and isinstance(first, (Tensor, float))) else combine(values, sizes)
+    if is_count or (rule == "sum" and isinstance(first, (Tensor, float))):
+        return sum(values)
+    return combine(values, sizes)
 
 
 _ATTRIBUTES = ("compute", "dist_sync_fn", "distributed_available_fn")
@@ -257,7 +268,9 @@ class _Among:
     group: dist.ProcessGroup | None
 
     def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return gather_all_tensors(tensor, self.group if group is None else group)
+        if group is None:
+            group = self.group
+        return gather_all_tensors(tensor, group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Among:
         return self  # process groups cannot be copied
@@ -358,7 +371,10 @@ class PipelineMetrics:
 
         Needed before metrics with persistent states are saved.
         """
-        wanted = sorted(self._changed if names is None else self._changed & set(names))
+        changed = self._changed
+        if names is not None:
+            changed = changed & set(names)
+        wanted = sorted(changed)
         if not wanted:
             return
         self._changed -= set(wanted)

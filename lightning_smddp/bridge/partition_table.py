@@ -48,7 +48,9 @@ def resources_for(
     copies = max([_state_copies(optimizer) for optimizer in optimizers], default=0)
     sizes = {}
     for name, parameter in module.named_parameters():
-        share = 2 + copies if parameter.requires_grad and optimizers else 1
+        share = 1
+        if parameter.requires_grad and optimizers:
+            share = 2 + copies  # the parameter, its gradient and the optimizer's states
         sizes[name] = parameter.numel() * parameter.dtype.itemsize * share
         if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
             sizes[name] += parameter.numel() * torch.bfloat16.itemsize
@@ -144,10 +146,14 @@ def describe(
             parameters = _count(sum(counts[name] for name in names))
             rows.append((f"rank {rank}", f"{100 * seconds / total:.0f} % of the time, {parameters} parameters"))
     if len(microbatches) > 1 and (norms := looks_at_other_rows(module)):
-        which = f"{norms[0]} and {len(norms) - 1} more" if len(norms) > 1 else norms[0]
+        which = norms[0]
+        if len(norms) > 1:
+            which += f" and {len(norms) - 1} more"
         rows.append(("note", f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
     line = advice(replace(_setting(plan, options, resources, microbatches), stays_whole=weighting is None))
-    return rows if line is None else [*rows, ("advice", line)]
+    if line is not None:
+        rows.append(("advice", line))
+    return rows
 
 
 def looks_at_other_rows(module: nn.Module) -> list[str]:
@@ -200,7 +206,9 @@ def _range(modules: Sequence[str | None]) -> str:
     names = list(dict.fromkeys(str(name) for name in modules))
     if not names:
         return "no module"
-    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} .. {names[-1]}"
 
 
 def _count(number: Any) -> str:

@@ -243,7 +243,9 @@ class PartitionedModule(ModuleState):
             if step.trains:
                 return None
             shared = broadcast_structure(state, setup.groups.pipeline, setup.last_rank, setup.device)
-            return shared if shared is None or isinstance(shared, KeptState) else KeptState(**shared)
+            if shared is None or isinstance(shared, KeptState):
+                return shared
+            return KeptState(**shared)
 
         tolerance = tolerance_of(self.plan.is_exact, setup.device)
         found = try_results(run, share, rows, parts, step.capture, step.key, tolerance, weighting.kind == "rows")
@@ -316,7 +318,9 @@ class PartitionedModule(ModuleState):
     # ---- random numbers ----
 
     def _share_random(self, torch_too: bool = True) -> SharedRandom:
-        device = self.setup.device if torch_too else None
+        device = None
+        if torch_too:
+            device = self.setup.device
         return share_random(self.setup.module, device, self.setup.groups.host)
 
     def separate_draws(self) -> None:
@@ -436,14 +440,18 @@ class PartitionedModule(ModuleState):
     @override
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         partition = self._partition_of(optimizer)
-        return super().optimized(optimizer) if partition is None else partition.everyones
+        if partition is None:
+            return super().optimized(optimizer)
+        return partition.everyones
 
     def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition | None:
         return next((partition for partition in self.optimizers if partition.optimizer is optimizer), None)
 
     @override
     def report(self) -> CommunicationReport | None:
-        return None if self.replicas is None else self.replicas.report()
+        if self.replicas is None:
+            return None
+        return self.replicas.report()
 
     def close(self) -> None:
         """Free what averaging over replicas holds."""

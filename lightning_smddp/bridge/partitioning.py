@@ -151,10 +151,14 @@ class Partitioning:
         first, last, last_index = self.microbatches[0], self.microbatches[-1], len(self.microbatches) - 1
 
         def find_loss(result: Any) -> Tensor | None:
-            return loss_of(result, step.hook) if step.trains else None
+            if not step.trains:
+                return None
+            return loss_of(result, step.hook)
 
         step.random = share_random(setup.module, setup.device, Channel(setup.world, setup.device))
-        fetch = None if setup.is_whole() else self._first_values
+        fetch = None
+        if not setup.is_whole():
+            fetch = self._first_values
         trial = Trial(step.alone(last, last_index), step.alone(first), find_loss, fetch)
         with step.random.at(last_index), torch.set_grad_enabled(step.trains):
             return divide(

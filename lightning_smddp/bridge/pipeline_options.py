@@ -65,7 +65,9 @@ class PartitionOptions:
     @property
     def memory_limit(self) -> float | None:
         """Bytes of a rank."""
-        return None if self.memory_limit_gb is None else self.memory_limit_gb * 2**30
+        if self.memory_limit_gb is None:
+            return None
+        return self.memory_limit_gb * 2**30
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class PipelineOptions:
     def stages_per_rank(self) -> int:
         """As given, or as the schedule has it."""
         given = self.partition.stages_per_rank
-        return self.schedule.default_stages_per_rank if isinstance(given, str) else given
+        if isinstance(given, str):
+            return self.schedule.default_stages_per_rank
+        return given
 
     def grid(self, world_size: int) -> PipelineMesh:
         """The ranks' arrangement, and a last look at what depends on their number. Raises ``ValueError``."""

@@ -93,7 +93,9 @@ class PipelinedModule:
         self.shown: set[str] = set()
         self.host_values = HostValues()
         self._agreement = BatchAgreement(groups.pipeline, device, groups.host, self.host_values)
-        replicas = groups.data_parallel_group if setup.num_replicas > 1 else None
+        replicas = None
+        if setup.num_replicas > 1:
+            replicas = groups.data_parallel_group
         self.metrics = PipelineMetrics(module, groups.pipeline, setup.last_rank, device, replicas)
         self.capture = StepCapture(module, metrics=self.metrics)
         self._cutter = BatchCutter(setup, self.host_values)
@@ -106,18 +108,24 @@ class PipelinedModule:
     @property
     def partitioned(self) -> PartitionedModule | None:
         """The module with its stages, while it has some."""
-        return self.state if isinstance(self.state, PartitionedModule) else None
+        if isinstance(self.state, PartitionedModule):
+            return self.state
+        return None
 
     @property
     def replicated(self) -> ReplicatedModule | None:
         """The module whose training steps run as a whole on every rank, if it is one."""
-        return self.state if isinstance(self.state, ReplicatedModule) else None
+        if isinstance(self.state, ReplicatedModule):
+            return self.state
+        return None
 
     @property
     def view(self) -> GlobalView | None:
         """The module as a whole, for hooks; None where each rank has it anyway."""
         partitioned = self.partitioned
-        return None if partitioned is None else partitioned.view
+        if partitioned is None:
+            return None
+        return partitioned.view
 
     def to_device(self) -> None:
         """Move the module to the device if it has memory and fits as a whole; else its parts go when there are some.
@@ -243,8 +251,10 @@ class PipelinedModule:
         is_shown = step.trains or not self.shown
         self.shown.add(step.hook)
         if is_shown and self.setup.options.gradients.communication.verbose and dist.get_rank() == 0:
-            stays_whole = step.trains and self._cutter.is_whole(step)
-            print_partition(step.hook, partitioned, parts, None if stays_whole else weighed.weighting)
+            weighting = None  # where a training step's batches are one micro-batch
+            if not (step.trains and self._cutter.is_whole(step)):
+                weighting = weighed.weighting
+            print_partition(step.hook, partitioned, parts, weighting)
         for warning in weighed.warnings:
             warn_on_first_rank(warning)
 
@@ -312,11 +322,15 @@ class PipelinedModule:
     def scale(self) -> Scale:
         """What a gradient scaler multiplies losses by."""
         scaler = self._scaler()
-        return 1.0 if scaler is None else scale_of(scaler, self.setup.device)
+        if scaler is None:
+            return 1.0
+        return scale_of(scaler, self.setup.device)
 
     def _scaler(self) -> Any:
         scaler = getattr(self._precision_plugin, "scaler", None)
-        return scaler if scaler is not None and scaler.is_enabled() else None
+        if scaler is not None and scaler.is_enabled():
+            return scaler
+        return None
 
     # ---- state: see `ModuleState` ----
 
@@ -352,7 +366,9 @@ class PipelinedModule:
     def plan_decision(self) -> Mapping[str, Any] | None:
         """What a resumed run has to know in order to have the same stages."""
         partitioned = self.partitioned
-        return self.known_plan if partitioned is None else partitioned.plan.decision
+        if partitioned is None:
+            return self.known_plan
+        return partitioned.plan.decision
 
 
 def _plain(optimizer: Any) -> Any:

@@ -186,7 +186,9 @@ class SameRanks:
     def _require_equal(self, gathered: Sequence[Sequence[float]]) -> None:
         first = gathered[0]
         for rank, values in enumerate(gathered):
-            tolerance = 0.0 if self.device.type == "cpu" else _ROUNDING
+            tolerance = _ROUNDING
+            if self.device.type == "cpu":
+                tolerance = 0.0
             if _differ(values[0], first[0], tolerance):
                 what = f"the loss of {self._name} is {values[0]!r} on rank {rank} of the pipeline and {first[0]!r} on"
             elif any(_differ(a, b, 0.0) for a, b in zip(values[1:], first[1:], strict=True)):
@@ -209,7 +211,10 @@ class SameRanks:
         for name, state in to_plain(self._states.capture()).items():
             parts = state if isinstance(state, dict) else {"": state}
             for key, part in parts.items():
-                data = part.numpy().tobytes() if isinstance(part, Tensor) else repr(part).encode()
+                if isinstance(part, Tensor):
+                    data = part.numpy().tobytes()
+                else:
+                    data = repr(part).encode()
                 checksum = zlib.crc32(f"{name}{key}".encode() + data, checksum)
         return checksum
 

@@ -36,7 +36,7 @@ _NOTHING = 1e-8  # what rounding leaves of what should be zero
 
 @dataclass
 class Findings:
-    """Plain data, to be sent.
+    """What trials of a step have shown; it consists of what JSON can say, as it is sent to other ranks.
 
     Attributes:
         rules: of logged values, by name.
@@ -54,16 +54,16 @@ class Findings:
     differences: Differences = field(default_factory=dict)
 
     def to_json(self) -> Any:
-        """Plain data."""
+        """What :meth:`from_json` takes."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Findings:
-        """The inverse."""
+        """The findings of which ``data`` was made by :meth:`to_json`."""
         return cls(**data)
 
     def after(self, earlier: Findings) -> Findings:
-        """These, where ``earlier`` ones have left a doubt."""
+        """These, of a second trial; a name's rule is the ``earlier`` trial's where that left no doubt of it."""
         doubts = {}
         for name in self.doubts.keys() & earlier.doubts.keys():
             both = [rule for rule in earlier.doubts[name] if rule in self.doubts[name]]
@@ -73,7 +73,11 @@ class Findings:
         return replace(self, rules={**self.rules, **decided}, doubts=doubts)
 
     def beside(self, earlier: Findings) -> Findings:
-        """These of a later batch, and ``earlier`` ones; what they say otherwise is a difference."""
+        """These of a later batch together with ``earlier`` ones; where they contradict each other is a difference.
+
+        A name may have several rules that explain its values. Those that explain both batches are left; if none does,
+        the values have no rule.
+        """
         found = replace(self, rules=dict(self.rules), doubts=dict(self.doubts), differences=dict(self.differences))
         for name, rule in earlier.rules.items():
             before = now = earlier.doubts.get(name, [rule])
@@ -149,6 +153,7 @@ def try_results(
     Returns:
         What was found; nothing where ``run`` gives None.
     """
+    # The rows at once, twice, and each part alone. What differs between the first two runs is chance.
     whole, again, *alone = [run([some], None) for some in (rows, rows, *parts)]
     findings = Findings()
     if whole is not None:
@@ -164,7 +169,10 @@ def try_results(
     by_chance: set[str] = set()
     if whole is not None and again is not None:
         by_chance = set(_differences(whole, again, tolerance))
+    # Now the parts as micro-batches, combined by what was learned: this has to give what the rows at once gave.
     findings.differences = _compared(run, None, whole, parts, by_chance, tolerance)
+    # And once more with attributes as a step leaves them: a running mean is right only for the first batch. The rank
+    # where the step ends knows them; all ranks have to run with them.
     kept = None
     if whole is not None and not findings.differences:
         kept = KeptState.of(whole.results)
@@ -253,7 +261,9 @@ def tolerance_of(is_exact: bool, device: torch.device) -> float:
     """What rounding may explain; convolutions on GPUs round fp32 to TF32 and choose algorithms by the batch's size."""
     if not is_exact:
         return MIXED
-    return EXACT if device.type == "cpu" else 20 * EXACT
+    if device.type == "cpu":
+        return EXACT
+    return 20 * EXACT
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -267,7 +277,9 @@ def _differences(one: Observed, other: Observed, tolerance: float) -> Difference
             found[what] = (_text(first.get(what), "not there"), _text(second.get(what), "not there"))
         elif not _same(first[what], second[what], tolerance):
             texts = _text(first[what]), _text(second[what])
-            found[what] = texts if texts[0] != texts[1] else (texts[0], "of other values")
+            if texts[0] == texts[1]:
+                texts = texts[0], "of other values"
+            found[what] = texts
     return found
 
 
@@ -277,7 +289,9 @@ def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
     counts: dict[str, int] = {}
     for log in results.logs:
         counts[log.name] = counts.get(log.name, 0) + 1
-        again = "" if counts[log.name] == 1 else f" (call {counts[log.name]})"
+        again = ""
+        if counts[log.name] > 1:
+            again = f" (call {counts[log.name]})"
         if log.metric is None:
             yield f"the logged {log.name!r}{again}", log.value
     roots: list[tuple[str, Any]] = [(f"the metric {name!r}", count) for name, (count, _) in results.metrics.items()]
@@ -287,10 +301,10 @@ def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
     roots.append((RETURNED, results.output))
     for root, structure in roots:
         for path, leaf in items(structure):
-            yield (
-                (f"{root}{path_text(path)}" if root.startswith("self") else f"{root} {path_text(path)}".rstrip()),
-                leaf,
-            )
+            if root.startswith("self"):
+                yield f"{root}{path_text(path)}", leaf
+            else:
+                yield f"{root} {path_text(path)}".rstrip(), leaf
 
 
 def _attribute(where: Sequence[Any]) -> str:
@@ -299,14 +313,14 @@ def _attribute(where: Sequence[Any]) -> str:
 
 def _same(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, float) and isinstance(other, (int, float)):
-        return (
-            one == other
-            or (one != one and other != other)
-            or math.isclose(one, other, rel_tol=tolerance, abs_tol=_NOTHING)
-        )
+        if one == other or (math.isnan(one) and math.isnan(other)):
+            return True
+        return math.isclose(one, other, rel_tol=tolerance, abs_tol=_NOTHING)
     if not hasattr(one, "shape") or not hasattr(other, "shape"):
         same = one == other
-        return same if isinstance(same, bool) else True  # objects that do not tell
+        if not isinstance(same, bool):  # objects that do not tell
+            return True
+        return same
     first, second = torch.as_tensor(one), torch.as_tensor(other)
     if first.shape != second.shape or first.is_floating_point() != second.is_floating_point():
         return False
@@ -323,7 +337,9 @@ def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if not torch.equal(finite, other.isfinite()):
         return False
     one, other = one[finite].double(), other[finite].double()
-    largest = float(one.abs().max()) if one.numel() else 0.0
+    largest = 0.0
+    if one.numel():
+        largest = float(one.abs().max())
     return bool(((one - other).abs() <= tolerance * largest + _NOTHING).all())
 
 
@@ -334,4 +350,6 @@ def _text(value: Any, absent: str = "") -> str:
         value = value.item()
     if hasattr(value, "shape"):
         return f"of shape {list(value.shape)}"
-    return f"{value:.6g}" if isinstance(value, float) else repr(value)[:40]
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return repr(value)[:40]

@@ -141,7 +141,9 @@ class LightningStep:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
         index += self.offset
         capture = self.capture.microbatch(index, microbatch.size, keep, microbatch.weight, self.key)
-        return capture if self.random is None else self.random.around(index, keep, capture)
+        if self.random is None:
+            return capture
+        return self.random.around(index, keep, capture)
 
     def follows(self, tensor: Tensor) -> bool:
         """See :class:`~lightning_smddp.pipeline.runtime.staged_step.Step`."""
@@ -216,7 +218,9 @@ class LightningStep:
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    return leaf
 
 
 def _version(tensor: Tensor) -> int:
@@ -235,12 +239,16 @@ def loss_of(result: Any, hook: str = "training_step", detached: bool = False) ->
             )
         return loss.reshape(())
     if loss is None:
-        what = "None" if result is None else f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
+        what = "None"
+        if result is not None:
+            what = f"a dict without 'loss' (it has {', '.join(map(repr, result))})"
         raise SplitError(
             f"`{hook}` returned {what}. In a pipeline every batch needs a loss: a batch cannot be skipped on one stage "
             "alone. Return a loss of zero that depends on the output, such as `0.0 * output.sum()`."
         )
-    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    shape = f"a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        shape = f"a tensor of shape {tuple(loss.shape)}"
     raise SplitError(
         f"The loss that `{hook}` returned is {shape}. It has to be a scalar tensor, such as `loss.mean()`."
     )

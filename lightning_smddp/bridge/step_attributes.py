@@ -2,6 +2,17 @@
 
 Two things are followed: lists that grow (attributes, and lists that are members of a list or dict), and attributes
 that are set to another tensor, number or string (or a structure of these), or hold a tensor that is changed in place.
+
+Each micro-batch starts from what the attributes were before the batch, and what they came to is combined::
+
+    self.rows += len(batch)        0 -> 4, 0 -> 4    8: a count of rows adds up
+    self.calls += 1                0 -> 1, 0 -> 1    1: one call for the batch
+    self.losses.append(loss)       [2.0], [4.0]      [3.0]: weighted as the loss is
+    self.outputs.append(tensor)    4 rows, 4 rows    one tensor of 8 rows
+
+A number alone does not say which of these it is: a trial of some rows and of their parts does (``learn_steps``), and
+where an integer first moves later, one of that batch (``settle``). ``per_row`` keeps what was learned, see ``adds_up``,
+``is_set`` and ``is_set_to_sum``.
 """
 
 from __future__ import annotations
@@ -57,7 +68,7 @@ class AttributeWatch:
         self._stand_ins = StandIns(vars(module), self.attributes, lambda name: is_trace or name in self.in_place)
 
     def growth(self) -> dict[AttrPath, list[Any]]:
-        """What lists have gained."""
+        """What lists have gained: their new members, by the list's path."""
         tails = {}
         for where, found in self._lists():
             known, length = self.lengths.get(where, (found, 0))
@@ -67,7 +78,7 @@ class AttributeWatch:
         return tails
 
     def assigned(self) -> list[Any]:
-        """What attributes were set to."""
+        """What attributes were set to, or hold that was changed in place."""
         self.in_place.update(self._stand_ins.changed())
         return [value for name, value in vars(self.module).items() if self._is_kept(name, value)]
 
@@ -103,10 +114,13 @@ class AttributeWatch:
             if type(after) is list and type(before) is list and _begins_with(after, before):
                 changes.appended[name,] = after[len(before) :]  # `self.list = self.list + [item]`
             else:
-                was = getattr(type(self.module), name, _MISSING) if before is _MISSING else before
+                was = before
+                if before is _MISSING:  # `self.count += 1` reads the class's `count` the first time
+                    was = getattr(type(self.module), name, _MISSING)
                 changes.values[name,] = (was, after)
-                if name in self.in_place and isinstance(before, Tensor) and isinstance(after, Tensor):
-                    changes.in_place |= {(name,)} if before.shape == after.shape else set()
+                are_tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
+                if name in self.in_place and are_tensors and before.shape == after.shape:
+                    changes.in_place |= {(name,)}
             if before is _MISSING:
                 del own[name]
             else:
@@ -166,6 +180,8 @@ def combine_changes(
         appended.append((where, _combine_tails(tails, its_sizes, per_row.get(where, False))))
     values = {}
     for where in dict.fromkeys(where for change in changes for where in change.values):
+        # From the surest to the weakest: integers that are set to the number of rows, integers that are moved, what
+        # a trial has shown to add up, losses, tensors that are written, and else whatever `combine` has a rule for.
         pairs = [(c.values[where], size) for c, size in zip(changes, sizes, strict=True) if where in c.values]
         before, after = pairs[0][0][0], [value for (_, value), _ in pairs]
         its_sizes = [size for _, size in pairs]
@@ -198,13 +214,17 @@ def combine_changes(
 
 def _combine_steps(where: AttrPath, steps: list[int], sizes: list[int], per_row: dict[AttrPath, bool]) -> int:
     """How far a batch moves an integer, by which its micro-batches would: a count of rows or hits, or of calls."""
+    # Steps that differ between micro-batches are no count of calls. Where all are the same, a step of 1 is taken for
+    # a call and another one for hits, unless it is known better.
     if max(sizes) > 1:
         per_row[where] = steps == sizes
     differ = len(set(steps)) > 1
     if differ and sum(map(bool, steps)) > 1:
         per_row[adds_up(where)] = True
     adds = differ or per_row.get(where, False) or per_row.get(adds_up(where), abs(steps[0]) != 1)
-    return sum(steps) if adds else steps[0]
+    if adds:
+        return sum(steps)
+    return steps[0]
 
 
 def adds_up(where: AttrPath) -> AttrPath:
@@ -238,9 +258,10 @@ def learn_steps(
     """
     for name, after in whole.items():
         start, ends = before.get(name), [part.get(name) for part in parts]
-        if not all(_is_number(value) or isinstance(value, Tensor) for value in [start, after, *ends]):
+        everything = [start, after, *ends]
+        if not all(_is_number(value) or isinstance(value, Tensor) for value in everything):
             continue
-        if len({getattr(value, "shape", ()) for value in [start, after, *ends]}) > 1:
+        if len({getattr(value, "shape", ()) for value in everything}) > 1:
             continue
         moved, *steps = [torch.as_tensor(value - start).double() for value in [after, *ends]]
         if not any(step.any() for step in [moved, *steps]):
@@ -316,7 +337,7 @@ def _combine_written(before: Tensor, after: list[Tensor], sizes: list[int]) -> T
 
 
 def _combine_values(values: list[Any], sizes: list[int]) -> Any:
-    """What an attribute is set to; where there is no rule, what the last micro-batch set it to."""
+    """What the batch sets an attribute to; where there is no rule, what the last micro-batch set it to."""
     if not any(tensors(value) for value in values) and all(value == values[0] for value in values):
         return values[0]
     try:
@@ -404,6 +425,10 @@ def settle(
         per_row: gains what is found out for sure: where one micro-batch alone moves it, the sum says nothing.
         owner: of the attribute, for messages.
     """
+    # With `together` what the whole batch moves it by, and `steps` what its micro-batches do:
+    #   together == sum(steps)                    it counts rows or hits
+    #   together == each of steps                 it counts calls
+    #   before + together == sum(before + step)   it is set anew by each step, to what adds up
     together = whole.get(moved.where, moved.before) - moved.before
     if moved.is_new:
         return together, None  # set, or the first of a count: the next batch shows that

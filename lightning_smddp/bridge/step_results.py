@@ -1,6 +1,6 @@
 """What a step that is repeated for micro-batches shows to Lightning: what one process with the whole batch would show.
 
-On the rank that sees the end of the step, ``step_capture.py`` makes :class:`StepResults` of all micro-batches. They are
+On the rank that sees the end of the step, ``capture.py`` makes :class:`StepResults` of all micro-batches. They are
 broadcast, and every rank of the pipeline applies them: each ``self.log`` call once, metrics, lists and attributes of
 the module, and what the step returns.
 """
@@ -23,7 +23,7 @@ from lightning_smddp.wire.broadcast import Channel, HeaderCache, broadcast_struc
 
 @dataclass
 class StepResults:
-    """A step on a whole batch. Plain data and tensors.
+    """What a step on a whole batch shows: plain data and tensors, so that it can be broadcast.
 
     Attributes:
         logs: calls of ``self.log``, in order.
@@ -107,14 +107,19 @@ def broadcast_results(
 
 @dataclass(frozen=True)
 class KeptState:
-    """Items that lists have gained, and values that attributes were set to."""
+    """What a step leaves in its module's attributes, for a trial of what the next step makes of it.
+
+    Attributes:
+        appended: items that lists have gained, by the list's path.
+        attributes: what attributes were set to, by name.
+    """
 
     appended: list[tuple[AttrPath, list[Any]]]
     attributes: dict[str, Any]
 
     @classmethod
     def of(cls, results: StepResults) -> KeptState | None:
-        """None if there is nothing."""
+        """What ``results`` leave in attributes; None if they leave nothing."""
         if not results.appended and not results.attributes:
             return None
         return cls(results.appended, results.attributes)
@@ -135,7 +140,10 @@ class KeptState:
             container = own
             if len(where) > 1:
                 container = own[where[0]] = own[where[0]].copy()
-            before = container[where[-1]] if isinstance(container, list) else container.get(where[-1], [])
+            if isinstance(container, list):
+                before = container[where[-1]]
+            else:
+                before = container.get(where[-1], [])
             container[where[-1]] = [*before, *tail]
 
 
@@ -144,5 +152,6 @@ def _is_zero(value: Any) -> bool:
 
 
 def _moved(value: Any) -> Any:
-    is_number = type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0)
-    return value + 1 if is_number else value
+    if type(value) in (int, float) or (isinstance(value, Tensor) and value.dim() == 0):
+        return value + 1
+    return value

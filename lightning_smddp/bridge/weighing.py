@@ -35,15 +35,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Weighed:
-    """What was found: plain data, to be sent."""
+    """What trials have found of a step; it is sent to the other ranks as JSON.
+
+    Attributes:
+        weighting: of the micro-batches' losses.
+        warnings: for the user.
+        findings: of what the step shows besides its loss.
+        whole: batches run as one micro-batch, as no cut gives one process's numbers.
+    """
 
     weighting: Weighting = field(default_factory=Weighting)
     warnings: list[str] = field(default_factory=list)
     findings: Findings = field(default_factory=Findings)
-    whole: bool = False  # batches run as one micro-batch, as no cut gives one process's numbers
+    whole: bool = False
 
     def warn(self, warning: str | None) -> None:
-        """Tell the user so, if it is anything."""
+        """Keep ``warning`` for the user, if there is one."""
         if warning is not None:
             self.warnings.append(warning)
 
@@ -53,7 +60,7 @@ class Weighed:
 
     @classmethod
     def from_json(cls, data: Any) -> Weighed:
-        """The inverse."""
+        """What :meth:`to_json` was called on."""
         findings = Findings.from_json(data["findings"])
         return cls(Weighting.from_json(data["weighting"]), data["warnings"], findings, data["whole"])
 
@@ -95,7 +102,11 @@ class Weighing:
 
     def _weighed(self, mode: Callable[[nn.Module], None]) -> Weighed:
         runs = _Runs(self, mode)
-        tolerance = EXACT if self.exact else MIXED
+        tolerance = MIXED
+        if self.exact:
+            tolerance = EXACT
+        # First the loss: which weights of micro-batches make theirs the batch's. Then, with these weights, the rest of
+        # what the step shows. `louder` makes values that are nearly alike at the start differ, to tell rules apart.
         louder = functools.partial(amplified, self.module)
         trial = _Differentiated(self, mode)
         weighting, warning = find_weighting(
@@ -124,7 +135,9 @@ class Weighing:
 
     def _judged(self, found: Weighed, buffers: Sequence[str], findings: Findings) -> Weighed:
         """With what is to be said about buffers and results that micro-batches make another, or as one micro-batch."""
-        more = f" and {len(buffers) - 4} more" if len(buffers) > 4 else ""
+        more = ""
+        if len(buffers) > 4:
+            more = f" and {len(buffers) - 4} more"
         reasons = []
         if buffers:
             reasons.append(
@@ -217,7 +230,9 @@ class _Differentiated:
     def __init__(self, weighing: Weighing, mode: Callable[[nn.Module], None]) -> None:
         self.weighing = weighing
         casts = not weighing.exact and all(p.dtype == torch.float32 for p in weighing.module.parameters())
-        self.precisions = (False, True) if casts else (True,)  # in fp32 less is lost in rounding
+        self.precisions: tuple[bool, ...] = (True,)
+        if casts:
+            self.precisions = (False, True)  # in fp32 less is lost in rounding
         self.modes = (as_trained, mode)
 
     def fitting(self, candidates: Sequence[Weighting], conceivable: Sequence[Weighting]) -> Verdict:
@@ -245,7 +260,7 @@ class _Differentiated:
 
 
 def as_trained(module: nn.Module) -> None:
-    """Only what keeps statistics does not look at its rows."""
+    """Put modules with running statistics (BatchNorm) in evaluation mode, where rows do not depend on each other."""
     for child in module.modules():
         if "running_mean" in dict(child.named_buffers(recurse=False)):
             child.eval()
@@ -270,7 +285,7 @@ _FIRST_LOOK, _GROWTH = 4, 2
 
 @dataclass
 class WeightDoubts:
-    """Of a training step.
+    """What makes it doubtful, in the course of training, that weights of micro-batches still are right.
 
     Attributes:
         of_tail: something new has run behind the last module since weights were compared.
