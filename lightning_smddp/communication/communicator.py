@@ -231,6 +231,13 @@ class Communicator:
             self._groups[key] = create_group(global_ranks, name, self.timeout, self.device)
         return self._groups[key]
 
+    def partners(self, purpose: str) -> dist.ProcessGroup | None:
+        """A group of the ranks of equal local rank, one a node; None where a node has no such rank. Collective."""
+        topology = self.topology
+        if topology.local_rank >= topology.num_shards:
+            return None
+        return self._new_group(purpose, topology.shard_owners(topology.local_rank))
+
     def maximum(self, values: list[float]) -> list[float]:
         """The largest of each value over all ranks. Collective."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)

@@ -135,6 +135,7 @@ class TrainerStrategy(_Base):
         """Create the optimizers, which have to be the same on all ranks."""
         super().setup_optimizers(trainer)
         self._checks.require_same_optimizers()
+        self._shard_optimizers()
 
     # ---- training ----
 
@@ -175,7 +176,8 @@ class TrainerStrategy(_Base):
         take_step = super().optimizer_step
 
         def step(closure: Callable[[], Any]) -> Any:
-            return take_step(optimizer, closure, model, **kwargs)
+            with self._stepping():
+                return take_step(optimizer, closure, model, **kwargs)
 
         def trained() -> Any:
             result = closure()
@@ -336,6 +338,13 @@ class TrainerStrategy(_Base):
 
     def _averaging(self) -> AbstractContextManager[None]:
         """Around Lightning's backward pass."""
+        return nullcontext()
+
+    def _shard_optimizers(self) -> None:
+        """Let ranks share the work of the optimizers, which all ranks have. Collective."""
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        """Around an optimizer's step, its closure included."""
         return nullcontext()
 
     def _require_outside_of_step(self) -> None:

@@ -6,7 +6,9 @@ top of their ``DDPStrategy``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
@@ -19,6 +21,7 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.layouts import LayoutRank
+from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
@@ -28,6 +31,7 @@ from lightning_smddp.strategies.options import (
     GradientOptions,
     ReliabilityOptions,
     require_resume,
+    require_shard,
 )
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.session import finish_wrapping
@@ -56,6 +60,8 @@ class DataParallel(TrainerStrategy):
         resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one, as after a restart
             by torchrun, Slurm or SageMaker; ``"never"`` starts from scratch then. None is ``"auto"`` in a SageMaker
             job, else ``"never"``.
+        shard: ``"optimizer"`` has each rank step a share of the parameters and keep that share of the optimizer's state
+            (ZeRO's first stage); CPU ranks of a node have one copy of the parameters.
         communication: timeouts, the cache of measurements, what is printed.
         reliability: faults, stops and checkpoints.
         **kwargs: arguments of ``DDPStrategy`` and of ``DistributedDataParallel``, by name.
@@ -65,6 +71,7 @@ class DataParallel(TrainerStrategy):
         ValueError: an argument is not one of the valid values; the message lists them.
     """
 
+    _sharded: ShardedOptimizers | None = None  # while it trains
     _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
@@ -75,12 +82,14 @@ class DataParallel(TrainerStrategy):
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool | None = None,
         resume: Literal["auto", "never"] | None = None,
+        shard: Literal["optimizer"] | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
         require_known(self, kwargs, self._option_groups)
         require_resume(resume)
+        require_shard(shard)
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
         kwargs = by_name(super().__init__, args, kwargs)
@@ -89,11 +98,22 @@ class DataParallel(TrainerStrategy):
                 f"`ddp_comm_hook` replaces our communication, so algorithm={algorithm!r} and "
                 f"compression={compression!r} would have no effect. Give either the hook or these."
             )
+        if shard is not None and (kwargs.get("ddp_comm_hook") or kwargs.get("model_averaging_period")):
+            raise ValueError(
+                f"shard={shard!r} needs gradients that our communication has made equal on all ranks, so it cannot be "
+                "used with `ddp_comm_hook` or `model_averaging_period`. Give either."
+            )
         if gradient_as_bucket_view is not None:
             kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         super().__init__(**kwargs)
         self._hold_parts(gradients, reliability, resume)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
+        self._shard = shard
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Without memory that this process shares with others."""
+        return {**super().__getstate__(), "_sharded": None}
 
     @property
     def communication_report(self) -> CommunicationReport | None:
@@ -148,6 +168,53 @@ class DataParallel(TrainerStrategy):
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
         return mean_by_sum(super().reduce, tensor, group, reduce_op)
 
+    # ---- optimizers ----
+
+    @override
+    def _shard_optimizers(self) -> None:
+        self._sharded = None
+        if self._shard is not None and self._session.communicator is not None:
+            assert self.lightning_module is not None
+            optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
+            self._sharded = ShardedOptimizers(self.lightning_module, optimizers, self._session.communicator)
+
+    @override
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        if self._sharded is None:
+            yield
+            return
+        self._sharded.stand_next_to_steps()
+        try:
+            yield
+        finally:
+            self._sharded.restore()
+
+    @override
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of a whole optimizer; of a sharded one it is on the first rank alone. Collective then."""
+        if self._sharded is None:
+            return super().optimizer_state(optimizer)
+        if self._interrupted:  # others may be gone; see `_can_save`
+            return {}
+        return self._sharded.whole_state_dict(getattr(optimizer, "optimizer", optimizer))
+
+    @override
+    def _can_save(self, filepath: Any) -> bool:
+        lost = self._sharded is not None and self._interrupted
+        if lost and self.is_global_zero:
+            warnings.warn(
+                f"{filepath} is not saved: an exception ended the run, and with shard='optimizer' the optimizer's "
+                "state is on all ranks, which may be gone. Go on from the last checkpoint before it.",
+                stacklevel=3,
+            )
+        return not lost
+
+    @override
+    def _release_model(self) -> None:
+        if self._sharded is not None:
+            self._sharded.close()
+
     # ---- a run ----
 
     @property
@@ -162,6 +229,8 @@ class DataParallel(TrainerStrategy):
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
+            if self._sharded is not None:
+                rows += self._sharded.describe()
             print_table("smddp: data parallelism", rows, trainer)
 
     @override
@@ -184,8 +253,11 @@ class DataParallel(TrainerStrategy):
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         self._saving.require_fitting_optimizers(checkpoint)
         # States may be files mapped into memory, and optimizers keep what they are given.
-        states = copied(checkpoint["optimizer_states"])
-        super()._load_optimizers({**checkpoint, "optimizer_states": states})
+        if self._sharded is None:
+            states = copied(checkpoint["optimizer_states"])
+            super()._load_optimizers({**checkpoint, "optimizer_states": states})
+        else:
+            self._sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
         self._session.load_state_dict(checkpoint.get(_CHECKPOINT_KEY, {}))
 
     @override

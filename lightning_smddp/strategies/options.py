@@ -160,3 +160,11 @@ def require_resume(resume: Any) -> None:
             "one), 'never', or None: 'auto' in a SageMaker job, else 'never'. To continue from one file, call "
             "`trainer.fit(model, ckpt_path=...)`."
         )
+
+
+def require_shard(shard: Any) -> None:
+    """Raise ``ValueError`` unless ``shard`` is one of the valid values."""
+    if shard not in (None, "optimizer"):
+        raise ValueError(
+            f"shard={shard!r} is unknown. Valid: 'optimizer' (each rank steps a share of the parameters), or None."
+        )

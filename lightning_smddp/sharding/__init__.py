@@ -1,0 +1,1 @@
+"""Sharded data parallelism: what each rank keeps and computes of what all ranks have together."""

@@ -1,0 +1,305 @@
+"""Where the parameters are, and how a step of one rank's share comes to all: two kinds of copies.
+
+=================== ================================== =========================================================
+``NodeCopies``      CPU ranks of one or more nodes     one copy a node, in shared memory: nothing is sent inside it
+``RankCopies``      devices; CPUs without such memory  a copy each: shares are gathered after the step
+=================== ================================== =========================================================
+
+Both hold the parameters' layouts, and are told when a step begins and ends.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_smddp._compat.torch import all_gather_single
+from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.sharding.flat_layout import FlatLayout, Piece, in_memory_order
+from lightning_smddp.sharding.node_memory import NodeMemory, create_file, page_ranges
+
+_WINDOW = 4 * 2**20  # elements that are gathered at a time
+_DIGEST = struct.Struct("<qI")
+_TEXT_BYTES = 200  # of a message in the mesh
+
+
+class Copies(Protocol):
+    """The parameters of some layouts, and the shares that this rank steps.
+
+    Attributes:
+        layouts: all of them.
+        num_shares: in how many shares each is cut.
+        share: the one that this rank steps; None if it steps none.
+    """
+
+    layouts: list[FlatLayout]
+    num_shares: int
+    share: int | None
+
+    def values(self, layout: int, piece: Piece) -> Tensor:
+        """The memory that a step writes for a piece of this rank's share, as one dimension."""
+
+    def begin_step(self) -> None:
+        """Before a step: all ranks have come, so nobody uses the parameters. Collective."""
+
+    def end_step(self) -> None:
+        """After a step: all ranks' shares are in all copies when it returns. Collective."""
+
+    def close(self) -> None:
+        """Give the parameters memory of their own. Not collective."""
+
+
+class RankCopies:
+    """Each rank has a copy. Parameters keep their memory; a step writes there.
+
+    Args:
+        layouts: cut into as many shares as ``group`` has ranks.
+        group: the ranks that share the optimizer's work.
+    """
+
+    def __init__(self, layouts: list[FlatLayout], group: dist.ProcessGroup) -> None:
+        self.layouts, self._group = layouts, group
+        self.num_shares = dist.get_world_size(group)
+        self.share: int | None = group.rank()
+
+    def values(self, layout: int, piece: Piece) -> Tensor:
+        """See :meth:`Copies.values`."""
+        return _values_of(piece)
+
+    def begin_step(self) -> None:
+        """Nothing: others do not see this rank's parameters."""
+
+    def end_step(self) -> None:
+        """All-gather what changed, some megabytes at a time."""
+        with torch.no_grad():
+            for layout in self.layouts:
+                if any(slot.parameter.requires_grad for slot in layout.slots):
+                    self._gather(layout)
+
+    def _gather(self, layout: FlatLayout) -> None:
+        width = max(high - low for low, high in zip(layout.bounds, layout.bounds[1:], strict=False))
+        for start in range(0, width, _WINDOW):
+            size = min(_WINDOW, width - start)
+            own = torch.zeros(size, dtype=layout.dtype, device=layout.device)
+            self._copy(layout, self._group.rank(), start, own, to_parameters=False)
+            gathered = own.new_empty(size * self.num_shares)
+            all_gather_single(gathered, own, self._group)
+            for share, part in enumerate(gathered.split(size)):
+                if share != self.share:
+                    self._copy(layout, share, start, part, to_parameters=True)
+
+    def _copy(self, layout: FlatLayout, share: int, start: int, window: Tensor, to_parameters: bool) -> None:
+        """Between a window of a share, from its element ``start`` on, and the parameters."""
+        low = layout.bounds[share] + start
+        high = min(low + window.numel(), layout.bounds[share + 1])
+        for piece in layout.pieces(low, high):
+            begin = piece.slot.start + piece.low - low
+            part = window[begin : begin + piece.high - piece.low]
+            values = _values_of(piece)
+            if to_parameters:
+                values.copy_(part)
+            else:
+                part.copy_(values)
+
+    def close(self) -> None:
+        """Nothing: parameters have memory of their own."""
+
+
+class NodeCopies:
+    """The ranks of a node have one copy. See :mod:`~lightning_smddp.sharding.node_memory`.
+
+    Parameters become views of memory that the node's first rank has filled. Creation is collective over the node, and
+    everyone's parameters are equal.
+
+    Args:
+        layouts: of parameters on the CPU, cut into ``num_shares``.
+        mesh: of the node's ranks.
+        share: this rank's; None if it has none, as its node has more ranks than another one.
+        num_shares: of all nodes.
+        between_nodes: this rank and those of other nodes that have the neighbouring shares, one a node, in the order
+            of their shares; None where there is one node.
+
+    Raises:
+        OSError: there is no memory for a copy.
+    """
+
+    def __init__(
+        self,
+        layouts: list[FlatLayout],
+        mesh: NodeMesh,
+        share: int | None,
+        num_shares: int,
+        between_nodes: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.layouts, self._mesh, self._between_nodes = layouts, mesh, between_nodes
+        self.share, self.num_shares = share, num_shares
+        self._memories = [self._map(layout) for layout in layouts]
+        self._homes: list[dict[str, Tensor]] = [
+            self._move(layout, memory) for layout, memory in zip(layouts, self._memories, strict=True)
+        ]
+        self._written: list[Tensor] = []
+
+    def _map(self, layout: FlatLayout) -> NodeMemory:
+        """The first rank's file, in all of the node's ranks."""
+        descriptor = None
+        if self._mesh.rank == 0:
+            descriptor = create_file(layout.numel * layout.dtype.itemsize)
+        arrival = self._mesh.exchange(descriptor=descriptor)
+        if descriptor is None:
+            descriptor = arrival.descriptors[0]
+        try:
+            return NodeMemory(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _move(self, layout: FlatLayout, memory: NodeMemory) -> dict[str, Tensor]:
+        """Let the parameters be views of the node's copy; returns these, by name."""
+        if self._mesh.rank == 0:
+            for slot in layout.slots:
+                values = _shared(memory, layout, slot.start, slot.stop)
+                values.copy_(in_memory_order(slot.parameter.detach(), slot.parameter))
+        self._mesh.exchange()
+        homes = {}
+        for slot in layout.slots:
+            flat = memory.view(layout.dtype, slot.start * layout.dtype.itemsize, slot.parameter.numel())
+            homes[slot.name] = flat.as_strided(slot.parameter.size(), slot.parameter.stride())
+            slot.parameter.data = homes[slot.name]
+        return homes
+
+    def values(self, layout: int, piece: Piece) -> Tensor:
+        """See :meth:`Copies.values`."""
+        start = piece.slot.start
+        return _shared(self._memories[layout], self.layouts[layout], start + piece.low, start + piece.high)
+
+    def begin_step(self) -> None:
+        """Wait for the node's ranks, and put what user code has written since the last step into the copy.
+
+        All ranks write the same, as they would to copies of their own, so each publishes its share of it.
+
+        Raises:
+            ValueError: user code has written other parameters on this rank than on others.
+        """
+        self._bring_home()
+        self._written = [memory.written_pages() for memory in self._memories]
+        if not self._all_wrote_alike():
+            self._require_same_writes()
+        with torch.no_grad():
+            for layout, memory, pages in zip(self.layouts, self._memories, self._written, strict=True):
+                low, high = self._own_range(layout)
+                memory.publish(pages, low * layout.dtype.itemsize, high * layout.dtype.itemsize)
+
+    def end_step(self) -> None:
+        """Send shares to other nodes, wait for the node's ranks, and see the copy again where user code wrote."""
+        if self._between_nodes is not None:
+            for layout, memory in zip(self.layouts, self._memories, strict=True):
+                if any(slot.parameter.requires_grad for slot in layout.slots):
+                    self._gather_between_nodes(layout, memory, self._between_nodes)
+        self._mesh.exchange()
+        for memory, pages in zip(self._memories, self._written, strict=True):
+            memory.drop(pages)
+        self._written = []
+
+    def _own_range(self, layout: FlatLayout) -> tuple[int, int]:
+        """What this rank answers for in its node: its share, and those of its partners in other nodes."""
+        if self.share is None:
+            return 0, 0
+        if self._between_nodes is None:
+            return layout.bounds[self.share], layout.bounds[self.share + 1]
+        first = self.share - self._between_nodes.rank()
+        return layout.bounds[first], layout.bounds[first + dist.get_world_size(self._between_nodes)]
+
+    def _gather_between_nodes(self, layout: FlatLayout, memory: NodeMemory, group: dist.ProcessGroup) -> None:
+        assert self.share is not None
+        first = self.share - group.rank()
+        for other in range(dist.get_world_size(group)):
+            low, high = layout.bounds[first + other], layout.bounds[first + other + 1]
+            for start in range(low, high, _WINDOW):
+                part = _shared(memory, layout, start, min(start + _WINDOW, high))
+                dist.broadcast(part, group=group, group_src=other)
+
+    def _bring_home(self) -> None:
+        """Parameters that were given other memory (``parameter.data = ...``) keep its values, but not the memory.
+
+        Raises:
+            ValueError: their shape or type is another one now.
+        """
+        for layout, homes in zip(self.layouts, self._homes, strict=True):
+            for slot in layout.slots:
+                parameter, home = slot.parameter, homes[slot.name]
+                if parameter.data_ptr() == home.data_ptr():
+                    continue
+                if parameter.shape != home.shape or parameter.dtype != home.dtype:
+                    raise ValueError(
+                        f"{slot.name} was {tuple(home.shape)}, {home.dtype}, and is {tuple(parameter.shape)}, "
+                        f"{parameter.dtype} now. With shard='optimizer' parameters keep their shapes and types."
+                    )
+                home.copy_(parameter.detach())
+                parameter.data = home
+
+    def _all_wrote_alike(self) -> bool:
+        """Whether all ranks of the node have written to the same pages. A barrier, too."""
+        count, digest = 0, 0
+        for pages in self._written:
+            count += pages.numel()
+            digest = zlib.crc32(pages.numpy().tobytes(), digest)
+        mine = _DIGEST.pack(count, digest)
+        arrival = self._mesh.exchange(mine)
+        return all(theirs == mine for theirs in arrival.messages.values())
+
+    def _require_same_writes(self) -> None:
+        """Leave out pages that were written with what was there, as when weights are swapped, and swapped back."""
+        pairs = list(zip(self._memories, self._written, strict=True))
+        self._written = [memory.differing(pages) for memory, pages in pairs]
+        names = self._names_on(self._written)
+        is_same = self._all_wrote_alike()
+        told = self._mesh.exchange(", ".join(names).encode()[:_TEXT_BYTES] or b"none")
+        if is_same:
+            for (memory, before), now in zip(pairs, self._written, strict=True):
+                memory.drop(before[~torch.isin(before, now)])
+            return
+        describe, ranks = self._mesh.topology.describe, self._mesh.topology.local_ranks
+        everyones = {ranks[local]: text.decode(errors="replace") for local, text in told.messages.items()}
+        everyones[self._mesh.topology.rank] = ", ".join(names) or "none"
+        written = "; ".join(f"{describe(rank)}: {text}" for rank, text in sorted(everyones.items()))
+        raise ValueError(
+            f"User code has written to other parameters on some ranks than on others ({written}). Replicas have to "
+            "stay equal: write the same values on every rank, or leave out shard='optimizer' to let them differ."
+        )
+
+    def _names_on(self, written: list[Tensor]) -> list[str]:
+        """Names of the parameters that have something on these pages."""
+        names = []
+        for layout, pages in zip(self.layouts, written, strict=True):
+            size = layout.dtype.itemsize
+            ranges = page_ranges(pages)
+            for slot in layout.slots:
+                low, high = slot.start * size, slot.stop * size
+                if any(begin < high and low < end for begin, end in ranges):
+                    names.append(slot.name)
+        return names
+
+    def close(self) -> None:
+        """Copy the parameters to memory of this rank's own."""
+        if not self._memories:
+            return
+        for layout in self.layouts:
+            for slot in layout.slots:
+                slot.parameter.data = slot.parameter.detach().clone()
+        self._memories = []
+
+
+def _values_of(piece: Piece) -> Tensor:
+    parameter = piece.slot.parameter.detach()
+    return in_memory_order(parameter, parameter)[piece.low : piece.high]
+
+
+def _shared(memory: NodeMemory, layout: FlatLayout, low: int, high: int) -> Tensor:
+    """Elements [low, high) of the layout, in the copy that all ranks see."""
+    size = layout.dtype.itemsize
+    return memory.shared[low * size : high * size].view(layout.dtype)

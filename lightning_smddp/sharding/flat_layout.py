@@ -1,0 +1,167 @@
+"""Which elements of which parameters each rank steps: parameters in a row, cut into shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in the row: elements [start, stop)."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The element behind it."""
+        return self.start + self.parameter.numel()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [low, high) of a parameter, counted in the order in which they lie in memory."""
+
+    slot: Slot
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Parameters of one type and device in a row, with gaps for alignment.
+
+    Attributes:
+        bounds: ``shares + 1`` ascending positions: share *i* is [bounds[i], bounds[i + 1]).
+    """
+
+    slots: tuple[Slot, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all parameters."""
+        return self.slots[0].parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all parameters."""
+        return self.slots[0].parameter.device
+
+    @property
+    def numel(self) -> int:
+        """Elements of the row, gaps included."""
+        return self.bounds[-1]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shares are as long."""
+        width = self.bounds[1]
+        return all(bound == index * width for index, bound in enumerate(self.bounds))
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """What of the parameters lies in [start, stop)."""
+        for slot in self.slots:
+            low, high = max(start, slot.start), min(stop, slot.stop)
+            if low < high:
+                yield Piece(slot, low - slot.start, high - slot.start)
+
+    def pieces_of_share(self, share: int) -> Iterator[Piece]:
+        """What of the parameters lies in a share."""
+        return self.pieces(self.bounds[share], self.bounds[share + 1])
+
+
+def lay_out(named: Sequence[tuple[str, nn.Parameter]], shares: int, splits: bool) -> list[FlatLayout]:
+    """A layout for each type, device and ``requires_grad``.
+
+    Frozen parameters have shares of their own: a model that is mostly frozen is still cut evenly where it is trained.
+
+    Args:
+        named: parameters that :func:`movable` says can be laid in a row.
+        shares: how many.
+        splits: shares are equal, and may begin within a parameter; else each has whole parameters, and they are
+            balanced by size.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append((name, parameter))
+    make = _equal_shares if splits else _whole_parameters
+    return [make(members, shares) for members in kinds.values()]
+
+
+def movable(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[list[tuple[str, nn.Parameter]], list[str]]:
+    """The parameters whose values can be moved to other memory, and the names of those that stay where they are.
+
+    Moved are dense ones of their own memory. Views of one memory, subclasses of tensors, sparse ones, single numbers
+    and empty ones stay, and are stepped by each rank.
+    """
+    owners: dict[int, int] = {}
+    for _, parameter in named:
+        if _is_plain(parameter):
+            key = parameter.untyped_storage().data_ptr()
+            owners[key] = owners.get(key, 0) + 1
+    moved, staying = [], []
+    for name, parameter in named:
+        if _is_plain(parameter) and owners[parameter.untyped_storage().data_ptr()] == 1:
+            moved.append((name, parameter))
+        else:
+            staying.append(name)
+    return moved, staying
+
+
+def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor``, of the shape of ``like``, as one dimension in the order in which ``like`` lies in memory.
+
+    A view where ``tensor`` lies in memory so too, as gradients do; else a copy.
+    """
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
+        return False
+    return (
+        parameter.ndim > 0 and parameter.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
+    )
+
+
+def _aligned(position: int, dtype: torch.dtype) -> int:
+    step = _ALIGNMENT // dtype.itemsize
+    return -(-position // step) * step
+
+
+def _equal_shares(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> FlatLayout:
+    slots, end = [], 0
+    for name, parameter in members:
+        slots.append(Slot(name, parameter, end))
+        end = _aligned(slots[-1].stop, parameter.dtype)
+    width = _aligned(-(-end // shares), members[0][1].dtype)
+    return FlatLayout(tuple(slots), tuple(index * width for index in range(shares + 1)))
+
+
+def _whole_parameters(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> FlatLayout:
+    """The largest parameter first, each to the share that has least so far."""
+    by_size = sorted(members, key=lambda member: -member[1].numel())
+    loads = [0] * shares
+    chosen: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(shares)]
+    for name, parameter in by_size:
+        share = loads.index(min(loads))
+        loads[share] += parameter.numel()
+        chosen[share].append((name, parameter))
+    slots: list[Slot] = []
+    bounds, end = [0], 0
+    for part in chosen:
+        for name, parameter in part:
+            slots.append(Slot(name, parameter, end))
+            end = _aligned(slots[-1].stop, parameter.dtype)
+        bounds.append(end)
+    return FlatLayout(tuple(slots), tuple(bounds))

@@ -1,0 +1,180 @@
+"""An optimizer of which each rank steps a share: ZeRO's first stage.
+
+The user's optimizer stays as it is: its class, its groups, its hooks and its schedules. Only while it steps, its groups
+hold *pieces* instead of parameters: the parts of them that are in this rank's share, each a parameter of its own whose
+gradient is the same part of the whole gradient. So its state is there for these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_smddp.sharding.copies import Copies
+from lightning_smddp.sharding.flat_layout import Piece, in_memory_order
+
+_CACHED_BYTES = 2**20  # a step of many operations on such a piece stays in a CPU's level-2 cache
+
+
+class OptimizerShards:
+    """Lets ``optimizer`` step this rank's share, until :meth:`close`.
+
+    Args:
+        optimizer: of all parameters; parameters that are not in ``copies`` are stepped by every rank.
+        copies: where parameters are.
+        splits: a part of a parameter is stepped as it would be within the whole; else shares have whole parameters.
+
+    Attributes:
+        pieces: for each parameter (by ``id``) its parts that this rank steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, copies: Copies, splits: bool) -> None:
+        self.optimizer, self._copies, self.splits = optimizer, copies, splits
+        self.pieces: dict[int, list[ShardedPiece]] = {}
+        for number, layout in enumerate(copies.layouts):
+            for slot in layout.slots:
+                self.pieces[id(slot.parameter)] = []
+            if copies.share is not None:
+                for piece in layout.pieces_of_share(copies.share):
+                    self.pieces[id(piece.slot.parameter)] += self._cut(number, piece)
+        self._whole: list[list[nn.Parameter]] | None = None  # the groups' parameters, while it steps
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(self._refuse_state),
+            optimizer.register_load_state_dict_pre_hook(self._refuse_state),
+        ]
+        self.stand_next_to_step()
+
+    def _cut(self, layout: int, piece: Piece) -> Iterator[ShardedPiece]:
+        """Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times."""
+        step = piece.high - piece.low
+        parameter = piece.slot.parameter
+        if self.splits and parameter.device.type == "cpu":
+            step = _CACHED_BYTES // parameter.dtype.itemsize
+        for low in range(piece.low, piece.high, step):
+            part = Piece(piece.slot, low, min(low + step, piece.high))
+            values = self._copies.values(layout, part)
+            if not self.splits:
+                values = values.as_strided(parameter.size(), parameter.stride())
+            yield ShardedPiece(part.low, part.high, nn.Parameter(values))
+
+    def stand_next_to_step(self) -> None:
+        """Be the last one before the step and the first one behind it, among hooks that others have registered."""
+        for handle, is_last in zip(self._handles[:2], (True, False), strict=True):
+            hooks = handle.hooks_dict_ref()
+            assert hooks is not None  # the optimizer's own, for as long as it lives
+            hooks.move_to_end(handle.id, last=is_last)
+
+    def parts_of(self, parameter: nn.Parameter) -> list[ShardedPiece]:
+        """What this rank steps of a parameter: all of it, if it is not sharded."""
+        pieces = self.pieces.get(id(parameter))
+        return [ShardedPiece(0, parameter.numel(), parameter)] if pieces is None else pieces
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The closure comes first: it computes gradients of the parameters."""
+        args, kwargs = _closure_called(args, kwargs)
+        self._copies.begin_step()
+        self._take_pieces()
+        return args, kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.restore()
+        self._copies.end_step()
+
+    def _refuse_state(self, *_: Any) -> None:
+        """The optimizer by itself has this rank's state, under no number of the whole's parameters."""
+        if self._whole is None:
+            name = type(self.optimizer).__name__
+            raise RuntimeError(
+                f"With shard='optimizer' this rank has a share of {name}'s state. Call "
+                "`trainer.strategy.optimizer_state(optimizer)` on all ranks for the whole, which the first rank gets, "
+                "or save and load by `trainer.save_checkpoint` and `trainer.fit(..., ckpt_path=...)`."
+            )
+
+    def _take_pieces(self) -> None:
+        self._whole = [group["params"] for group in self.optimizer.param_groups]
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = self._pieces_with_gradients(whole)
+
+    def _pieces_with_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        taken: list[nn.Parameter] = []
+        for parameter in parameters:
+            pieces = self.pieces.get(id(parameter), [])
+            if parameter.grad is not None and pieces:
+                self._share_gradient(parameter, pieces)
+            taken += [part.parameter for part in self.parts_of(parameter)]
+        return taken
+
+    def _share_gradient(self, parameter: nn.Parameter, pieces: Sequence[ShardedPiece]) -> None:
+        assert parameter.grad is not None
+        if not self.splits:
+            for whole in pieces:
+                whole.parameter.grad = parameter.grad
+            return
+        gradient = in_memory_order(parameter.grad, parameter)
+        for part in pieces:
+            part.parameter.grad = gradient[part.low : part.high]
+
+    def restore(self) -> None:
+        """Give the groups their parameters again: after a step, or an error in it."""
+        if self._whole is None:
+            return
+        for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = whole
+        self._whole = None
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                piece.parameter.grad = None
+
+    @contextmanager
+    def as_pieces(self) -> Iterator[None]:
+        """The optimizer has pieces here, as in a step: its ``state_dict`` is this rank's."""
+        self._take_pieces()
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def close(self) -> None:
+        """Leave its steps alone. Its state stays that of the pieces, for :mod:`~.optimizer_states`."""
+        for handle in self._handles[:2]:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class ShardedPiece:
+    """Elements [low, high) of a parameter, which this rank steps.
+
+    Attributes:
+        parameter: they as a parameter of its own, in the memory that a step writes: of one dimension, or, where
+            parameters are not split, of the whole's shape.
+    """
+
+    low: int
+    high: int
+    parameter: nn.Parameter
+
+
+def _closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a step whose closure has been called already. ``args`` begins with the optimizer."""
+    closure: Callable[[], Any] | None = kwargs.get("closure")
+    if len(args) > 1:
+        closure = args[1]
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        loss = closure()
+
+    def known() -> Any:
+        return loss
+
+    if len(args) > 1:
+        return (args[0], known, *args[2:]), kwargs
+    return args, {**kwargs, "closure": known}

@@ -1,0 +1,141 @@
+"""``shard="optimizer"``: the optimizers of a module, of which each rank steps a share (ZeRO's first stage)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.sharding.copies import Copies, NodeCopies, RankCopies
+from lightning_smddp.sharding.elementwise import Granularity, granularity
+from lightning_smddp.sharding.flat_layout import lay_out, movable
+from lightning_smddp.sharding.node_memory import unsupported
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wording import counted
+
+
+class ShardedOptimizers:
+    """All optimizers of a module. Creation and steps are collective.
+
+    Args:
+        module: with equal parameters on all ranks.
+        optimizers: of its parameters.
+        communicator: of the ranks that share the work.
+
+    Attributes:
+        shards: for each optimizer its share on this rank.
+        copies: where the parameters are.
+
+    Raises:
+        ValueError: on every rank, when an optimizer cannot be sharded.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._group, self._device = communicator.group, communicator.device
+        self._reasons: dict[str, str] = {}
+        splits = [self._splits(optimizer) for optimizer in optimizers]
+        self.splits = all(splits)
+        named, self.staying = movable(list(module.named_parameters()))
+        self.meshes: list[NodeMesh] = []
+        self.copies: Copies = self._make_copies(named)
+        self.shards = [OptimizerShards(optimizer, self.copies, self.splits) for optimizer in optimizers]
+
+    def _splits(self, optimizer: Optimizer) -> bool:
+        """Whether parts of parameters may be stepped. Raises ``ValueError`` if not even whole ones."""
+        name = type(optimizer).__name__
+        if hasattr(optimizer, "consolidate_state_dict"):  # as Lightning knows ZeroRedundancyOptimizer and its kind
+            raise ValueError(
+                f"shard='optimizer' and {name} both shard the optimizer. Use one of them: with shard='optimizer', "
+                "return the optimizer that it wraps from `configure_optimizers`."
+            )
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                f"shard='optimizer' cannot shard {name}: its step needs all parameters and gradients at once. Use an "
+                "optimizer that treats parameters one by one, such as AdamW, or leave out shard='optimizer'."
+            )
+        found, why = granularity(optimizer)
+        if found is Granularity.NONE:
+            raise ValueError(
+                f"shard='optimizer' cannot shard {name}: {why}. Use an optimizer that treats parameters one by one, "
+                "such as AdamW, or leave out shard='optimizer'."
+            )
+        if found is Granularity.PARAMETER:
+            self._reasons[name] = why
+        return found is Granularity.ELEMENT
+
+    def _make_copies(self, named: list[tuple[str, nn.Parameter]]) -> Copies:
+        communicator, topology = self._communicator, self._communicator.topology
+        self.note = self._connect(named)
+        if self.note is not None:
+            layouts = lay_out(named, topology.world_size, self.splits)
+            return RankCopies(layouts, communicator.group)
+        share = between_nodes = None
+        num_shares = topology.num_nodes * topology.num_shards
+        if topology.num_nodes > 1:
+            between_nodes = communicator.partners("parameters")
+        if topology.local_rank < topology.num_shards:
+            share = topology.local_rank * topology.num_nodes + topology.node_rank
+        layouts = lay_out(named, num_shares, self.splits)
+        return NodeCopies(layouts, self.meshes[0], share, num_shares, between_nodes)
+
+    def _connect(self, named: list[tuple[str, nn.Parameter]]) -> str | None:
+        """Connect the ranks of this node; returns why they cannot have one copy, if so. Collective."""
+        communicator = self._communicator
+        reason = unsupported()
+        if any(parameter.device.type != "cpu" for _, parameter in named):
+            reason = f"parameters are on {communicator.device.type}"
+        elif all(len(ranks) == 1 for ranks in communicator.topology.nodes):
+            reason = "no node has more than one rank"
+        reason = next((text for text in gather_json(reason, communicator.group, communicator.device) if text), None)
+        if reason is None:
+            self.meshes, reason = NodeMesh.connect(
+                communicator.topology, communicator.group, communicator.device, communicator.timeout
+            )
+        return reason
+
+    def stand_next_to_steps(self) -> None:
+        """Before each step: see :meth:`OptimizerShards.stand_next_to_step`."""
+        for shards in self.shards:
+            shards.stand_next_to_step()
+
+    def restore(self) -> None:
+        """After an error in a step: the optimizers have their parameters again."""
+        for shards in self.shards:
+            shards.restore()
+
+    def whole_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """See :func:`~lightning_smddp.sharding.optimizer_states.whole_state_dict`. Collective."""
+        shards = next(shards for shards in self.shards if shards.optimizer is optimizer)
+        return whole_state_dict(shards, self._group, self._device)
+
+    def load_whole_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load the states of all optimizers, as a checkpoint has them."""
+        for shards, state in zip(self.shards, states, strict=True):
+            load_whole_state_dict(shards, state)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What runs here, in rows of name and value."""
+        how = "parts of parameters" if self.splits else "whole parameters"
+        where = "one copy of the parameters a node" if self.note is None else f"a copy a rank ({self.note})"
+        rows = [("optimizer shards", f"{self.copies.num_shares} of {how}; {where}")]
+        rows += [("note", f"{name} has shares of whole parameters: {why}") for name, why in self._reasons.items()]
+        if self.staying:
+            kept = counted(len(self.staying), "parameter")
+            rows.append(("note", f"{kept} stepped by every rank, as {self.staying[0]!r} is no memory of its own"))
+        return rows
+
+    def close(self) -> None:
+        """Give the parameters memory of their own, and leave the optimizers alone. Not collective."""
+        for shards in self.shards:
+            shards.close()
+        self.copies.close()
+        for mesh in self.meshes:
+            mesh.close()
+        self.meshes = []

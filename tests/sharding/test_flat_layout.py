@@ -1,0 +1,78 @@
+"""Parameters in a row, cut into shares."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_smddp.sharding.flat_layout import in_memory_order, lay_out, movable
+
+
+def named(*sizes, dtype=torch.float32):
+    return [(f"p{index}", nn.Parameter(torch.zeros(size, dtype=dtype))) for index, size in enumerate(sizes)]
+
+
+def covered(layout, shares):
+    """(name, element) -> share; each element of each parameter once."""
+    found = {}
+    for share in range(shares):
+        for piece in layout.pieces_of_share(share):
+            for element in range(piece.low, piece.high):
+                assert (piece.slot.name, element) not in found
+                found[piece.slot.name, element] = share
+    return found
+
+
+def test_equal_shares_cover_each_element_once_and_are_equally_long():
+    members = named(100, 7, 1, 333)
+    for shares in (1, 2, 3, 5):
+        (layout,) = lay_out(members, shares, splits=True)
+        assert layout.is_even
+        assert len(covered(layout, shares)) == 441
+        assert all(slot.start % 16 == 0 for slot in layout.slots)
+
+
+def test_whole_parameters_are_in_one_share_each_and_balanced():
+    (layout,) = lay_out(named(100, 60, 50, 10), 2, splits=False)
+    loads = [sum(piece.high - piece.low for piece in layout.pieces_of_share(share)) for share in (0, 1)]
+    assert sorted(loads) == [110, 110]
+    assert len(set(covered(layout, 2).values())) == 2
+    for share in (0, 1):
+        for piece in layout.pieces_of_share(share):
+            assert (piece.low, piece.high) == (0, piece.slot.parameter.numel())
+
+
+def test_more_shares_than_parameters_leave_some_empty():
+    (layout,) = lay_out(named(3), 4, splits=False)
+    assert [len(list(layout.pieces_of_share(share))) for share in range(4)] == [1, 0, 0, 0]
+
+
+def test_types_and_frozen_parameters_have_layouts_of_their_own():
+    members = [*named(10, 20), ("half", nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)))]
+    members[0][1].requires_grad = False
+    layouts = lay_out(members, 2, splits=True)
+    assert [[slot.name for slot in layout.slots] for layout in layouts] == [["p0"], ["p1"], ["half"]]
+
+
+def test_views_of_one_memory_and_empty_parameters_stay():
+    base = torch.zeros(10)
+    members = [
+        ("view", nn.Parameter(base[:5])),
+        ("other view", nn.Parameter(base[5:])),
+        ("empty", nn.Parameter(torch.zeros(0))),
+        ("expanded", nn.Parameter(torch.zeros(1).expand(5))),
+        ("plain", nn.Parameter(torch.zeros(3))),
+    ]
+    moved, staying = movable(members)
+    assert [name for name, _ in moved] == ["plain"]
+    assert staying == ["view", "other view", "empty", "expanded"]
+
+
+def test_memory_order_is_that_of_the_parameter():
+    weight = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    gradient = torch.arange(24.0).reshape(1, 2, 3, 4)
+    flat = in_memory_order(gradient, weight)
+    assert torch.equal(flat, in_memory_order(weight, weight))
+    same = torch.empty_like(weight)
+    in_memory_order(same, weight).fill_(3.0)
+    assert torch.equal(same, torch.full((1, 2, 3, 4), 3.0))

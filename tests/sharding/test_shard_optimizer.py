@@ -1,0 +1,424 @@
+"""``SMDDPStrategy(shard="optimizer")``: the same numbers as without it, and a share of the optimizer's state each."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_smddp.sharding import sharded_optimizers
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, silent
+
+BOTH = (None, "optimizer")
+
+
+class AdamLearner(Learner):
+    """AdamW on two groups, with a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        first = {"params": self.net[0].parameters(), "lr": 0.05}
+        optimizer = torch.optim.AdamW([first, {"params": self.net[2].parameters()}], lr=0.01, weight_decay=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class FusedLearner(Learner):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
+
+
+class AdafactorLearner(Learner):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+class WritingLearner(AdamLearner):
+    """Changes its weights in hooks, in ways that must act once."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.99)
+                p.data.clamp_(-0.5, 0.5)
+
+    def on_after_backward(self) -> None:
+        with torch.no_grad():
+            self.net[0].bias.add_(0.01)
+
+    def on_train_epoch_end(self) -> None:
+        self.net[2].weight.data = self.net[2].weight.data * 1.5
+
+
+class ClippingLearner(AdamLearner):
+    """WGAN's way: weights are clipped within the step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for p in self.parameters():
+            p.data.clamp_(-0.2, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
+class TwoOptimizers(Learner):
+    """Manual optimization of two optimizers that take turns, one of them with a closure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return (
+            torch.optim.AdamW(self.net[0].parameters(), lr=0.01),
+            torch.optim.RMSprop(self.net[2].parameters(), lr=0.01),
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        loss = self.loss(batch)
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        if batch_idx % 2:
+
+            def closure() -> Any:
+                second.zero_grad()
+                other = self.loss(batch)
+                self.manual_backward(other)
+                return other
+
+            second.step(closure=closure)
+        self.losses.append(loss.item())
+
+
+class BadBatch(AdamLearner):
+    """One batch has a NaN."""
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        return loss * float("nan") if len(self.losses) == 2 else loss
+
+
+class StepHooks(AdamLearner):
+    """Hooks of the optimizer look at its groups before and behind each step, and see whole parameters."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), schedules = super().configure_optimizers()
+        self.seen: list[int] = []
+
+        def look(opt: Any, *_: Any) -> None:
+            self.seen.append(sum(p.numel() for group in opt.param_groups for p in group["params"]))
+
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+        return [optimizer], schedules
+
+    def on_train_end(self) -> None:
+        assert set(self.seen) == {sum(p.numel() for p in self.parameters())}
+
+
+class Unfreezing(Callback):
+    """The first layer trains from the second epoch on, in a group of its own.
+
+    It is frozen behind the wrapping: DDP never averages what is frozen before it, as with ``BaseFinetuning``.
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.net[0].requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.net[0].parameters()), "lr": 0.02})
+
+
+class LastLayer(Learner):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.net[2].parameters(), lr=0.01)
+
+
+class SwapsForValidation(Callback):
+    """Validates with other weights on all ranks, and puts the trained ones back."""
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = [p.detach().clone() for p in pl_module.parameters()]
+        for p in pl_module.parameters():
+            p.data.zero_()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        for p, value in zip(pl_module.parameters(), self.kept, strict=True):
+            p.data.copy_(value)
+
+
+class Validating(AdamLearner):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch), sync_dist=True)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+class Convolution(Learner):
+    """A weight in channels-last order, a layer that is used twice, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def loss(self, batch: Any) -> Any:
+        x = self.frozen(self.frozen(batch[0]))
+        image = x.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        return F.cross_entropy(self.conv(image).flatten(1) * self.scale + self.net(x), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "groups and a schedule": (AdamLearner, {}),
+    "fused": (FusedLearner, {}),
+    "whole parameters": (AdafactorLearner, {}),
+    "clipping by norm": (AdamLearner, {"gradient_clip_val": 0.1}),
+    "clipping by value": (AdamLearner, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulation": (AdamLearner, {"accumulate_grad_batches": 2}),
+    "16-bit": (AdamLearner, {"precision": "bf16-mixed"}),
+    "hooks that write": (WritingLearner, {}),
+    "steps that write": (ClippingLearner, {}),
+    "two optimizers": (TwoOptimizers, {}),
+    "a skipped step": (BadBatch, {}),
+    "hooks of the optimizer": (StepHooks, {}),
+    "unfreezing": (LastLayer, {"callbacks": Unfreezing}),
+    "weights swapped for validation": (Validating, {"callbacks": SwapsForValidation}),
+    "an average of weights": (Validating, {"callbacks": WeightAveraging}),
+    "stochastic weight averaging": (
+        Validating,
+        {"callbacks": lambda: StochasticWeightAveraging(0.02, swa_epoch_start=1), "max_epochs": 3},
+    ),
+    "layouts of memory": (Convolution, {}),
+}
+
+
+def train(case: str, shard: str | None) -> tuple[Outcome, int]:
+    """What training left, and how many elements of optimizer state this rank had."""
+    make, options = CASES[case]
+    options = {"max_epochs": 2, **options}
+    if "callbacks" in options:
+        options["callbacks"] = [options["callbacks"]()]
+    model = make()
+    mode = "skip" if case == "a skipped step" else "error"
+    strategy = silent(shard=shard, on_nonfinite=mode, find_unused_parameters=case == "unfreezing")
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(model)
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    elements = sum(value.numel() for state in states for value in state.values() if torch.is_tensor(value))
+    return outcome(model, trainer), elements
+
+
+def train_both(cases: list[str]) -> dict[str, list[tuple[Outcome, int]]]:
+    return {case: [train(case, shard) for shard in BOTH] for case in cases}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_numbers_as_without_sharding(ranks):
+    cases = [case for case in CASES if case != "a skipped step"]
+    for results in run_trainer_ranks(train_both, ranks, cases, timeout=110.0):
+        for case, ((expected, _), (actual, _)) in results.items():
+            try:
+                assert_equal(actual, expected, tolerance=1e-7)
+            except AssertionError as error:
+                raise AssertionError(f"{case}: {error}") from None
+
+
+def test_each_rank_has_a_share_of_the_optimizer_state():
+    results = run_trainer_ranks(train_both, 2, ["groups and a schedule"])
+    whole = results[0]["groups and a schedule"][0][1]
+    shares = [result["groups and a schedule"][1][1] for result in results]
+    assert all(share < 0.6 * whole for share in shares)
+    assert sum(shares) >= whole - 8  # `step` is counted once a piece
+
+
+def fit_some(shard: str | None, epochs: int, make: Any, path: str | None = None, **options: Any) -> tuple[Any, Any]:
+    model = make()
+    trainer = make_trainer(silent(shard=shard), max_epochs=epochs, **options)
+    trainer.fit(model, ckpt_path=path)
+    return model, trainer
+
+
+def save_and_go_on(folder: str, make: Any) -> dict[str, Any]:
+    """Two epochs at once; and one epoch, a file, and another epoch in the other layout."""
+    found: dict[str, Any] = {}
+    for first, second in ((None, "optimizer"), ("optimizer", None), ("optimizer", "optimizer")):
+        path = str(Path(folder) / f"{first}.ckpt")
+        model, trainer = fit_some(first, 1, make)
+        trainer.save_checkpoint(path)
+        model, trainer = fit_some(second, 2, make, path)
+        found[f"{first} to {second}"] = outcome(model, trainer)
+    model, trainer = fit_some(None, 2, make)
+    found["at once"] = outcome(model, trainer)
+    return found
+
+
+@pytest.mark.parametrize("make", [AdamLearner, AdafactorLearner, Convolution])
+def test_checkpoints_are_the_same_file_with_and_without_it(tmp_path, make):
+    (first, *_) = run_trainer_ranks(save_and_go_on, 2, str(tmp_path), make)
+    for way in ("None to optimizer", "optimizer to None", "optimizer to optimizer"):
+        assert_equal(Outcome([], first[way].weights), Outcome([], first["at once"].weights))
+    whole, sharded = (torch.load(tmp_path / f"{shard}.ckpt", weights_only=True) for shard in BOTH)
+    torch.testing.assert_close(sharded["optimizer_states"], whole["optimizer_states"], rtol=1e-7, atol=1e-7)
+    assert list(sharded) == list(whole)
+    assert (tmp_path / "optimizer.ckpt").stat().st_size < 1.1 * (tmp_path / "None.ckpt").stat().st_size
+
+
+def test_any_number_of_ranks_goes_on_with_a_checkpoint(tmp_path):
+    path = str(tmp_path / "saved.ckpt")
+    run_trainer_ranks(save, 3, path)
+    whole, sharded = (run_trainer_ranks(go_on, 2, path, shard) for shard in BOTH)
+    for actual, expected in zip(sharded, whole, strict=True):
+        assert_equal(actual, expected)
+
+
+def save(path: str) -> None:
+    _, trainer = fit_some("optimizer", 1, AdamLearner)
+    trainer.save_checkpoint(path)
+
+
+def go_on(path: str, shard: str | None) -> Outcome:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The run is not continued exactly: 2 replicas")
+        return outcome(*fit_some(shard, 2, AdamLearner, path))
+
+
+class OneRankWrites(AdamLearner):
+    """The first rank alone changes a weight."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.net[2].bias.data.add_(1.0)
+
+
+class GlobalNormOptimizer(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+            for gradient in gradients:
+                gradient.div_(norm)
+        return super().step(closure)
+
+
+class Lbfgs(Learner):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Zero(Learner):
+    def configure_optimizers(self) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its import
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.01)
+
+
+class Normed(Learner):
+    def configure_optimizers(self) -> Any:
+        return GlobalNormOptimizer(self.parameters(), lr=0.01)
+
+
+def fit_sharded(make: Any) -> None:
+    fit_some("optimizer", 1, make)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (OneRankWrites, "written to other parameters on some ranks than on others .*net.2.bias.*: none"),
+        (Lbfgs, "cannot shard LBFGS: its step needs all parameters and gradients at once"),
+        (Zero, "shard='optimizer' and ZeroRedundancyOptimizer both shard the optimizer"),
+        (Normed, "cannot shard GlobalNormOptimizer: what it does to one parameter depends on others"),
+    ],
+)
+def test_what_cannot_be_is_an_error_on_every_rank(make, message):
+    with pytest.raises(RanksFailedError, match=message) as failed:
+        run_trainer_ranks(fit_sharded, 2, make)
+    assert set(failed.value.tracebacks) == {0, 1}
+    assert not failed.value.hung
+
+
+class Failing(AdamLearner):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise RuntimeError("stop here")
+
+
+def fail(folder: str) -> tuple[bool, bool]:
+    """Whether parameters have memory of their own behind an error, and the optimizer has them."""
+    model = Failing()
+    saving = {"enable_checkpointing": True, "default_root_dir": folder, "callbacks": [OnExceptionCheckpoint(folder)]}
+    trainer = make_trainer(silent(shard="optimizer"), **saving)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # ours, and Lightning's where there is an OnExceptionCheckpoint
+        with pytest.raises(RuntimeError, match="stop here"):
+            trainer.fit(model)
+    assert not list(Path(folder).rglob("*.ckpt"))
+    grouped = {id(p) for group in trainer.optimizers[0].param_groups for p in group["params"]}
+    sizes = [p.untyped_storage().nbytes() == p.numel() * 4 for p in model.parameters()]
+    return all(sizes), grouped == {id(p) for p in model.parameters()}
+
+
+def test_after_an_error_module_and_optimizer_are_whole_and_no_half_checkpoint_is_written(tmp_path):
+    assert run_trainer_ranks(fail, 2, str(tmp_path)) == [(True, True)] * 2
+
+
+def ask_for_state() -> tuple[list[int], str]:
+    """How many parameters have a state in the whole one, and what the optimizer itself says."""
+    _, trainer = fit_some("optimizer", 1, AdamLearner)
+    whole = trainer.strategy.optimizer_state(trainer.optimizers[0])
+    with pytest.raises(RuntimeError) as refused:
+        trainer.optimizers[0].state_dict()
+    assert copy.deepcopy(trainer.strategy)._sharded is None
+    return list(whole["state"]), str(refused.value)
+
+
+def test_the_whole_state_is_asked_of_the_strategy():
+    results = run_trainer_ranks(ask_for_state, 2)
+    assert [numbers for numbers, _ in results] == [[0, 1, 2, 3], []]
+    for _, message in results:
+        assert "With shard='optimizer' this rank has a share of AdamW's state" in message
+
+
+def train_without_shared_copy(case: str) -> list[tuple[Outcome, int]]:
+    sharded_optimizers.unsupported = lambda: "it is switched off for a test"
+    return [train(case, shard) for shard in BOTH]
+
+
+@pytest.mark.parametrize("case", ["groups and a schedule", "whole parameters", "layouts of memory"])
+def test_without_a_shared_copy_shares_are_gathered(case):
+    for (expected, _), (actual, _) in run_trainer_ranks(train_without_shared_copy, 3, case):
+        assert_equal(actual, expected, tolerance=1e-7)
+
+
+def test_a_skipped_step_is_skipped_by_all():
+    for (expected, _), (actual, _) in run_trainer_ranks(train_skipping, 2):
+        torch.testing.assert_close(actual.weights, expected.weights, rtol=1e-7, atol=1e-7)
+
+
+def train_skipping() -> list[tuple[Outcome, int]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*This step is left out")
+        return [train("a skipped step", shard) for shard in BOTH]
+
+
+def test_two_nodes():
+    cases = ["hooks that write", "whole parameters", "layouts of memory"]
+    for results in run_trainer_ranks(train_both, 4, cases, node_ids=["a", "a", "b", "b"]):
+        for (expected, _), (actual, _) in results.values():
+            assert_equal(actual, expected)

@@ -1,0 +1,116 @@
+"""Sharded optimizers on process groups, without Lightning."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_smddp.communication.communicator import Communicator
+from lightning_smddp.sharding.copies import NodeCopies, RankCopies
+from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+
+def adafactor(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(module.parameters(), lr=0.01)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(30, 50), nn.LayerNorm(50), nn.Tanh(), nn.Linear(50, 700), nn.Linear(700, 7))
+
+
+def steps(module: nn.Module, optimizer: torch.optim.Optimizer, count: int = 4) -> list[Tensor]:
+    """Equal gradients on all ranks; hooks write to parameters between steps."""
+    for step in range(count):
+        inputs = torch.randn(4, 30, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        module(inputs).square().mean().backward()
+        optimizer.step()
+        for p in module.parameters():
+            p.data.mul_(0.98)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def sharded(make: Any) -> tuple[list[Tensor], str, int, bool]:
+    module = layers()
+    optimizer = make(module)
+    assert dist.group.WORLD is not None
+    communicator = Communicator(dist.group.WORLD, CPU, timedelta(seconds=20))
+    shards = ShardedOptimizers(module, [optimizer], communicator)
+    weights = steps(module, optimizer)
+    elements = sum(v.numel() for state in optimizer.state.values() for v in state.values())
+    kind = type(shards.copies).__name__
+    shards.close()
+    is_kept = all(torch.equal(p, weight) for p, weight in zip(module.parameters(), weights, strict=True))
+    communicator.close()
+    return weights, kind, elements, is_kept
+
+
+@pytest.mark.parametrize("make", [adamw, adafactor])
+@pytest.mark.parametrize(
+    ("node_ids", "copies"),
+    [(["a", "a"], NodeCopies), (["a", "a", "a"], NodeCopies), (["a", "b", "b"], NodeCopies), (["a", "b"], RankCopies)],
+)
+def test_steps_equal_those_of_one_process(make, node_ids, copies):
+    module = layers()
+    expected = steps(module, make(module))
+    results = run_ranks(sharded, len(node_ids), make, node_ids=node_ids)
+    for weights, kind, _, is_kept in results:
+        assert kind == copies.__name__
+        assert is_kept
+        torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_each_element_has_state_on_one_rank():
+    module = layers()
+    optimizer = adamw(module)
+    steps(module, optimizer)
+    whole = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.ndim > 0)
+    shares = [elements for _, _, elements, _ in run_ranks(sharded, 3, adamw)]
+    assert whole <= sum(shares) <= whole + 3 * 20  # and a `step` for each piece
+    assert max(shares) < 0.36 * whole
+
+
+def differing_writes() -> str:
+    module = layers()
+    optimizer = adamw(module)
+    assert dist.group.WORLD is not None
+    communicator = Communicator(dist.group.WORLD, CPU, timedelta(seconds=20))
+    shards = ShardedOptimizers(module, [optimizer], communicator)
+    module(torch.ones(1, 30)).sum().backward()
+    if dist.get_rank() == 1:
+        kept = module[0].weight.detach().clone()
+        module[0].weight.data.zero_()
+        module[0].weight.data.copy_(kept)  # as it was: no difference
+    optimizer.step()
+    module(torch.ones(1, 30)).sum().backward()
+    if dist.get_rank() == 1:
+        module[0].weight.data.zero_()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    finally:
+        shards.close()
+        communicator.close()
+    return "no error"
+
+
+def test_writes_by_one_rank_alone_are_an_error_with_their_parameters():
+    for message in run_ranks(differing_writes, 2):
+        assert "User code has written to other parameters on some ranks than on others" in message
+        assert "rank 0 (host" in message
+        assert "): none; rank 1" in message
+        assert "0.weight" in message
