@@ -333,7 +333,7 @@ def rows_by_loss(
 
 
 def _try_order(loss: Callable[[MicroBatch], float], batch: MicroBatch, found: Evidence) -> bool | None:
-    """Whether rows can change places; None if the loss is random, or the step cannot be run."""
+    """Whether rows can be reordered; None if the loss is random, or the step cannot be run."""
     order = order_of(batch.size)
     try:
         whole = loss(batch)

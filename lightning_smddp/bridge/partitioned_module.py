@@ -442,7 +442,7 @@ class PartitionedModule(ModuleState):
         partition = self._partition_of(optimizer)
         if partition is None:
             return super().optimized(optimizer)
-        return partition.everyones
+        return partition.all_parameters
 
     def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition | None:
         return next((partition for partition in self.optimizers if partition.optimizer is optimizer), None)

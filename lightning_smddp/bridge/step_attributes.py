@@ -83,7 +83,7 @@ class AttributeWatch:
         return [value for name, value in vars(self.module).items() if self._is_kept(name, value)]
 
     def stands_in(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` shares memory with a copy in the place of one of the attributes' tensors."""
+        """Whether ``tensor`` shares memory with a copy that replaces one of the attributes' tensors."""
         return self._stand_ins.have(tensor)
 
     def settle(self, assigned: Mapping[int, Tensor]) -> None:

@@ -61,7 +61,7 @@ class OptimizerPartition:
         return [parameter for group in self._groups for parameter in group if self._is_mine(parameter)]
 
     @property
-    def everyones(self) -> list[nn.Parameter]:
+    def all_parameters(self) -> list[nn.Parameter]:
         """Those of all ranks, with groups that were added since."""
         self.refresh()
         return self._all()
@@ -250,12 +250,16 @@ class OptimizerPartition:
                 f"{type(self.optimizer).__name__}'s state cannot be gathered: {error}. Between ranks travel tensors, "
                 "numbers, texts, None, and lists, tuples and dicts of these."
             )
-        everyones = gather_json([plain, problem], group, device)
-        problem = next((text for _, text in everyones if text is not None), None)
+        answers = gather_json([plain, problem], group, device)
+        problem = next((text for _, text in answers if text is not None), None)
         if problem is not None:
             raise ValueError(problem)
         gathered = gather_tensors({json.dumps(path): t for path, t in tensors.items()}, group, to_all, device)
         found = {tuple(json.loads(key)): tensor for key, tensor in gathered.items()}
         if not to_all and group.rank() != 0:
             return {}
-        return {name: decode(value, found) for theirs, _ in everyones for name, value in theirs.items()}
+        states: dict[str, Any] = {}
+        for of_rank, _ in answers:  # each parameter's state is sent by one rank
+            for name, value in of_rank.items():
+                states[name] = decode(value, found)
+        return states
