@@ -137,7 +137,7 @@ def test_every_layout(kind: str, sharded: bool, tmp_path: Path) -> None:
 
 def strategy_of(kind: str) -> Any:
     strategies: dict[str, Any] = {"pipeline": PipelineStrategy, "smddp": SMDDPStrategy}
-    return strategies[kind](verbose=False, tuning_cache=False, sharded=True)
+    return strategies[kind](**grouped(verbose=False, tuning_cache=False, sharded=True))
 
 
 def callbacks_case(kind: str, directory: str) -> Any:
