@@ -190,8 +190,8 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     moved: dict[tuple[Any, ...], Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.device.type != "cpu":
-            place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            if place not in moved:
-                moved[place] = value.cpu()
-            state[key] = moved[place]
+            memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            if memory not in moved:
+                moved[memory] = value.cpu()
+            state[key] = moved[memory]
     return state

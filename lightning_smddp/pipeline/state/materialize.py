@@ -61,12 +61,12 @@ def materialize(module: nn.Module, names: Collection[str], device: torch.device,
     with _all_on_meta(module):  # an initialiser sees no values but those that it sets
         for name, child in module.named_modules():
             parameters = dict(child.named_parameters(recurse=False))
-            mine = [key for key, parameter in parameters.items() if id(parameter) in wanted]
+            local = [key for key, parameter in parameters.items() if id(parameter) in wanted]
             buffers = [key for key, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
-            if mine or buffers:
-                initialisation = _Initialisation(module, name, parameters, mine, buffers)
+            if local or buffers:
+                initialisation = _Initialisation(module, name, parameters, local, buffers)
                 values += initialisation.run(device, seed)
-                wanted -= {id(parameters[key]) for key in mine}
+                wanted -= {id(parameters[key]) for key in local}
     for parameter, value in values:
         set_contents(parameter, value)
 
@@ -88,17 +88,18 @@ def _all_on_meta(module: nn.Module) -> Iterator[None]:
 class _Initialisation:
     """One module's own tensors get their first values.
 
-    All of its parameters do, whether they are ``mine`` or not, as they draw from the same random numbers in turn.
+    All of its parameters do, whether this rank holds them (``local``) or not, as they draw from the same random numbers
+    in turn: so a parameter's first values are the same in every layout.
     """
 
     def __init__(
-        self, root: nn.Module, name: str, parameters: dict[str, nn.Parameter], mine: list[str], buffers: list[str]
+        self, root: nn.Module, name: str, parameters: dict[str, nn.Parameter], local: list[str], buffers: list[str]
     ) -> None:
         self.root, self.name, self.module = root, name, root.get_submodule(name)
-        self.parameters, self.mine, self.buffers = parameters, mine, buffers
+        self.parameters, self.local, self.buffers = parameters, local, buffers
 
     def run(self, device: torch.device, seed: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """The parameters that are mine, with their values. Buffers have theirs."""
+        """The parameters that this rank holds, with their values. Buffers have theirs set."""
         initialisers = self._initialisers()
         contents = {key: _blank(parameter, device) for key, parameter in self.parameters.items()}
         for key, parameter in self.parameters.items():
@@ -108,15 +109,17 @@ class _Initialisation:
                 set_contents(getattr(self.module, key), _blank(getattr(self.module, key), device))
             devices = [device] if device.type == "cuda" else []
             with torch.random.fork_rng(devices=devices), torch.no_grad():
-                for place, initialise in initialisers:
-                    torch.manual_seed(_seed(seed, self.name, place))
+                # A seed of its own for each module and each of its initialisers: what is drawn depends neither on
+                # which other modules a rank holds, nor on the order in which they are come to.
+                for caller, initialise in initialisers:
+                    torch.manual_seed(_seed(seed, self.name, caller))
                     initialise()
             self._take_replaced()
             self._check()
         finally:
             for key, parameter in self.parameters.items():
                 swap_contents(parameter, contents[key])
-        return [(self.parameters[key], contents[key]) for key in self.mine]
+        return [(self.parameters[key], contents[key]) for key in self.local]
 
     def _initialisers(self) -> list[tuple[str, Callable[[], object]]]:
         """What sets this module's values, in order, each with the name of the module that it is called for."""
@@ -124,13 +127,13 @@ class _Initialisation:
         own = initializer(self.module)
         if own is not None:
             found.append((f"{self.name}()", own))
-        for place in _outwards(self.name):
-            around = _init_weights_around(self.root, place)
+        for path in _outwards(self.name):
+            around = _init_weights_around(self.root, path)
             if around is not None:
-                found.append((place, partial(around, self.root.get_submodule(place))))
+                found.append((path, partial(around, self.root.get_submodule(path))))
         if not found:
             raise ValueError(
-                f"{self._title()} has {', '.join([*self.mine, *self.buffers])} on the meta device and nothing that "
+                f"{self._title()} has {', '.join([*self.local, *self.buffers])} on the meta device and nothing that "
                 f"sets their first values. Define `reset_parameters(self)` in {type(self.module).__name__}, or create "
                 "it on a real device."
             )
@@ -145,7 +148,7 @@ class _Initialisation:
                 setattr(self.module, key, parameter)
 
     def _check(self) -> None:
-        tensors: list[tuple[str, Tensor]] = [(key, self.parameters[key]) for key in self.mine]
+        tensors: list[tuple[str, Tensor]] = [(key, self.parameters[key]) for key in self.local]
         tensors += [(key, getattr(self.module, key)) for key in self.buffers]
         empty = [key for key, tensor in tensors if _bare(tensor)]
         if empty:
@@ -155,12 +158,16 @@ class _Initialisation:
             )
 
     def _title(self) -> str:
-        return f"{type(self.module).__name__} {self.name!r}" if self.name else type(self.module).__name__
+        if self.name:
+            return f"{type(self.module).__name__} {self.name!r}"
+        return type(self.module).__name__
 
 
 def _outwards(name: str) -> list[str]:
     """``"a.b"`` gives ``["a.b", "a", ""]``."""
-    parts = name.split(".") if name else []
+    parts: list[str] = []
+    if name:
+        parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
@@ -170,8 +177,8 @@ def _seed(*facts: object) -> int:
 
 def _init_weights_around(root: nn.Module, name: str) -> Callable[[nn.Module], object] | None:
     """``_init_weights`` of the innermost module from ``name`` outwards whose signature takes one module."""
-    for place in _outwards(name):
-        method: Any = getattr(root.get_submodule(place), "_init_weights", None)
+    for path in _outwards(name):
+        method: Any = getattr(root.get_submodule(path), "_init_weights", None)
         if callable(method):
             try:
                 inspect.signature(method).bind(root)
@@ -200,4 +207,6 @@ def _bare(tensor: Tensor) -> bool:
 def _marker(dtype: torch.dtype) -> float | int:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).max
+    if dtype == torch.bool:
+        return 0
+    return torch.iinfo(dtype).max

@@ -41,11 +41,14 @@ class SharedBuffers:
                 if node.module is not None:
                     ranks.setdefault(node.module, set()).add(self.rank_of_stage[plan.stage])
         for name, calls in graph.buffers_used.items():
-            units = {next((unit for unit in ranks if f"{call}.".startswith(f"{unit}.")), None) for call in calls}
-            if name in self.ownership.buffers and any(
-                unit is None or ranks[unit] != {self.ownership.buffers[name]} for unit in units
-            ):  # what is between units runs on all stages
-                self._used_elsewhere.add(name)
+            if name not in self.ownership.buffers:
+                continue
+            owner = self.ownership.buffers[name]
+            for call in calls:
+                # A unit is a module that runs whole on a stage; a call belongs to the one that it is inside of.
+                unit = next((unit for unit in ranks if f"{call}.".startswith(f"{unit}.")), None)
+                if unit is None or ranks[unit] != {owner}:  # what is between units runs on all stages
+                    self._used_elsewhere.add(name)
 
     def before_training(self) -> None:
         """All ranks get what training steps use there of what hooks have changed. Collective if that is anything."""
@@ -55,7 +58,10 @@ class SharedBuffers:
 
     def share(self) -> None:
         """All ranks get all that has changed. Collective if anything has."""
-        wanted = set(self.ownership.buffers) if self.trained else set(self._changed_in_hooks)
+        if self.trained:
+            wanted = set(self.ownership.buffers)
+        else:
+            wanted = set(self._changed_in_hooks)
         self._changed_in_hooks.clear()
         self.trained = False
         self._send(wanted)

@@ -67,6 +67,10 @@ class Agreement:
         """
         words = [int(ask), zlib.crc32(f"{detail} {exactly}".encode()), serial]
         local = from_numbers(words, torch.int64, self.device)
+        # One row a rank: (what it asks for, digest of the detail, serial). All ranks read the same rows and decide
+        # alike. In the loop this rank serves what is asked first, and says its own again:
+        #     rank 0: VALUES of w     rank 1: END           -> 1 serves 0, and says END again
+        #     rank 0: VALUES of w     rank 1: GRADIENTS     -> 1 serves 0, and asks again
         while True:
             gathered = [torch.empty_like(local) for _ in range(self.group.size())]
             dist.all_gather(gathered, local, group=self.group)

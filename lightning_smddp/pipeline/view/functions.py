@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,23 +33,31 @@ class ViewFunctions(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(function)
+        # Some calls have a rule of their own; all others run on stand-ins, and their operators come to ViewOperations.
+        # First, values that leave torch: they are fetched, and the function gets plain tensors.
         if name in _READERS:
             args, kwargs = self.view.plain((self.view.stand_in(args), self.view.stand_in(kwargs)))
             return function(*args, **kwargs)
         attribute = getattr(function, "__name__", None)
+        # `.data`, `.grad` and `.requires_grad` of a parameter are those of its stand-in, too.
         if attribute in ("__set__", "__delete__"):
             return self._set(name, attribute, function, args)
         if name == "__deepcopy__":
             shown = self.view.stand_in(args[0])
-            return shown.__deepcopy__(args[1]) if isinstance(shown, GlobalTensor) else function(*args, **kwargs)
+            if isinstance(shown, GlobalTensor):
+                return shown.__deepcopy__(args[1])
+            return function(*args, **kwargs)
         if name == "requires_grad_" and self.view.knows(args[0]):
             return self._flag(args[0], function, args, kwargs)
         if name == "grad" and attribute == "__get__" and self.view.knows(args[0]):
             return self.view.gradient(args[0])
+        # What needs no values (a shape, a hook for gradients, which fires where the parameter is): the module's own.
         kind = kind_of(function, args)
         if kind is Kind.WATCHER or (kind is Kind.METADATA and not asks_for_device(name)):
-            return function(*args, **kwargs)  # a hook for gradients fires where the parameter is
-        within = mode_within_backwards(self) if kind is Kind.BACKWARD else nullcontext()
+            return function(*args, **kwargs)
+        within: AbstractContextManager[Any] = nullcontext()
+        if kind is Kind.BACKWARD:
+            within = mode_within_backwards(self)
         with within:
             result = function(*self.view.stand_in(args), **self.view.stand_in(kwargs))
         if isinstance(result, GlobalTensor):  # in-place operations give the user's own object back
@@ -60,7 +68,9 @@ class ViewFunctions(TorchFunctionMode):
         target = args[0]
         known = self.view.knows(target)
         if name == "grad" and known:
-            value = args[1] if attribute == "__set__" else None
+            value = None
+            if attribute == "__set__":
+                value = args[1]
             return self.view.set_gradient(target, value)
         if name == "requires_grad" and known:
             return self._flag(target, function, args, {})
@@ -126,4 +136,10 @@ def map_tensors(function: Callable[[GlobalTensor], Any], structure: Any) -> Any:
     """``structure`` with ``function`` applied to its global tensors; the same object if there are none."""
     if not any_leaf(lambda leaf: isinstance(leaf, GlobalTensor), structure):
         return structure
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, GlobalTensor) else leaf, structure)
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, GlobalTensor):
+            return function(leaf)
+        return leaf
+
+    return map_leaves(mapped, structure)

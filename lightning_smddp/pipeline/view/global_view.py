@@ -101,6 +101,8 @@ class GlobalView:
             nn.modules.module.register_module_parameter_registration_hook(refuse_new_parameter(self.module)),
             nn.modules.module.register_module_buffer_registration_hook(keep_buffers(self)),
         ]
+        # A tied parameter's stand-in has one home, whose values alone a hook changes; the other holders get them at
+        # the end if the version has grown since here.
         versions = {leaf.name: leaf.memory.version for leaf in self.leaves.shared()}
         self._trail = 0
         self._push()
@@ -142,6 +144,8 @@ class GlobalView:
 
     def _end(self, versions: dict[str, int]) -> None:
         """Wait for the others and give them what they ask for; then bring equal values up to date. Collective."""
+        # A rank at its end still serves those that are not: they may need values that only it has. All leave together,
+        # with the same serial, so that the next hook's tensors have the same numbers everywhere.
         while True:
             ask, ranks, highest = self.agreement.meet(Ask.END, f"{self.writes}", self.serial)
             if ask is Ask.END:
@@ -157,9 +161,11 @@ class GlobalView:
             )
         for leaf in self.leaves.shared():
             if leaf.memory.version != versions[leaf.name]:
-                values = leaf.tensor.detach() if self.rank in leaf.holders else None
+                values = None
+                if self.rank in leaf.holders:
+                    values = [leaf.tensor.detach()]
                 specs = [Spec(tuple(leaf.tensor.shape), leaf.tensor.dtype)]
-                broadcast_tensors(specs, None if values is None else [values], self.group, leaf.home, self.device)
+                broadcast_tensors(specs, values, self.group, leaf.home, self.device)
         self.gradients.write_back()
         self._forget()
 
@@ -197,14 +203,18 @@ class GlobalView:
 
         def replaced(leaf: Any) -> Any:
             found = self.leaves.find(leaf)
-            return leaf if found is None else self.leaves.show(found)
+            if found is None:
+                return leaf
+            return self.leaves.show(found)
 
         return map_leaves(replaced, structure)
 
     def own_object(self, tensor: GlobalTensor) -> Tensor:
         """The module's own tensor, if ``tensor`` is its stand-in; else ``tensor``."""
         leaf = self.leaves.by_name.get(tensor.memory.leaf or "")
-        return leaf.tensor if leaf is not None and leaf.shown is tensor else tensor
+        if leaf is not None and leaf.shown is tensor:
+            return leaf.tensor
+        return tensor
 
     def alias(self, tensor: GlobalTensor) -> GlobalTensor:
         """Another object for the same values."""
@@ -250,10 +260,13 @@ class GlobalView:
                 f"`.data` of {leaf.name!r} is set at {user_location()} from shape {tuple(target.shape)}, "
                 f"{target.dtype} to {tuple(value.shape)}, {value.dtype}. A divided module keeps its shapes and dtypes."
             )
-        if isinstance(value, GlobalTensor):
-            local = value.local if value.home == leaf.home else self.fetch([value])[0]
-        else:
+        local: Tensor | None
+        if not isinstance(value, GlobalTensor):
             local = value.detach().clone()  # what other ranks have of it is not theirs to change
+        elif value.home == leaf.home:
+            local = value.local
+        else:
+            local = self.fetch([value])[0]
         if leaf.home == self.rank:
             assert local is not None
             leaf.tensor.data = local.detach()
@@ -312,15 +325,26 @@ class GlobalView:
 
     def fetch(self, tensors: Sequence[GlobalTensor]) -> list[Tensor]:
         """The values of ``tensors`` on every rank, not to be written. Collective, unless all were fetched already."""
+        # What is missing is decided by copies, never by `local`: so all ranks, the home too, decide alike and meet.
+        # Views that show a whole memory are asked for once and share the copy.
         missing: dict[int, GlobalTensor] = {}
         for tensor in tensors:
-            if self.copy_of(tensor) is None:
-                missing[id(tensor.memory) if tensor.is_whole else tensor.serial] = tensor
+            if self.copy_of(tensor) is not None:
+                continue
+            if tensor.is_whole:
+                missing[id(tensor.memory)] = tensor
+            else:
+                missing[tensor.serial] = tensor
         if missing:
             self._ask(list(missing.values()))
-        copies = [self.copy_of(tensor) for tensor in tensors]
-        assert all(copy is not None for copy in copies)
-        return [cast(Tensor, t.local if t.local is not None else c) for t, c in zip(tensors, copies, strict=True)]
+        values = []
+        for tensor in tensors:
+            value = tensor.local
+            if value is None:
+                value = self.copy_of(tensor)
+            assert value is not None
+            values.append(value)
+        return values
 
     def copy_of(self, tensor: GlobalTensor) -> Tensor | None:
         """What every rank has of ``tensor``; None if it has not been fetched since it was last written."""
@@ -341,6 +365,8 @@ class GlobalView:
             self._parts[tensor.serial, tensor.memory.version] = values.view(tensor.shape)
 
     def _ask(self, missing: list[GlobalTensor]) -> None:
+        # Serials, versions and the trail of operations are the same on ranks that have run the same code. Where they
+        # are, every rank knows which tensors the others mean, and the values need no further words.
         detail = f"the values of {', '.join(t.describe() for t in missing[:3])}"
         exactly = [(t.serial, t.memory.version) for t in missing]
         _, ranks, _ = self.agreement.meet(Ask.VALUES, detail, self.serial, f"{exactly} {self._trail}")
@@ -350,7 +376,10 @@ class GlobalView:
         for home in sorted({tensor.home for tensor in missing}):
             chosen = [tensor for tensor in missing if tensor.home == home]
             specs = [Spec((tensor.numel(),), tensor.dtype) for tensor in chosen]
-            values = [self._to_send(t) if home == self.rank else self._room(t) for t in chosen]
+            if home == self.rank:
+                values = [self._to_send(tensor) for tensor in chosen]
+            else:
+                values = [self._room(tensor) for tensor in chosen]
             broadcast_tensors(specs, values, self.group, home, self.device)
             for tensor, value in zip(chosen, values, strict=True):
                 self.keep_copy(tensor, value)
@@ -377,6 +406,8 @@ class GlobalView:
 
     def close(self) -> None:
         """Give all global tensors that still exist their values, as plain tensors. Collective."""
+        # Which objects Python has kept alive may differ among ranks, so the ranks go through all serials that any home
+        # has, in one order; a rank without the object takes part and throws the values away.
         alive = [[t.serial, t.home] for t in self._alive.values() if self.rank == t.home]
         serials = sorted({serial for part in gather_json(alive, self.group, self.device) for serial, _ in part})
         shown = {id(leaf.shown) for leaf in self.leaves.by_name.values()}
@@ -384,8 +415,8 @@ class GlobalView:
         for serial in serials:
             tensor = self._alive.get(serial)
             facts = None
-            if tensor is not None and tensor.home == self.rank:
-                facts = None if id(tensor) in shown else Spec.of(tensor).to_json()
+            if tensor is not None and tensor.home == self.rank and id(tensor) not in shown:
+                facts = Spec.of(tensor).to_json()
             facts = broadcast_json(facts, self.group, self.device, homes[serial])
             if facts is None:
                 continue
@@ -394,16 +425,20 @@ class GlobalView:
             if tensor is not None and tensor.local is not None:
                 value = tensor.local.detach().contiguous()
             broadcast_tensors([spec], [value], self.group, homes[serial], self.device)
-            if tensor is not None:
-                _make_plain(tensor, value.clone() if tensor.local is None else tensor.local.detach())
+            if tensor is not None and tensor.local is None:
+                _make_plain(tensor, value.clone())
+            elif tensor is not None and tensor.local is not None:
+                _make_plain(tensor, tensor.local.detach())
         for leaf in self.leaves.by_name.values():
             leaf.shown = None
 
 
 def _make_plain(tensor: GlobalTensor, value: Tensor) -> None:
     """Turn the object ``tensor`` into an ordinary tensor or parameter."""
-    is_parameter = isinstance(tensor, nn.Parameter)
+    plain: type[Tensor] = Tensor
+    if isinstance(tensor, nn.Parameter):
+        plain = nn.Parameter
     swap_contents(tensor, value.requires_grad_(tensor.requires_grad))
     for name in ("global_view", "home", "local", "meta", "memory", "serial", "recipe"):
         vars(tensor).pop(name, None)
-    cast(Any, tensor).__class__ = nn.Parameter if is_parameter else Tensor
+    cast(Any, tensor).__class__ = plain

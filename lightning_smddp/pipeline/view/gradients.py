@@ -42,7 +42,9 @@ class ViewGradients:
         """``value`` on the rank of ``leaf``."""
         if isinstance(value, GlobalTensor):
             value = self.view.fetch([value])[0]
-        local = value.detach().clone() if leaf.home == self.view.rank else None
+        local: Tensor | None = None
+        if leaf.home == self.view.rank:
+            local = value.detach().clone()
         shape = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
         return GlobalTensor(self.view, leaf.home, shape, local, Memory())
 
@@ -74,24 +76,29 @@ class ViewGradients:
         """Parameters get the gradients that their stand-ins have now. Collective if some have to be sent."""
         self._bring_home()
         for _, leaf in sorted(self.leaves.by_name.items()):
-            gradient = None if leaf.shown is None else leaf.shown.grad
-            if leaf.shown is None or (gradient is None and not self.loaded):
+            if leaf.shown is None:
+                continue
+            gradient = leaf.shown.grad
+            if gradient is None and not self.loaded:  # nobody has looked, so None says nothing
                 continue
             if self.view.rank in leaf.holders:
                 self._write(leaf, gradient)
+            # All holders of a tied parameter have its gradient; the view has changed it on the home alone.
             changed = isinstance(gradient, GlobalTensor) and gradient.memory.version > 0
             if changed and len(leaf.holders) > 1:
-                value = leaf.tensor.grad
+                values = None
+                if leaf.tensor.grad is not None:
+                    values = [leaf.tensor.grad]
                 spec = Spec(tuple(leaf.tensor.shape), leaf.tensor.dtype)
-                broadcast_tensors(
-                    [spec], None if value is None else [value], self.view.group, leaf.home, self.view.device
-                )
+                broadcast_tensors([spec], values, self.view.group, leaf.home, self.view.device)
 
     def _bring_home(self) -> None:
         """Gradients that a backward pass made on other ranks than their parameters'."""
         away: list[tuple[Leaf, GlobalTensor]] = []
         for _, leaf in sorted(self.leaves.by_name.items()):
-            gradient = None if leaf.shown is None else leaf.shown.grad
+            if leaf.shown is None:
+                continue
+            gradient = leaf.shown.grad
             if isinstance(gradient, GlobalTensor) and gradient.home != leaf.home:
                 away.append((leaf, gradient))
         if not away:
@@ -104,6 +111,7 @@ class ViewGradients:
             leaf.shown.grad = moved
 
     def _write(self, leaf: Leaf, gradient: Tensor | None) -> None:
+        """On a holder of ``leaf``: ``.grad`` becomes ``gradient``, or room for what the home will send of it."""
         if gradient is None:
             leaf.tensor.grad = None
             return

@@ -61,7 +61,9 @@ class Leaves:
     def find(self, tensor: object) -> Leaf | None:
         """The leaf that ``tensor`` is; None for any other object."""
         leaf = self.by_id.get(id(tensor))
-        return leaf if leaf is not None and leaf.tensor is tensor else None
+        if leaf is None or leaf.tensor is not tensor:  # an id is used again when its object is gone
+            return None
+        return leaf
 
     def show(self, leaf: Leaf) -> GlobalTensor:
         """Its stand-in, up to date: the module's tensor may have got other memory since."""
@@ -70,7 +72,10 @@ class Leaves:
         if shown is None or shown.shape != tensor.shape or shown.dtype != tensor.dtype:
             shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             with torch.inference_mode(False):  # it stays when a validation is over
-                shown = GlobalTensor(self.view, leaf.home, shape, tensor.detach() if is_local else None, leaf.memory)
+                local: Tensor | None = None
+                if is_local:
+                    local = tensor.detach()
+                shown = GlobalTensor(self.view, leaf.home, shape, local, leaf.memory)
                 shown.requires_grad_(tensor.requires_grad)
             leaf.shown = shown
         elif is_local:
