@@ -86,7 +86,9 @@ class Launch:
         asked = num_devices * num_nodes
         if self.world_size == asked and self.local_world_size in (None, num_devices):
             return []
-        here = f", {self.local_world_size} of them on this node" if self.local_world_size is not None else ""
+        here = ""
+        if self.local_world_size is not None:
+            here = f", {self.local_world_size} of them on this node"
         nodes = self.num_nodes or "..."
         how = _HOW[self.launcher].format(n=num_nodes, d=num_devices, t=asked)
         return [
@@ -97,7 +99,9 @@ class Launch:
 
     def describe(self) -> str:
         """One line for the log: each value with where it comes from."""
-        started = f"{self.launcher} ({self.product})" if self.product else self.launcher
+        started: str = self.launcher
+        if self.product:
+            started = f"{self.launcher} ({self.product})"
         parts = [
             self._value("rank", "rank {} of {}", "world_size"),
             self._value("local_rank", "local rank {} of {}", "local_world_size"),
@@ -105,20 +109,28 @@ class Launch:
             self._value("main_address", "rank 0 at {} port {}", "main_port"),
             self._value("interface", "interface {}"),
         ]
-        where = f" on {self.platform}" if self.platform else ""
+        where = ""
+        if self.platform:
+            where = f" on {self.platform}"
         found = "; ".join(part for part in parts if part)
         if not self.starts_ranks:
-            return f"Started by nobody{where}, so Lightning starts the ranks of a node{': ' if found else ''}{found}."
+            if found:
+                found = f": {found}"
+            return f"Started by nobody{where}, so Lightning starts the ranks of a node{found}."
         return f"Started by {started}{where}: {found}."
 
     def _value(self, name: str, text: str, second: str = "") -> str:
+        """``text`` with the values called ``name`` and ``second``, and where they come from; empty without one."""
         value = getattr(self, name)
         if value is None:
             return ""
-        names = [n for n in (name, second) if n and getattr(self, n) is not None]
-        other = getattr(self, second) if second else None
+        names = [name]
+        other = "?"
+        if second and getattr(self, second) is not None:
+            names.append(second)
+            other = getattr(self, second)
         sources = dict.fromkeys(self.sources[n] for n in names if n in self.sources)
-        return f"{text.format(value, '?' if other is None else other)} ({', '.join(sources)})"
+        return f"{text.format(value, other)} ({', '.join(sources)})"
 
 
 class Notes:

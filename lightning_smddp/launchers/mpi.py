@@ -53,7 +53,9 @@ def read(notes: Notes) -> str:
     _read_nodes(notes)
     if open_mpi:
         return f"Open MPI {environ.get('OMPI_VERSION', '')}".strip()
-    return "Intel MPI" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
+    if "I_MPI_HYDRA_UUID" in environ:
+        return "Intel MPI"
+    return "MPICH"
 
 
 def _read_nodes(notes: Notes) -> None:
@@ -88,7 +90,11 @@ def read_meeting_place(notes: Notes) -> None:
         notes.put("main_address", "127.0.0.1", "one node")
     for address, source in _starting_hosts(notes.environ):
         notes.put("main_address", address, source)
-    jobs = (*_NODE_JOBS, *_JOBS) if notes["num_nodes"] == 1 else _JOBS
+    # Without a port in the environment each rank works out the same one from the job's name, so that two jobs on a
+    # node do not meet. With one node, a name that other nodes need not share will do.
+    jobs = [*_JOBS]
+    if notes["num_nodes"] == 1:
+        jobs = [*_NODE_JOBS, *_JOBS]
     for name in jobs:
         if notes.environ.get(name):
             port = _FIRST_PORT + zlib.crc32(notes.environ[name].encode()) % _PORTS
@@ -103,7 +109,9 @@ def read_meeting_place(notes: Notes) -> None:
 
 def address_cure(environ: Mapping[str, str], host: str) -> str:
     """How to hand ``host`` to all ranks as MASTER_ADDR."""
-    option = f"-x MASTER_ADDR={host}" if started_by_open_mpi(environ) else f"-genv MASTER_ADDR {host}"
+    option = f"-genv MASTER_ADDR {host}"
+    if started_by_open_mpi(environ):
+        option = f"-x MASTER_ADDR={host}"
     return f"Tell them: mpirun {option} ..."
 
 
@@ -124,6 +132,8 @@ def _starting_hosts(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 def _contact_addresses(uri: str) -> list[str]:
     """The IPv4 addresses of ``1192165376.0;tcp://192.0.2.2,10.1.1.2:56067;tcp6://...``, the useful ones first."""
     match = re.search(r"tcp4?://([\d.,]+):\d+", uri)
-    addresses = [ipaddress.ip_address(part) for part in match.group(1).split(",")] if match else []
+    if not match:
+        return []
+    addresses = [ipaddress.ip_address(part) for part in match.group(1).split(",")]
     usable = [address for address in addresses if not address.is_loopback]
     return [str(address) for address in sorted(usable, key=lambda address: address in _DOCKER)]

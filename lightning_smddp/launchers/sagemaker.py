@@ -71,7 +71,9 @@ def read_job(environ: Mapping[str, str], base_dir: str | Path | None = None) -> 
     is_sdk3 = "SM_HOST_COUNT" in environ or "SM_DISTRIBUTED_CONFIG" in environ
     distribution = next((name for flag, name in FLAGS.items() if is_on(parameters.get(flag))), "none")
     if is_sdk3 and environ.get("SM_DISTRIBUTED_CONFIG"):
-        distribution = "MPI" if "mpi_additional_options" in environ["SM_DISTRIBUTED_CONFIG"] else "Torchrun"
+        distribution = "Torchrun"
+        if "mpi_additional_options" in environ["SM_DISTRIBUTED_CONFIG"]:
+            distribution = "MPI"
     launched = distribution != "none" and not is_sdk3
     try:
         hosts = _launched_hosts(resources, parameters) if launched else tuple(sorted(resources["hosts"]))
@@ -114,7 +116,9 @@ def parameters_of(environ: Mapping[str, str], base_dir: str | Path | None = None
 def hyperparameters(environ: Mapping[str, str], base_dir: str | Path | None = None) -> dict[str, Any]:
     """What the job's file has: texts that hold JSON. Empty if there is none."""
     file = Path(base_dir or base_directory(environ)) / "input" / "config" / "hyperparameters.json"
-    return dict(_json(file.read_text(), str(file))) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    return dict(_json(file.read_text(), str(file)))
 
 
 def _json(text: str, source: str, kind: type = dict) -> Any:
@@ -162,8 +166,10 @@ def add(notes: Notes, launcher: Launcher, job: Job) -> None:
     if launcher in ("lightning", "mpirun"):
         notes.text("main_address", "MASTER_ADDR")
         if len(order) > 1:
-            given = notes.environ.get("SM_MASTER_ADDR") == order[0]
-            notes.put("main_address", order[0], "SM_MASTER_ADDR" if given else f"first host of {job.source}")
+            source = f"first host of {job.source}"
+            if notes.environ.get("SM_MASTER_ADDR") == order[0]:
+                source = "SM_MASTER_ADDR"
+            notes.put("main_address", order[0], source)
         notes.put("main_address", "127.0.0.1", "one host")
         notes.number("main_port", "MASTER_PORT", "SM_MASTER_PORT")
         notes.put("main_port", PORT, "SageMaker's default")

@@ -131,12 +131,16 @@ class HeaderCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the last buffer."""
-        return _ALIGNMENT if self.header is None else self.header.layout.nbytes
+        if self.header is None:
+            return _ALIGNMENT
+        return self.header.layout.nbytes
 
     @property
     def notice_nbytes(self) -> int:
         """Bytes of the first message: a buffer like the last one if it is small, else only the word that it comes."""
-        return self.nbytes if self.nbytes <= _SMALL else _ALIGNMENT
+        if self.nbytes <= _SMALL:
+            return self.nbytes
+        return _ALIGNMENT
 
     def forget(self) -> None:
         """The next value is sent with a header of its own, however like the last one it is."""
@@ -176,7 +180,9 @@ def broadcast_structure(
     """
     if group.size() == 1:
         return value
-    way = _Way(group, src, device, HeaderCache() if cache is None else cache, host or Channel(group, device))
+    if cache is None:
+        cache = HeaderCache()
+    way = _Way(group, src, device, cache, host or Channel(group, device))
     if group.rank() == src:
         _send(value, way)
         return value
@@ -232,6 +238,11 @@ def _send(value: Any, way: _Way) -> None:
         _send_header(json.dumps({"error": text}), way)
         cache.forget()
         raise UnsendableError(text) from error
+    # The others wait for a message as long as the last buffer, if that was small, else for a notice. There are three
+    # cases, of which they tell the first apart by the length that it begins with:
+    #     header is new:     notice (its length) | header | buffer
+    #     same, and small:                                  buffer (begins with 0, and is the notice itself)
+    #     same, and large:   notice (0)          |          buffer
     layout = header.layout
     if header is not cache.header:
         _send_header(header.text, way)
@@ -242,7 +253,10 @@ def _send(value: Any, way: _Way) -> None:
     buffer[: layout.head].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8), non_blocking=True)
     apart = torch.empty(layout.nbytes_apart, dtype=torch.uint8, device=way.device)
     for spec, tensor, offset in zip(header.specs, encoder.tensors.values(), layout.offsets, strict=True):
-        _write(apart if spec.where == _APART else buffer, offset, tensor)
+        target = buffer
+        if spec.where == _APART:
+            target = apart
+        _write(target, offset, tensor)
     way.broadcast(buffer)
     if any(spec.where == _APART for spec in header.specs):
         way.broadcast_apart(apart)
@@ -256,7 +270,9 @@ def _header_of(value: Any, encoder: Encoder, way: _Way) -> _Header:
     for path, tensor in encoder.tensors.items():
         where = _HOST
         if tensor.device.type != "cpu":
-            where = _APART if way.is_split else _DEVICE
+            where = _DEVICE
+            if way.is_split:
+                where = _APART
         specs.append((path, name_of_dtype(tensor.dtype), tuple(tensor.shape), where))
     numbers = len(encoder.numbers)
     text = json.dumps({"tree": tree, "tensors": specs, "numbers": numbers})
@@ -296,7 +312,10 @@ def _receive(way: _Way) -> Any:
     # so what is read of a buffer is read at once.
     expected = cache.header
     buffer = way.received(cache.notice_nbytes)
-    head = _bytes(buffer[: 8 if expected is None else expected.layout.head])
+    head_nbytes = 8
+    if expected is not None:
+        head_nbytes = expected.layout.head
+    head = _bytes(buffer[:head_nbytes])
     (length,) = struct.unpack("<q", head[:8])
     if length:
         _take_header(_bytes(way.received(length)).decode(), cache)
@@ -328,13 +347,21 @@ def _tensors(header: _Header, buffer: Tensor, apart: Tensor) -> dict[Path, Tenso
     found: dict[Path, Tensor] = {}
     layout = header.layout
     for spec, offset, size in zip(header.specs, layout.offsets, layout.sizes, strict=True):
-        source = apart if spec.where == _APART else buffer
+        source = buffer
+        if spec.where == _APART:
+            source = apart
         part = source[offset : offset + size].view(dtype_of(spec.dtype)).view(spec.shape)
-        is_small = 2 * size < source.nbytes
-        own = part.clone() if is_small else part.data  # `data`: with a version counter of its own
-        found[spec.path] = own.cpu() if spec.where == _HOST else own
+        if 2 * size < source.nbytes:
+            own = part.clone()
+        else:
+            own = part.data  # with a version counter of its own
+        if spec.where == _HOST:
+            own = own.cpu()
+        found[spec.path] = own
     return found
 
 
 def _where(path: Sequence[Any]) -> str:
-    return "The value" if not path else "".join(f"[{key!r}]" for key in path)
+    if not path:
+        return "The value"
+    return "".join(f"[{key!r}]" for key in path)

@@ -169,7 +169,9 @@ class Encoder:
         )
 
     def _plain(self, value: Any) -> Any:
-        return value if self.is_structure else ["plain", value]
+        if self.is_structure:
+            return value
+        return ["plain", value]
 
     def _number(self, form: str, value: Any) -> Any:
         if not self.is_structure:

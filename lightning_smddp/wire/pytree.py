@@ -59,7 +59,13 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
 
 def copied(structure: Any) -> Any:
     """A copy of ``structure``, and of the tensors in it."""
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, structure)
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.clone()
+        return leaf
+
+    return map_leaves(copy_of, structure)
 
 
 def with_members(container: Any, values: Members) -> Any:
@@ -68,7 +74,9 @@ def with_members(container: Any, values: Members) -> Any:
         return dict(values)
     if isinstance(container, (list, tuple)):
         plain = [value for _, value in values]
-        return type(container)(*plain) if hasattr(container, "_fields") else type(container)(plain)
+        if hasattr(container, "_fields"):  # a named tuple takes its members one by one
+            return type(container)(*plain)
+        return type(container)(plain)
     changed = copy.copy(container)
     for key, value in values:
         if isinstance(container, Mapping):

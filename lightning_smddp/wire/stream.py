@@ -72,7 +72,9 @@ def broadcast_tensors(
         source: rank in ``group``.
         device: where ``group``'s backend has its messages.
     """
-    flats = None if tensors is None else [tensor.detach().contiguous().view(-1) for tensor in tensors]
+    flats = None
+    if tensors is not None:
+        flats = [tensor.detach().contiguous().view(-1) for tensor in tensors]
     for parts, size in _chunks(specs):
         chunk = torch.empty(size, dtype=torch.uint8, device=device)
         if group.rank() == source:
@@ -83,6 +85,7 @@ def broadcast_tensors(
         if group.rank() != source and flats is not None:
             for part in parts:
                 flats[part.index][part.begin : part.end].copy_(_view(chunk, part, specs))
+    # A contiguous tensor's flat view is its own memory, which has the values now; of others the flat one is a copy.
     if tensors is not None and flats is not None and group.rank() != source:
         for tensor, flat in zip(tensors, flats, strict=True):
             if not tensor.is_contiguous():
@@ -113,14 +116,14 @@ def _receive_tensors(
     """What rank ``source`` sends with :func:`_send_tensors`, on the CPU."""
     tensors, landing = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs], Landing()
 
-    def place(chunk: Tensor, parts: Sequence[_Part]) -> None:
+    def unpack(chunk: Tensor, parts: Sequence[_Part]) -> None:
         for part in parts:
             tensors[part.index].view(-1)[part.begin : part.end].copy_(_view(chunk, part, specs))
 
     for parts, size in _chunks(specs):
         chunk = torch.empty(size, dtype=torch.uint8, device=device)
         group.recv([chunk], source, _TAG).wait()
-        landing.land(chunk, partial(place, parts=parts))
+        landing.land(chunk, partial(unpack, parts=parts))
     landing.finish()
     return tensors
 
@@ -153,9 +156,12 @@ def gathered_shares(
     announced = gather_json([[name, Spec.of(tensor).to_json()] for name, tensor in local.items()], group, device)
     for source, entries in enumerate(announced):
         specs = [Spec.from_json(entry) for _, entry in entries]
-        tensors = [tensor.detach() for tensor in local.values()] if source == rank else []
+        tensors: list[Tensor] = []
+        if source == rank:
+            tensors = [tensor.detach() for tensor in local.values()]
+        elif to_all:
+            tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
         if to_all:
-            tensors = tensors if source == rank else [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
             broadcast_tensors(specs, tensors, group, source, device)
         elif source == rank != 0:
             _send_tensors(specs, tensors, group, 0, device)

@@ -40,7 +40,9 @@ def broadcast_value(value: Any, group_src: int, group: dist.ProcessGroup, device
             message = _describe(value, tensors)
         except UnknownTypeError as unknown:
             tensors = {}
-            message = _pickled(value) if _pickle_allowed() else ["refused", unknown.kind]
+            message = ["refused", unknown.kind]
+            if _pickle_allowed():
+                message = _pickled(value)
     message = broadcast_json(message, group, device, group_src)
     if message[0] == "refused":
         raise ValueError(
@@ -49,7 +51,9 @@ def broadcast_value(value: Any, group_src: int, group: dist.ProcessGroup, device
             f"them), or set {ALLOW_PICKLE}=1 on all ranks if you trust every process that can reach this job's ports."
         )
     if message[0] == "pickle":
-        return value if is_source else _unpickled(message[1], dist.get_global_rank(group, group_src))
+        if is_source:
+            return value
+        return _unpickled(message[1], dist.get_global_rank(group, group_src))
     _, plain, announced = message
     specs = [Spec.from_json(spec) for _, spec, _ in announced]
     if is_source:

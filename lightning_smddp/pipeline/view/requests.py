@@ -91,6 +91,8 @@ class Requests:
         recipe = tensor.recipe
         if recipe is None or (tensor.memory.leaf is None and tensor.memory.version > 0):
             return _alone(f"{tensor.describe()} at {user_location()}", self.view.rank)
+        # The operation can be done again only with what it was given: another version of that has other values. What it
+        # wrote itself (the same memory) has a later version by that.
         for given, version in zip(globals_in((recipe.args, recipe.kwargs)), recipe.versions, strict=True):
             if given.memory is not tensor.memory and given.memory.version != version:
                 what = f"{tensor.describe()} at {user_location()}, made of {given.describe()} as it was before"

@@ -213,7 +213,9 @@ class GlobalTensor(Tensor):
     def describe(self) -> str:
         """For messages."""
         shape = f"a tensor of shape {tuple(self.shape)}"
-        return shape if self.memory.leaf is None else f"{self.memory.leaf!r}, {shape}"
+        if self.memory.leaf is None:
+            return shape
+        return f"{self.memory.leaf!r}, {shape}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """As of a plain tensor within the view, on all ranks; else without values."""
