@@ -115,9 +115,9 @@ def call_costs(repeats: int = 200_000) -> dict[str, float]:
     """Microseconds of what the training thread does for the supervisor in a step, alone."""
     from torch.distributed import HashStore
 
-    from lightning_smddp.supervision.supervisor import Supervisor
+    from lightning_smddp.supervision import Supervisor, WatchOptions
 
-    supervisor = Supervisor.start(HashStore(), 0, 1, 60.0)
+    supervisor = Supervisor.start(HashStore(), WatchOptions(0, 1, 60.0))
     progress = supervisor.progress
 
     def notes(step: int) -> None:

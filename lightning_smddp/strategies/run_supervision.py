@@ -35,6 +35,7 @@ from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.supervisor import Supervisor
+from lightning_smddp.supervision.watch import WatchOptions
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -88,16 +89,17 @@ class RunSupervision:
             return
         strategy, reliability = self.strategy, self.strategy._reliability
         self._seen = 0
-        self.supervisor = Supervisor.start(
-            default_store(),
-            strategy.global_rank,
-            strategy.world_size,
-            strategy._session.options.communication.limit or strategy._timeout or DEFAULT_TIMEOUT,
+        collective_timeout = strategy._session.options.communication.limit or strategy._timeout or DEFAULT_TIMEOUT
+        options = WatchOptions(
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            collective_timeout=collective_timeout.total_seconds(),
             parent_pid=launcher_pid(),
             address=os.environ.get("MASTER_ADDR", "127.0.0.1"),
-            start_timeout=start_limit(reliability.start_limit, strategy._timeout),
-            stop_grace=reliability.stop_limit,
+            start_timeout=start_limit(reliability.start_limit, strategy._timeout).total_seconds(),
+            stop_grace=reliability.stop_limit.total_seconds(),
         )
+        self.supervisor = Supervisor.start(default_store(), options)
         if strategy.root_device.type == "cuda":
             self._device_watch = DeviceWatch(strategy.root_device, self.supervisor.progress)
             self.supervisor.watch_device(self._device_watch)

@@ -24,5 +24,6 @@ from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.progress import Progress
 from lightning_smddp.supervision.stop import Stop
 from lightning_smddp.supervision.supervisor import Supervisor
+from lightning_smddp.supervision.watch import WatchOptions
 
-__all__ = ["Failure", "Progress", "Stop", "Supervisor"]
+__all__ = ["Failure", "Progress", "Stop", "Supervisor", "WatchOptions"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightning_smddp.communication.errors import RankTimeoutError
@@ -50,57 +48,23 @@ class Supervisor:
         _live.add(self)
 
     @classmethod
-    def start(
-        cls,
-        store: Store,
-        rank: int,
-        world_size: int,
-        collective_timeout: timedelta | float,
-        host: str | None = None,
-        parent_pid: int | None = None,
-        address: str = "127.0.0.1",
-        start_timeout: timedelta | float = 60.0,
-        stop_grace: timedelta | float = 90.0,
-        grace: float = 3.0,
-        unwind: float = 8.0,
-    ) -> Supervisor:
+    def start(cls, store: Store, options: WatchOptions) -> Supervisor:
         """Start watching, together with all other ranks. Collective: call it equally often on every rank.
 
         Args:
             store: shared by the ranks, such as the process group's. Used now only.
-            rank: this global rank.
-            world_size: number of ranks.
-            collective_timeout: silence after which a rank has failed.
-            host: this host's name, for messages.
-            parent_pid: a launcher without which this rank must not go on; its end is a failure. None: nobody is
-                watched, as is right for a process that a user started, whose shell may end before it.
-            address: by which the other ranks reach the host of rank 0; rank 0 listens there.
-            start_timeout: how long to wait for all ranks.
-            stop_grace: how long after a request to stop the process may go on.
-            grace: seconds after a failure within which the training thread has to raise.
-            unwind: seconds after a failure within which it has to come to :meth:`close`.
+            options: as which rank, and how long to wait for what.
 
         Raises:
-            ValueError: rank 0 cannot listen on ``address``.
+            ValueError: rank 0 cannot listen on ``options.address``.
             RankTimeoutError: not all ranks came in time; the message says who is missing.
             RankFailedError: a rank failed meanwhile.
         """
-        options = WatchOptions(
-            rank=rank,
-            world_size=world_size,
-            host=host or socket.gethostname(),
-            collective_timeout=_seconds(collective_timeout),
-            start_timeout=_seconds(start_timeout),
-            stop_grace=_seconds(stop_grace),
-            parent_pid=parent_pid,
-            grace=grace,
-            unwind=unwind,
-        )
         watch = Watch(store, options)
         supervisor = cls(watch)
         try:
-            watch.begin(address)
-            supervisor._await_welcome(_seconds(start_timeout))
+            watch.begin()
+            supervisor._await_welcome(options.start_timeout)
         except BaseException:
             supervisor.close()
             raise
@@ -295,10 +259,6 @@ class Supervisor:
         if not self._closed:
             self._closed = True
             self._watch.abandon()
-
-
-def _seconds(value: timedelta | float) -> float:
-    return value.total_seconds() if isinstance(value, timedelta) else float(value)
 
 
 def _forget_all() -> None:

@@ -6,10 +6,11 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -47,24 +48,27 @@ class WatchOptions:
     Attributes:
         rank: this global rank.
         world_size: number of ranks.
-        host: this host's name, for messages.
         collective_timeout: silence after which a rank has failed.
+        host: this host's name, for messages.
+        parent_pid: a launcher without which this rank must not go on; its end is a failure. None: nobody is watched,
+            as is right for a process that a user started, whose shell may end before it.
+        address: by which the other ranks reach the host of rank 0; rank 0 listens there.
         start_timeout: how long to wait for all ranks.
         stop_grace: how long after a request to stop the process may go on.
-        parent_pid: a launcher without which this rank must not go on; None: nobody is watched.
         grace: after a failure, within which the training thread has to raise.
         unwind: after a failure, within which it has to come to the end of its run.
     """
 
     rank: int
     world_size: int
-    host: str
     collective_timeout: float
-    start_timeout: float
-    stop_grace: float
-    parent_pid: int | None
-    grace: float
-    unwind: float
+    host: str = field(default_factory=socket.gethostname)
+    parent_pid: int | None = None
+    address: str = "127.0.0.1"
+    start_timeout: float = 60.0
+    stop_grace: float = 90.0
+    grace: float = 3.0
+    unwind: float = 8.0
 
 
 class Watch:
@@ -112,19 +116,19 @@ class Watch:
 
     # ---- start ----
 
-    def begin(self, address: str) -> None:
+    def begin(self) -> None:
         """Find the hub, or be it, and start the thread. Blocks until this rank is connected to the hub."""
         number = self._store.add(f"{KEY}/starts/{self.rank}", 1)  # the same on all ranks
         key = f"{KEY}/{number}"
         if self.rank == 0:
-            self._be_hub(key, address)
+            self._be_hub(key)
         else:
-            self._join_hub(key, address)
+            self._join_hub(key)
         self._loop.later(self.period, self._tick)
         self._ticked_at = time.monotonic()
         self._thread.start()
 
-    def _be_hub(self, key: str, address: str) -> None:
+    def _be_hub(self, key: str) -> None:
         self.hub = Hub(
             self._loop,
             self._own,
@@ -138,6 +142,7 @@ class Watch:
         self.client.tell = lambda message: self._loop.call(self._receive_own, message)
         listener = None
         if self._world_size > 1:
+            address = self._options.address
             listener = listen(address)
             bound, port = listener.getsockname()[:2]
             found = {"addresses": [bound, address], "port": port, "secret": self.hub.secret}
@@ -145,11 +150,11 @@ class Watch:
             _log.info("The supervisor of this job listens on %s port %d until all ranks are there.", bound, port)
         self.hub.open(listener, self._options.start_timeout)
 
-    def _join_hub(self, key: str, address: str) -> None:
+    def _join_hub(self, key: str) -> None:
         deadline = time.monotonic() + self._options.start_timeout
         self._store.wait([key], timedelta(seconds=self._options.start_timeout))
         found = json.loads(self._store.get(key))
-        addresses = [str(one) for one in dict.fromkeys([*found["addresses"], address])]
+        addresses = [str(one) for one in dict.fromkeys([*found["addresses"], self._options.address])]
         try:
             peer = connect(addresses, int(found["port"]), deadline)
         except OSError as error:

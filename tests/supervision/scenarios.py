@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_smddp.supervision import Supervisor
+from lightning_smddp.supervision import Supervisor, WatchOptions
 from tests.supervision.store import FileStore
 
 
@@ -43,7 +43,7 @@ class Rank:
             "host": f"host{self.rank}",
             **more,
         }
-        return Supervisor.start(FileStore(self.directory), self.rank, self.world_size, **options)
+        return Supervisor.start(FileStore(self.directory), WatchOptions(self.rank, self.world_size, **options))
 
     def meet(self, name: str) -> None:
         """All ranks, as in a collective; waits for ever."""

@@ -14,21 +14,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_smddp._compat.torch import default_store, set_group_timeout
-from lightning_smddp.supervision import Supervisor
+from lightning_smddp.supervision import Supervisor, WatchOptions
 from tests.ranks import RanksFailedError, run_ranks
 
 
 def start(collective_timeout: float = 30.0, stop_grace: float = 30.0) -> Supervisor:
     rank, size = dist.get_rank(), dist.get_world_size()
-    return Supervisor.start(
-        default_store(),
-        rank,
-        size,
-        collective_timeout,
-        host="here",
-        stop_grace=timedelta(seconds=stop_grace),
-        grace=1.0,
-    )
+    options = WatchOptions(rank, size, collective_timeout, host="here", stop_grace=stop_grace, grace=1.0)
+    return Supervisor.start(default_store(), options)
 
 
 def train(kind: str) -> None:
