@@ -89,9 +89,8 @@ class RecordTimeline:
 
 
 def _engine(trainer: Any) -> Any:
-    """The engine of the Trainer's pipeline, once its module is divided."""
+    """The engine of the Trainer's pipeline, once its module is partitioned."""
     pipelined = getattr(trainer.strategy, "_pipelined", None)
-    divided = getattr(pipelined, "divided", None)
-    if divided is None:
+    if pipelined is None or pipelined.partitioned is None:
         return None
-    return divided.runtime.engine
+    return pipelined.partitioned.runtime.engine
