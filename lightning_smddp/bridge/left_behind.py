@@ -140,7 +140,6 @@ class LeftBehind:
         self._per_row: dict[str, dict[AttrPath, bool]] = defaultdict(dict)
         self._shown: list[tuple[str, AttrPath, Any]] = []
         self._static: dict[str, OwnerWatch] = {}  # over owners that are not `changing`, as they were last seen
-        self._is_fresh = False  # they were seen since the batch began
         self._new: dict[str, None] = {}  # of them, those that have changed since all ranks agreed
         self._sizes: dict[int, dict[int, tuple[int, float]]] = defaultdict(dict)  # by stage: of its micro-batches
         self._settled: dict[tuple[int, str], dict[AttrPath, int]] = defaultdict(dict)  # what a trial has shown
@@ -200,18 +199,8 @@ class LeftBehind:
                     for change in found:
                         now.static[name].undo(change)
 
-    def begin(self) -> None:
-        """Before each batch: hooks may have changed owners since the last one."""
-        self._is_fresh = False
-
     def _refreshed(self) -> dict[str, OwnerWatch]:
-        """Watches over owners that do not change in steps, as they were before the batch."""
-        if self._is_fresh:
-            for watch in self._static.values():
-                if watch.tensors:
-                    watch.count_writes()  # trials write, and restore
-            return self._static
-        self._is_fresh = True
+        """Watches over owners that do not change in steps, as they are now, behind hooks and trials."""
         with without_torch_functions():
             for name, watch in self._static.items():
                 if watch.is_touched():

@@ -205,7 +205,6 @@ class PipelinedModule:
         return True
 
     def _begin_step(self, hook: str, arguments: Sequence[Any], scale: Scale = 1.0) -> LightningStep:
-        self.capture.left.begin()
         context = functools.partial(self.setup.step_context, hook)
         return LightningStep(self.module, hook, arguments, context, self.capture, scale)
 
