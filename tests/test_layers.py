@@ -98,6 +98,7 @@ def parse(path: Path) -> ast.Module:
         ("sagemaker", UPSTREAM),
         ("supervision", LIGHTNING),
         ("planner", UPSTREAM | {"numpy", "torchmetrics"}),
+        ("sharding", LIGHTNING),
         ("wire", LIGHTNING),
     ],
 )

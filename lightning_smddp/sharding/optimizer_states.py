@@ -5,7 +5,6 @@ Checkpoints are the same with and without sharding, so any number of ranks can g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,10 +14,8 @@ from torch import Tensor, nn
 
 from lightning_smddp.sharding.flat_layout import in_memory_order
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards, ShardedPiece
-from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode
-from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.pytree import copied
-from lightning_smddp.wire.stream import gathered_shares
+from lightning_smddp.wire.values import gathered_values
 
 
 def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -34,32 +31,16 @@ def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: 
     Raises:
         ValueError: on every rank: a state has something else than tensors and what JSON carries.
     """
-    tensors: dict[Path, Tensor] = {}
-    outline: list[Any] = []
-    problem = None
-    try:
-        for number, low, high, state in _own_states(shards):
-            if state:
-                encoded = encode(state, tensors, (str(number), str(low)))
-                outline.append([number, low, high, encoded])
-    except UnknownTypeError as error:
-        problem = (
-            f"{type(shards.optimizer).__name__}'s state cannot be gathered: {error}. Between ranks travel tensors, "
-            "numbers, texts, None, and lists, tuples and dicts of these."
-        )
-    gathered = gather_json([outline, problem], group, device)
-    problem = next((text for _, text in gathered if text is not None), None)
-    if problem is not None:
-        raise ValueError(problem)
+    local = {}
+    for number, low, high, state in _own_states(shards):
+        if state:
+            local[number, low, high] = state
+    what = f"{type(shards.optimizer).__name__}'s state"
     groups = shards.optimizer.param_groups
     parameters = [parameter for group_ in groups for parameter in group_["params"]]
     whole: dict[int, dict[str, Any]] = {}
-    named = {json.dumps(path): tensor for path, tensor in tensors.items()}
-    shares = gathered_shares(named, group, to_all=False, device=device)
-    for (theirs, _), share in zip(gathered, shares, strict=False):  # there are shares on the first rank alone
-        found = {tuple(json.loads(path)): tensor for path, tensor in share.items()}
-        for number, low, high, encoded in theirs:
-            state = decode(encoded, found)
+    for of_rank in gathered_values(local, what, group, False, device):
+        for (number, low, high), state in of_rank.items():
             if shards.splits:
                 _add(whole.setdefault(number, {}), state, parameters[number], low, high)
             else:

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.node_mesh import NodeMesh
 from lightning_smddp.sharding.copies import Copies, NodeCopies, RankCopies
-from lightning_smddp.sharding.elementwise import Granularity, granularity
 from lightning_smddp.sharding.flat_layout import lay_out, movable
 from lightning_smddp.sharding.node_memory import unsupported
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
+from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
@@ -54,11 +54,6 @@ class ShardedOptimizers:
             raise ValueError(
                 f"shard='optimizer' and {name} both shard the optimizer. Use one of them: with shard='optimizer', "
                 "return the optimizer that it wraps from `configure_optimizers`."
-            )
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                f"shard='optimizer' cannot shard {name}: its step needs all parameters and gradients at once. Use an "
-                "optimizer that treats parameters one by one, such as AdamW, or leave out shard='optimizer'."
             )
         found, why = granularity(optimizer)
         if found is Granularity.NONE:

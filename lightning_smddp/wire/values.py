@@ -1,4 +1,4 @@
-"""Values that users and Lightning broadcast, without pickle: JSON, and tensors as they are.
+"""Values between ranks, of users and of Lightning, without pickle: JSON, and tensors as they are.
 
 ``torch.distributed.broadcast_object_list`` unpickles what comes, which runs whatever the sender wants.
 """
@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode, is_dense, name_of_type
-from lightning_smddp.wire.stream import Spec, broadcast_tensors
+from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.stream import Spec, broadcast_tensors, gathered_shares
 
 ALLOW_PICKLE = "LIGHTNING_SMDDP_ALLOW_PICKLE"
 
@@ -63,6 +66,42 @@ def broadcast_value(value: Any, group_src: int, group: dist.ProcessGroup, device
         tensors[tuple(path)] = torch.empty(spec.shape, dtype=spec.dtype, device=device if on_device else "cpu")
     broadcast_tensors(specs, list(tensors.values()), group, group_src, device)
     return decode(plain, tensors)
+
+
+def gathered_values(
+    local: Any, what: str, group: dist.ProcessGroup, to_all: bool, device: torch.device
+) -> Iterator[Any]:
+    """Every rank's ``local``, one rank's after the other, with tensors on the CPU.
+
+    Collective: to be gone through to its end. Values are those of :func:`broadcast_value`, never pickled.
+
+    Args:
+        local: of this rank.
+        what: it is, for the error.
+        group: the ranks.
+        to_all: False leaves all ranks but the first with nothing.
+        device: where ``group``'s backend has its messages.
+
+    Raises:
+        ValueError: on every rank: a rank's value has something that cannot be sent.
+    """
+    tensors: dict[Path, Tensor] = {}
+    plain, problem = None, None
+    try:
+        plain = encode(local, tensors)
+    except UnknownTypeError as error:
+        problem = (
+            f"{what} cannot be gathered: {error}. Between ranks travel tensors, numbers, texts, None, and lists, "
+            "tuples and dicts of these."
+        )
+    outlines = gather_json([plain, problem], group, device)
+    for _, text in outlines:
+        if text is not None:
+            raise ValueError(text)
+    named = {json.dumps(path): tensor for path, tensor in tensors.items()}
+    shares = gathered_shares(named, group, to_all, device)
+    for (outline, _), share in zip(outlines, shares, strict=False):  # a rank may get no shares
+        yield decode(outline, {tuple(json.loads(path)): tensor for path, tensor in share.items()})
 
 
 def _describe(value: Any, tensors: dict[Path, Tensor]) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,16 +14,15 @@ from torch.optim import Optimizer
 
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.state.optimizer_trial import steps_one_by_one
-from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
 from lightning_smddp.wire.pytree import copied
-from lightning_smddp.wire.stream import CPU, gather_tensors
+from lightning_smddp.wire.stream import CPU
+from lightning_smddp.wire.values import gathered_values
 
 
 def require_divisible(optimizer: Optimizer) -> None:
     """Raise ``SplitError`` if ``optimizer`` needs all parameters in one place."""
-    if not steps_one_by_one(optimizer):
+    if why_not_one_by_one(optimizer) is not None:
         raise SplitError(
             f"{type(optimizer).__name__} cannot be used with a pipeline: each step needs the gradients of all "
             "parameters in one place, or what it does cannot be tried out. Use an optimizer that treats parameters one "
@@ -237,29 +235,13 @@ class OptimizerPartition:
 
     def _gather_states(self, group: dist.ProcessGroup, to_all: bool, device: torch.device) -> dict[str, Any]:
         """For each parameter its state, from its owner."""
-        tensors: dict[Path, Tensor] = {}
-        plain: dict[str, Any] = {}
-        problem = None
-        try:
-            for parameter in self._all():
-                name = self._names[id(parameter)]
-                if self.ownership.owner(name) == self.rank and parameter in self.optimizer.state:
-                    plain[name] = encode(self.optimizer.state[parameter], tensors, (name,))
-        except UnknownTypeError as error:
-            problem = (
-                f"{type(self.optimizer).__name__}'s state cannot be gathered: {error}. Between ranks travel tensors, "
-                "numbers, texts, None, and lists, tuples and dicts of these."
-            )
-        answers = gather_json([plain, problem], group, device)
-        problem = next((text for _, text in answers if text is not None), None)
-        if problem is not None:
-            raise ValueError(problem)
-        gathered = gather_tensors({json.dumps(path): t for path, t in tensors.items()}, group, to_all, device)
-        found = {tuple(json.loads(key)): tensor for key, tensor in gathered.items()}
-        if not to_all and group.rank() != 0:
-            return {}
+        local: dict[str, Any] = {}
+        for parameter in self._all():
+            name = self._names[id(parameter)]
+            if self.ownership.owner(name) == self.rank and parameter in self.optimizer.state:
+                local[name] = self.optimizer.state[parameter]
         states: dict[str, Any] = {}
-        for of_rank, _ in answers:  # each parameter's state is sent by one rank
-            for name, value in of_rank.items():
-                states[name] = decode(value, found)
+        what = f"{type(self.optimizer).__name__}'s state"
+        for of_rank in gathered_values(local, what, group, to_all, device):
+            states |= of_rank
         return states

@@ -1,0 +1,229 @@
+"""What an optimizer treats by itself, found by stepping small copies of it. The optimizer is never touched.
+
+ZeRO's first stage (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054) has each rank step a part of the
+parameters. A part of a *parameter* is right only for optimizers that treat each element by itself (SGD, Adam, RMSprop);
+those that look at a whole parameter (Adafactor, LAMB, Muon) need whole ones; and those that look at all of them at once
+(LBFGS, a norm over all gradients) cannot be divided, neither over replicas nor over the stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+_STEPS = 12  # some optimizers begin to do more than they did only after some steps, as RAdam after five
+_LEARNING_RATE = 1e-2  # a schedule may begin with zero
+_LARGEST = 3  # elements of small copies in each dimension
+_SIDES = {0: (), 1: (6007,), 2: (96, 129), 3: (9, 32, 43), 4: (6, 8, 16, 17), 5: (3, 4, 8, 8, 17)}
+# More than 4096 elements each, odd ones: optimizers with 8-bit states take small tensors in another way.
+_CPU = torch.device("cpu")
+
+
+class Granularity(Enum):
+    """What an optimizer treats by itself."""
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+    NONE = "none"
+
+
+def why_not_one_by_one(optimizer: Optimizer) -> str | None:
+    """Why a step on some of the parameters does to them something else than a step on all of them; None if it does not.
+
+    torch's optimizers, but LBFGS, are known not to. Others are copied, with small parameters in double precision, where
+    what is done to each by itself is the same bits; an optimizer without double precision in its own type. The copies
+    are stepped once with all parameters, once with each half. One that uses the norm of all gradients, asks for a
+    closure, or draws random numbers shows by that.
+    """
+    if isinstance(optimizer, LBFGS):
+        return "its step needs all parameters and gradients at once"
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    try:
+        together, apart = _whole_and_halves(optimizer, in_double=True)
+        tolerance = 1e-12
+    except Exception:  # whatever the reason is: it may know its own type alone
+        try:
+            together, apart = _whole_and_halves(optimizer, in_double=False)
+        except Exception as error:
+            return _failure("its step", error)
+        tolerance = 1e-6
+    for one, other in zip(together, apart, strict=True):
+        if not torch.allclose(one, other, rtol=tolerance, atol=0.0, equal_nan=True):
+            return "what it does to one parameter depends on others"
+    return None
+
+
+def granularity(optimizer: Optimizer) -> tuple[Granularity, str]:
+    """What ``optimizer`` treats by itself, and why it is not finer.
+
+    Parts of parameters are tried with the numbers of dimensions, types and devices of the optimizer's own.
+    """
+    why = why_not_one_by_one(optimizer)
+    if why is not None:
+        return Granularity.NONE, why
+    kinds: dict[Kind, nn.Parameter] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            kinds.setdefault((number, min(parameter.ndim, max(_SIDES)), parameter.dtype, parameter.device), parameter)
+    for kind, parameter in kinds.items():
+        try:
+            expected = _stepped_trial(optimizer, kind, parameter)
+        except Exception as error:
+            return Granularity.NONE, _failure("its step", error)
+        why = _differs_in_parts(optimizer, kind, parameter, expected)
+        if why is not None:
+            return Granularity.PARAMETER, why
+    return Granularity.ELEMENT, ""
+
+
+Kind = tuple[int, int, torch.dtype, torch.device]
+"""A group's number, dimensions, type and device."""
+
+
+def _failure(what: str, error: Exception) -> str:
+    return f"a trial of {what} failed with {type(error).__name__}: {error}"
+
+
+# ---- all parameters, and halves of them ----
+
+
+def _whole_and_halves(optimizer: Optimizer, in_double: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Values of small parameters behind some steps on all of them, and behind steps on each half."""
+    originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    count = len(originals)
+    half = count // 2
+    if count == 1:  # what depends on other parameters shows with two only
+        half, count = 1, 2
+    together = _stepped(optimizer, originals, range(count), in_double)
+    first = _stepped(optimizer, originals, range(half), in_double)
+    second = _stepped(optimizer, originals, range(half, count), in_double)
+    return together, first + second
+
+
+def _stepped(optimizer: Optimizer, originals: Sequence[Tensor], chosen: range, in_double: bool) -> list[Tensor]:
+    """The values of the ``chosen`` parameters of a small copy after some steps on them alone."""
+    small = [_small(parameter, number, in_double) for number, parameter in enumerate(originals)]
+    clone = _copied(optimizer, dict(zip(map(id, originals), small, strict=True)))
+    if chosen.stop > len(small):  # a second one beside the only one
+        small.append(_small(originals[0], 1, in_double))
+        next(group for group in clone.param_groups if group["params"])["params"].append(small[1])
+    kept = {id(small[number]) for number in chosen}
+    for group in clone.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
+    gradients = []
+    for step in range(_STEPS):
+        gradients.append({id(small[number]): _gradient(small[number], number, step) for number in chosen})
+    _step(clone, [small[number] for number in chosen], gradients)
+    return [small[number].detach() for number in chosen]
+
+
+def _small(parameter: Tensor, number: int, in_double: bool) -> nn.Parameter:
+    """A parameter of as many dimensions."""
+    shape = [min(size, _LARGEST) for size in parameter.shape]
+    values = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(shape) + 0.1 * number
+    if not in_double:
+        device = _CPU if parameter.is_meta else parameter.device
+        values = values.to(device, parameter.dtype)
+    return nn.Parameter(values, parameter.requires_grad)
+
+
+def _gradient(parameter: Tensor, number: int, step: int) -> Tensor:
+    """From small to so large that each limit of a norm is passed, and of another size for each parameter."""
+    return (parameter.detach() * 3 + step).cos() * (1.0 + number) * 10.0 ** (2 * (step % 6) - 4)
+
+
+# ---- a parameter, and parts of it ----
+
+
+def _stepped_trial(
+    optimizer: Optimizer, kind: Kind, original: nn.Parameter, low: int = 0, high: int | None = None
+) -> Tensor:
+    """A parameter of some kind behind some steps; with ``low`` and ``high`` a part of it, in one dimension."""
+    number, ndim, dtype, device = kind
+    values = torch.randn(_SIDES[ndim], generator=torch.Generator().manual_seed(ndim))
+    gradients = [_trial_gradient(values, step) for step in range(_STEPS)]
+    if high is not None:
+        values = values.reshape(-1)[low:high]
+        gradients = [gradient.reshape(-1)[low:high] for gradient in gradients]
+    trial = nn.Parameter(values.to(device, dtype, copy=True))
+    everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = {id(parameter): _small(parameter, 0, in_double=False) for parameter in everyone}
+    clone = _copied(optimizer, {**parameters, id(original): trial})
+    for index, group in enumerate(clone.param_groups):
+        group["params"] = [trial] if index == number else []
+    _step(clone, [trial], [{id(trial): gradient.to(device, dtype, copy=True)} for gradient in gradients])
+    return trial.detach()
+
+
+def _trial_gradient(like: Tensor, step: int) -> Tensor:
+    """The same for each trial, of very different sizes from step to step."""
+    values = torch.randn(like.shape, generator=torch.Generator().manual_seed(step))
+    return values * 10.0 ** (step % 5 - 2)
+
+
+def _differs_in_parts(optimizer: Optimizer, kind: Kind, original: nn.Parameter, expected: Tensor) -> str | None:
+    """Why a parameter in two parts, of which one rank has one, is not stepped as the whole; None if it is."""
+    cut = expected.numel() * 2 // 5
+    for low, high in ((0, cut), (cut, expected.numel())):
+        if low == high:
+            continue
+        try:
+            part = _stepped_trial(optimizer, kind, original, low, high)
+        except Exception as error:
+            return _failure("a step on a part of a parameter", error)
+        if not _equal(part, expected.reshape(-1)[low:high]):
+            return f"a part of a parameter is stepped in another way than the whole ({kind[1]} dimensions, {kind[2]})"
+    return None
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Up to the last bits, which differ where a vector's end is computed element by element."""
+    tolerance = 1e-6 if one.dtype in (torch.float32, torch.float64) else 1e-2
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+# ---- copies ----
+
+
+def _step(clone: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Mapping[int, Tensor]]) -> None:
+    """Step with one set of gradients after the other, by ``id`` of the parameter."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for of_step in gradients:
+            for parameter in parameters:
+                parameter.grad = of_step[id(parameter)]
+            type(clone).step(clone)  # an instance's own may be a scheduler's, bound to the original
+
+
+def _copied(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:
+    """A copy of ``optimizer`` in its first state, without hooks, with other parameters, and a learning rate not zero.
+
+    Args:
+        optimizer: the user's.
+        parameters: what stands in for each, also where attributes hold them, by the ``id`` of the optimizer's own.
+    """
+    memo: dict[int, Any] = dict(parameters)
+    memo[id(optimizer.state)] = defaultdict(dict)
+    clone = object.__new__(type(optimizer))
+    memo[id(optimizer)] = clone
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
+            vars(clone)[name] = OrderedDict()
+        elif name != "step":
+            vars(clone)[name] = copy.deepcopy(value, memo)
+    for group in clone.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            group["lr"] = torch.full_like(rate, _LEARNING_RATE)
+        elif rate is not None:
+            group["lr"] = _LEARNING_RATE
+    return clone

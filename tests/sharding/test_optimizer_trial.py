@@ -1,0 +1,190 @@
+"""What an optimizer treats by itself: elements, parameters, or only all of them at once; tried without touching it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_smddp.sharding.optimizer_trial import Granularity, granularity, why_not_one_by_one
+
+
+class Sign(optim.Optimizer):
+    """Of the user's own, with state and an attribute besides."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        self.decay = {"rate": 0.9}
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.mul_(self.decay["rate"]).add_(p.grad)
+                p.sub_(group["lr"] * mean.sign())
+
+
+class HoldsParameters(Sign):
+    """Steps what it has in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.all = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.all:
+            if p.grad is not None:
+                p.sub_(self.param_groups[0]["lr"] * p.grad.sign())
+
+
+class SinglePrecision(Sign):
+    """Knows no other type, as optimizers with kernels of their own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert all(p.dtype == torch.float32 for p in group["params"])
+        super().step(closure)
+
+
+class GlobalNorm(Sign):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        everything = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in everything]).norm()
+        for p in everything:
+            p.sub_(self.param_groups[0]["lr"] * p.grad / norm)
+
+
+class ClipsItself(Sign):
+    """By the norm of all gradients, if that is large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        everything = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in everything]).norm()
+        for p in everything:
+            p.sub_(1e-3 * p.grad / max(1.0, float(norm) / 1000))
+
+
+class NeedsClosure(Sign):
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+
+
+class Noisy(Sign):
+    """Langevin dynamics: a step adds noise."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+class LayerScaled(Sign):
+    """LARS-like: the learning rate depends on the parameter's norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad * p.norm() / (p.grad.norm() + 1e-9))
+
+
+class Blocks(Sign):
+    """Treats blocks of 256 elements, as optimizers with 8-bit states do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                for values, gradient in zip(p.view(-1).split(256), p.grad.view(-1).split(256), strict=True):
+                    values.sub_(group["lr"] * gradient / gradient.abs().max())
+
+
+def module() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(40, 30), nn.LayerNorm(30))
+
+
+ELEMENTWISE = [
+    lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    lambda p: optim.AdamW(p, amsgrad=True),
+    lambda p: optim.AdamW(p, fused=True),
+    lambda p: optim.AdamW(p, foreach=True),
+    lambda p: optim.AdamW(p, lr=torch.tensor(0.1)),
+    optim.NAdam,
+    optim.RAdam,
+    lambda p: optim.RMSprop(p, centered=True),
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Rprop,
+    optim.Adamax,
+    Sign,
+    HoldsParameters,
+    SinglePrecision,
+]
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE)
+def test_elements(make: Any) -> None:
+    assert granularity(make(module().parameters())) == (Granularity.ELEMENT, "")
+
+
+@pytest.mark.parametrize("make", [optim.Adafactor, LayerScaled, Blocks])
+def test_whole_parameters(make: Any) -> None:
+    found, why = granularity(make(module().parameters()))
+    assert found is Granularity.PARAMETER
+    assert "part of a parameter" in why
+
+
+def test_muon_needs_whole_matrices() -> None:
+    found, why = granularity(optim.Muon([nn.Linear(4, 5).weight]))
+    assert found is Granularity.PARAMETER
+    assert "failed" in why
+
+
+@pytest.mark.parametrize("make", [GlobalNorm, ClipsItself, NeedsClosure, Noisy, optim.LBFGS])
+@pytest.mark.parametrize("count", [1, 6])
+def test_all_at_once(make: Any, count: int) -> None:
+    """Also with a single parameter, where nothing else is there to depend on."""
+    optimizer = make(list(module().parameters())[:count])
+    why = why_not_one_by_one(optimizer)
+    assert why
+    assert granularity(optimizer) == (Granularity.NONE, why)
+
+
+def test_a_schedule_that_begins_with_zero_hides_nothing() -> None:
+    for make, expected in ((LayerScaled, Granularity.PARAMETER), (GlobalNorm, Granularity.NONE)):
+        optimizer = make(module().parameters())
+        optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        assert optimizer.param_groups[0]["lr"] == 0.0
+        assert granularity(optimizer)[0] is expected
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, Sign, HoldsParameters, GlobalNorm])
+def test_a_trial_changes_nothing(kind: Any) -> None:
+    layers = module()
+    optimizer = kind(layers.parameters(), lr=0.5)
+    calls: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    schedule = optim.lr_scheduler.StepLR(optimizer, 1)  # wraps `step`
+    for p in layers.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in layers.parameters()]
+    drawn = torch.random.get_rng_state()
+    granularity(optimizer)
+    assert torch.equal(drawn, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(before, layers.parameters(), strict=True))
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in layers.parameters() if p.grad is not None)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
+    assert calls == []
+    assert schedule.last_epoch == 0
