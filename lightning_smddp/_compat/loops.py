@@ -122,7 +122,7 @@ def cycles(combined_loader: Any) -> list[bool]:
 
 
 def set_cycles(combined_loader: Any, consumed: list[bool]) -> None:
-    """Put back :func:`cycles`."""
+    """Set which loaders of a ``CombinedLoader`` have come to their end, as :func:`cycles` gave them."""
     if consumed and hasattr(combined_loader._iterator, "_consumed"):
         combined_loader._iterator._consumed = list(consumed)
 

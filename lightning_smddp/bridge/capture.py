@@ -240,7 +240,7 @@ class StepCapture:
         return self._watch is not None and self._watch.stands_in(tensor)
 
     def clear(self) -> None:
-        """Forget what was kept."""
+        """Free the metrics' states, logged values and attributes that the micro-batches of a step left."""
         self._kept, self._metrics = {}, None
         self.left.clear()
 

@@ -290,7 +290,7 @@ class LeftBehind:
             self._sizes.update(sizes)
 
     def clear(self) -> None:
-        """Forget the notes."""
+        """Forget what the micro-batches of the last step left; their arrays are freed with it."""
         self._notes.clear()
         self._held.clear()
         self._sizes.clear()

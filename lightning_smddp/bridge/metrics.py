@@ -316,7 +316,7 @@ class PipelineMetrics:
     _local: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        """Patch the metrics."""
+        """Take over the metrics that the module has now; later ones are found by :meth:`refresh`."""
         self.refresh(named_metrics(self.module))
 
     def refresh(self, metrics: dict[str, AnyMetric]) -> None:
@@ -390,7 +390,7 @@ class PipelineMetrics:
             set_update_count(found[name], count)
 
     def close(self) -> None:
-        """Put back every attribute."""
+        """Give every metric its own ``compute`` and synchronization again."""
         for patched in self._patched.values():
             vars(patched.metric).update(patched.before)
         self._patched.clear()

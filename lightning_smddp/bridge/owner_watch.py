@@ -56,11 +56,10 @@ class OwnerWatch:
         lists += [((name, key), value) for name, members in self.members.items() for key, value in members.items()]
         self.lengths = {where: (value, len(value)) for where, value in lists if type(value) is list}
         self.tensors = {
-            name: (value, 0)
+            name: (value, write_count(value))
             for name, value in self.before.items()
             if type(value) is Tensor and not value.is_inference()
         }
-        self.count_writes()
         self._values = list(self.own.values())
 
     def is_touched(self) -> bool:
@@ -72,10 +71,6 @@ class OwnerWatch:
             if len(now) != len(members) or any(map(operator.is_not, now.values(), members.values())):
                 return True
         return any(len(known) != length for known, length in self.lengths.values()) or bool(self.written())
-
-    def count_writes(self) -> None:
-        """Tensors are written from here on, for :meth:`written`."""
-        self.tensors = {name: (tensor, write_count(tensor)) for name, (tensor, _) in self.tensors.items()}
 
     def written(self) -> list[str]:
         """Attributes whose tensors were written in place."""

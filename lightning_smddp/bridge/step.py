@@ -75,7 +75,7 @@ class LightningStep:
         return self.hook, self.arguments[1:]
 
     def batch_name(self) -> str:
-        """For messages."""
+        """The batch as error messages name it: by its index and epoch where the step is told them."""
         if not self.arguments:
             return "this batch"
         return f"batch {self.arguments[0]} of epoch {self.module.current_epoch}"

@@ -198,7 +198,7 @@ class _Runs:
         self.count = 0
 
     def loss(self, microbatch: MicroBatch) -> float:
-        """The step's loss."""
+        """The step's loss when it runs on this micro-batch alone, with constant random numbers."""
         output = self.observed([microbatch]).results.output
         return float(loss_of(output, self.weighing.step.hook, detached=True))
 
@@ -214,7 +214,7 @@ class _Runs:
             return None
 
     def observed(self, microbatches: Sequence[MicroBatch], state: KeptState | None = None) -> Observed:
-        """What Lightning would see."""
+        """What Lightning would see of a step on these micro-batches; the module's state stays as it is."""
         weighing = self.weighing
         self.count += 1
         with preserve_state(weighing.module, weighing.device), ConstantRandom(), torch.no_grad():

@@ -53,7 +53,7 @@ class BackgroundWriter:
             task()
 
     def wait(self) -> None:
-        """Until no task runs."""
+        """Block until the task in the background has ended."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

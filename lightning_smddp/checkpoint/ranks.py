@@ -35,7 +35,7 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of ranks that save together."""
         if self.group is None:
             return 1
         return self.group.size()

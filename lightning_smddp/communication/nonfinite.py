@@ -60,7 +60,7 @@ class NonFiniteWatch:
         self.findings = {}
 
     def look(self, bucket: Bucket) -> None:
-        """Before averaging."""
+        """Look for NaN and infinity in this rank's gradients of a bucket, before they are averaged."""
         tensor = bucket.buffer()
         self._buckets[bucket.index()] = tensor
         values = _values(tensor)

@@ -79,7 +79,7 @@ class Recorder:
             self._count(gradient_bytes, intra_bytes, inter_bytes)
 
     def bucket_done(self) -> None:
-        """A bucket is reduced."""
+        """Note that a bucket is reduced; the time without any bucket in flight is not counted as busy."""
         now = time.perf_counter()
         with self._lock:
             self.step.in_flight -= 1

@@ -58,12 +58,12 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Ranks of all nodes together."""
         return sum(len(ranks) for ranks in self.nodes)
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """Groups of ranks that share memory: machines, or what the launcher takes for machines."""
         return len(self.nodes)
 
     @property

@@ -76,7 +76,7 @@ def _version(package: str) -> str | None:
 
 
 def _backends() -> dict[str, bool]:
-    """Of ``torch.distributed``."""
+    """Which backends this build of torch has, by their names in ``torch.distributed``."""
     return {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),

@@ -44,7 +44,7 @@ class Finding:
 
 
 def find(facts: Mapping[str, Any], measured: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Errors first."""
+    """What is wrong with a host by its facts, and with the paths and links between hosts as measured; errors first."""
     hosts = (str(facts["host"]),)
     found = []
     for level, look in _LOOKS:

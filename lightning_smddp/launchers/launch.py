@@ -173,5 +173,5 @@ class Notes:
         self.problems.append((what, cure))
 
     def launch(self, launcher: Launcher, product: str = "") -> Launch:
-        """All of it."""
+        """What was noted so far, as one frozen :class:`Launch`."""
         return Launch(launcher, product=product, sources=self.sources, problems=tuple(self.problems), **self.values)

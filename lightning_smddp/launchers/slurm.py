@@ -21,7 +21,7 @@ def in_allocation_only(environ: Mapping[str, str]) -> bool:
 
 
 def read(notes: Notes) -> str:
-    """Note what Slurm says."""
+    """Note rank, world size and addresses from the variables that ``srun`` sets for each task."""
     environ = notes.environ
     notes.number("rank", "SLURM_PROCID")
     notes.number("local_rank", "SLURM_LOCALID")

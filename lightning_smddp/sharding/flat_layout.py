@@ -47,12 +47,12 @@ class FlatLayout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all parameters."""
+        """The one that all parameters of this layout have."""
         return self.slots[0].parameter.dtype
 
     @property
     def device(self) -> torch.device:
-        """Of all parameters."""
+        """The one that all parameters of this layout have."""
         return self.slots[0].parameter.device
 
     @property

@@ -41,7 +41,7 @@ class ReadsLaunch:
 
     @property
     def main_address(self) -> str:
-        """Where rank 0 is."""
+        """Host name or address of global rank 0; this machine's loopback when the launcher names none."""
         return self.launch.main_address or "127.0.0.1"
 
     @property

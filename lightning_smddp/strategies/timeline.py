@@ -50,7 +50,7 @@ class RecordTimeline:
         self._origin = 0.0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin to record."""
+        """Begin to record if this is the batch that was asked for, at one moment on all ranks."""
         engine = _engine(trainer)
         if engine is None or batch_idx != self.batch_idx or self.spans:
             return

@@ -287,7 +287,7 @@ class ParentWatch:
             self._on_end(self._pid, f"its launcher (process {self._pid}) ended")
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching the connection to the hub, and drop it."""
         self._done = True
         if self._descriptor is not None:
             self._loop.unwatch(self._descriptor)

@@ -330,7 +330,7 @@ class Hub:
                 self._tell(peer, message)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the door for new peers and the connections of those that are known."""
         if self._acceptor is not None:
             self._acceptor.close()
         for peer in self.peers.values():

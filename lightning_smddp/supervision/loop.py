@@ -24,7 +24,7 @@ class Timer:
         self.call: _Callback | None = call
 
     def cancel(self) -> None:
-        """It will not come."""
+        """Cancel the timer: its call is not made when its time comes."""
         self.call = None
 
 
@@ -112,5 +112,5 @@ class Loop:
 
 
 def void(function: Callable[..., object], *args: Any) -> None:
-    """Call it."""
+    """Call a function whose result is of no use to a loop, which takes callables without result."""
     function(*args)

@@ -29,11 +29,11 @@ class OomWatch:
         self._counts = deque([oom_kills()], maxlen=_OOM_WINDOW)
 
     def tick(self) -> None:
-        """Once a period."""
+        """Note the kernel's count of out-of-memory kills; called once a period."""
         self._counts.append(oom_kills())
 
     def happened(self) -> bool:
-        """Since ten ticks ago."""
+        """Whether the kernel has killed a process for memory since ten ticks ago."""
         return oom_kills() > self._counts[0]
 
 
@@ -68,7 +68,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The rank and its host, as error messages name it."""
         return f"rank {self.rank} (host {self.host})"
 
     def silence(self, company_is_heard: bool | None) -> str:
@@ -83,7 +83,7 @@ class Peer:
         return f"nothing was heard from it for {self.silence_s:.0f} s{cause}"
 
     def failure(self, kind: Kind, message: str) -> Failure:
-        """Its failure, noticed now."""
+        """A failure of this rank that is noticed now, with the step and phase that it last told."""
         return failure_of(self.rank, self.host, self.process.pid, self.progress.read(), kind, message)
 
     def send(self, message: Message, droppable: bool = False) -> None:
@@ -132,7 +132,7 @@ class Peer:
         return text
 
     def close(self) -> None:
-        """Let go of both."""
+        """Close the connection, and the descriptor by which the process is watched."""
         if self.connection is not None:
             self.connection.close()
         if self._descriptor is not None and self._loop is not None:

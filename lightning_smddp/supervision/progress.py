@@ -161,7 +161,7 @@ class Progress:
             self._cells[_AT_COMMUNICATES] = device.communicates
 
     def read(self) -> Reading:
-        """All of it."""
+        """Batch, epoch, step and phase, as the rank last wrote them."""
         return _read(self._cells)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class StopGate:
 
 
 class StopVote:
-    """The hub's side."""
+    """The hub's side of a stop: it asks all peers for their step and tells them the last one."""
 
     def __init__(
         self,

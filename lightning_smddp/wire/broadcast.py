@@ -212,11 +212,11 @@ class _Way:
         return self.host.device != self.device
 
     def broadcast(self, data: Tensor) -> None:
-        """What the host reads."""
+        """Broadcast memory that the host reads or writes, over a group for host memory."""
         dist.broadcast(data, group=self.host.group, group_src=self.src)
 
     def broadcast_apart(self, data: Tensor) -> None:
-        """What stays on devices."""
+        """Broadcast a tensor that stays on its device, over that device's group."""
         dist.broadcast(data, group=self.group, group_src=self.src)
 
     def received(self, nbytes: int) -> Tensor:

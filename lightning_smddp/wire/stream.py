@@ -46,7 +46,7 @@ class Spec:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
 

@@ -221,13 +221,8 @@ def assert_same(actual: Any, expected: Any) -> None:
 # ---- strategies ------------------------------------------------------------------------------------------------------
 
 
-class InMicroBatches(SingleDeviceStrategy):
-    """One process that runs every step on micro-batches, one after the other, the last one first."""
-
-    def __init__(self, count: int = 4, **options: Any) -> None:
-        super().__init__(device="cpu")
-        self.count, self.capture_options = count, options
-        self.capture: StepCapture | None = None
+class RunsSteps:
+    """The step hooks of a strategy, all through ``_run(hook, batch, ...)``."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("training_step", *args, *kwargs.values())
@@ -237,6 +232,15 @@ class InMicroBatches(SingleDeviceStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("predict_step", *args, *kwargs.values())
+
+
+class InMicroBatches(RunsSteps, SingleDeviceStrategy):
+    """One process that runs every step on micro-batches, one after the other, the last one first."""
+
+    def __init__(self, count: int = 4, **options: Any) -> None:
+        super().__init__(device="cpu")
+        self.count, self.capture_options = count, options
+        self.capture: StepCapture | None = None
 
     def _run(self, hook: str, batch: Any, *rest: Any) -> Any:
         module = self.lightning_module
@@ -266,7 +270,7 @@ class LeavesStepError(BaseException):
     """An early stage leaves the step like this."""
 
 
-class TwoStages(DDPStrategy):
+class TwoStages(RunsSteps, DDPStrategy):
     """Ranks 0, 1, ... of each pipeline leave the step at ``net``; the last one sees its end.
 
     Not a pipeline: the last rank has the whole model, and the others take its gradients.
@@ -298,15 +302,6 @@ class TwoStages(DDPStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return super().reduce(tensor, self.replicas if group is None else group, reduce_op)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("training_step", *args, *kwargs.values())
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("validation_step", *args, *kwargs.values())
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("predict_step", *args, *kwargs.values())
 
     def _run(self, hook: str, batch: Any, *rest: Any) -> Any:
         module = self.lightning_module

@@ -57,7 +57,7 @@ def _has(node: ast.AST, line: int) -> bool:
 
 
 def _is_check(node: ast.AST) -> bool:
-    """``if ...: raise``."""
+    """Whether a statement only guards: an ``if`` whose body ends in ``raise`` decides nothing that a step computes."""
     return isinstance(node, ast.If) and isinstance(node.body[-1], ast.Raise)
 
 

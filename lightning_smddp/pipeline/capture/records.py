@@ -101,7 +101,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """The function's name in torch, or that of the hidden region that it stands for."""
         if self.function is HIDDEN:
             return HIDDEN
         return name_of(self.function)

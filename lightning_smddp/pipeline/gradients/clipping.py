@@ -88,7 +88,7 @@ def take_over_clipping(plugin: Any, by_norm: Callable[[Any, float], None]) -> No
 
 
 def give_back_clipping(plugin: Any) -> None:
-    """Undo :func:`take_over_clipping`."""
+    """Let the precision plugin clip by its own methods again, at the end of a run."""
     vars(plugin).pop("clip_grad_by_norm", None)
     vars(plugin).pop("clip_grad_by_value", None)
 

@@ -102,7 +102,7 @@ class Resources:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """Stages of all ranks together; a rank may have several."""
         return len(self.rank_of_stage)
 
 

@@ -270,7 +270,7 @@ class _Cutter:
         return all(self.is_clear(child, outermost=False) for _, child in members_of(value) or [])
 
     def paths(self, value: Any, path: Path = ()) -> Iterator[Path]:
-        """Where the rows are."""
+        """Paths of the values within a batch whose first dimension is the rows of the batch."""
         if isinstance(value, _ARRAYS):
             if value.ndim and _length(value) == self.count:
                 yield path

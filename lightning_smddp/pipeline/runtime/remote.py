@@ -54,7 +54,7 @@ class Shape:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Shape:
-        """That of ``tensor``."""
+        """The shape, stride (of strided tensors), dtype and ``requires_grad`` of ``tensor``."""
         shape: tuple[int, ...] = ()
         stride: tuple[int, ...] = ()
         if not tensor.is_nested:
@@ -108,7 +108,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The description of ``tensor``."""
+        """What a receiver has to know of ``tensor`` to allocate it."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
@@ -139,7 +139,7 @@ class Shapes:
 
     @classmethod
     def of(cls, graph: StepGraph) -> Shapes:
-        """As in the trace."""
+        """The shapes of all values of a traced step, which hold until a micro-batch has another shape."""
         return cls({v.index: Shape(v.shape, v.stride, v.dtype, v.requires_grad) for v in graph.values})
 
     def merge(self, other: Shapes) -> None:

@@ -49,7 +49,7 @@ class Schedule:
 
     @property
     def default_stages_per_rank(self) -> int:
-        """What ``stages_per_rank="auto"`` means."""
+        """What ``stages_per_rank="auto"`` means: two for interleaved schedules, else one."""
         if self.several_stages:
             return 2
         return 1

@@ -63,7 +63,7 @@ class StagedStep:
     tails: KnownTails | None = None
 
     def boundary(self, stage: int, shapes: Shapes, train: bool) -> Boundary:
-        """What ``stage`` sends."""
+        """The tensors that ``stage`` sends to the next one: live values first, then what control flow was told."""
         specs = []
         for value in self.stage_cuts.live[stage]:
             known = shapes.values[value]

@@ -46,7 +46,7 @@ class Tail:
         self._last = _BEGIN
 
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """``function`` is called now."""
+        """Note the call of a function behind the last module, with its arguments that are words or flags."""
         name = name_of(function)
         for value in args:
             if type(value) in _WORDS:
@@ -65,7 +65,7 @@ class Tail:
             self.numbers.setdefault(self._place(), []).append(tuple(found))
 
     def end(self) -> None:
-        """The step returns."""
+        """Note the end of the step: a tail that ends earlier than a known one is another tail."""
         self._add(_END)
 
     def _add(self, name: str) -> None:

@@ -64,7 +64,7 @@ def mark_absent(parameter: nn.Parameter, name: str, rank: int) -> None:
 
 
 def mark_present(parameter: Tensor) -> None:
-    """It has values again."""
+    """Make an absent parameter an ordinary one again, once memory with values is attached."""
     del vars(parameter)["_held_by"]
     parameter.__class__ = nn.Parameter
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_smddp.pipeline.view.agreement import Ask
 from lightning_smddp.pipeline.view.global_view import GlobalView
@@ -92,40 +93,40 @@ class ShownState(defaultdict[Any, Any]):
                 elif value.local is not None and not _is_same(own.get(key), value.local):
                     own[key] = value.local
 
-    # ---- what is read loads ----
+    # ---- every way to read loads the state of all ranks first ----
 
+    @override
     def __contains__(self, key: object) -> bool:
-        """Of all ranks."""
         self.load()
         return super().__contains__(key)
 
+    @override
     def __getitem__(self, key: Any) -> Any:
-        """Of all ranks."""
         self.load()
         return super().__getitem__(key)
 
+    @override
     def __iter__(self) -> Iterator[Any]:
-        """Of all ranks."""
         self.load()
         return super().__iter__()
 
+    @override
     def __len__(self) -> int:
-        """Of all ranks."""
         self.load()
         return super().__len__()
 
+    @override
     def get(self, key: Any, default: Any = None) -> Any:
-        """Of all ranks."""
         self.load()
         return super().get(key, default)
 
+    @override
     def items(self) -> Any:
-        """Of all ranks."""
         self.load()
         return super().items()
 
+    @override
     def values(self) -> Any:
-        """Of all ranks."""
         self.load()
         return super().values()
 

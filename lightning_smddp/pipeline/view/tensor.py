@@ -58,7 +58,7 @@ class Memory:
         self.copy: Tensor | None = None
 
     def written(self) -> None:
-        """Its values changed."""
+        """Note that its values changed, so that copies and later reads do not use old ones."""
         self.version += 1
         self.copy = None
 
@@ -211,7 +211,7 @@ class GlobalTensor(Tensor):
         )
 
     def describe(self) -> str:
-        """For messages."""
+        """The tensor as error messages name it: its parameter's name, if it has one, and its shape."""
         shape = f"a tensor of shape {tuple(self.shape)}"
         if self.memory.leaf is None:
             return shape
