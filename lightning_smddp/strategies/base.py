@@ -155,6 +155,7 @@ class TrainerStrategy(_Base):
         self._saving.raise_failure()
         super().on_train_batch_start(batch, batch_idx)
         self._checks.training_batch_starts(batch)
+        self._training_batch_starts()
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -328,6 +329,9 @@ class TrainerStrategy(_Base):
 
     def _training_starts(self) -> None:
         """Before the first batch of a fit."""
+
+    def _training_batch_starts(self) -> None:
+        """Behind the user's hooks at the start of a batch."""
 
     def _training_ends(self) -> None:
         """Behind the last batch of a fit."""

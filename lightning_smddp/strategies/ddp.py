@@ -6,6 +6,7 @@ top of their ``DDPStrategy``.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.frozen_parameters import FrozenParameters
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
 from lightning_smddp.strategies.options import (
@@ -37,6 +39,7 @@ from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.session import finish_wrapping
 from lightning_smddp.strategies.tables import print_table, say
 from lightning_smddp.wire.pytree import copied
+from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -72,6 +75,7 @@ class DataParallel(TrainerStrategy):
     """
 
     _sharded: ShardedOptimizers | None = None  # while it trains
+    _frozen: FrozenParameters | None = None  # while it trains
     _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
@@ -113,7 +117,7 @@ class DataParallel(TrainerStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without memory that this process shares with others."""
-        return {**super().__getstate__(), "_sharded": None}
+        return {**super().__getstate__(), "_sharded": None, "_frozen": None}
 
     @property
     def communication_report(self) -> CommunicationReport | None:
@@ -127,8 +131,9 @@ class DataParallel(TrainerStrategy):
     @override
     def configure_ddp(self) -> None:
         """Choose the communication and wrap the model."""
+        assert self.model is not None
+        self._frozen = FrozenParameters(self.model)
         if self._ddp_comm_hook is None:
-            assert self.model is not None
             self._ddp_kwargs = self._session.prepare(self.model, self.root_device, self._user_ddp_kwargs, self._timeout)
             watch = self._session.synchronizers[-1].watch
             watch.on, watch.marks = self._checks.watches_gradients, not self._checks.changes_gradients
@@ -136,6 +141,37 @@ class DataParallel(TrainerStrategy):
             self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
         super().configure_ddp()
         finish_wrapping(self.root_device)
+
+    @override
+    def _training_batch_starts(self) -> None:
+        if self._frozen is None:
+            return
+        unfrozen = self._frozen.unfrozen()
+        if unfrozen:
+            self._wrap_again(self._frozen)
+            if self._session.options.communication.verbose and self.is_global_zero:
+                assert self.lightning_module is not None
+                text = f"smddp: averages the gradients of {counted(len(unfrozen), 'parameter')} more, now unfrozen"
+                say(text, self.lightning_module.trainer)
+
+    def _wrap_again(self, frozen: FrozenParameters) -> None:
+        """Let DDP average what was unfrozen, too. Collective."""
+        assert isinstance(self.model, DistributedDataParallel)
+        state = self._session.detach()
+        self.model = self.model.module
+        gc.collect()  # DDP objects are cycles, and the old one's buckets are as large as the gradients
+        with frozen.others_require_gradients():
+            self.configure_ddp()
+        self._session.load_state_dict(state)
+
+    @override
+    @contextmanager
+    def _averaging(self) -> Iterator[None]:
+        yield
+        if self._frozen is not None:
+            self._frozen.require_no_gradients(
+                "Unfreeze them before the training step, as in `on_train_epoch_start` or `on_train_batch_start`."
+            )
 
     @override
     def _register_ddp_hooks(self) -> None:
@@ -212,6 +248,7 @@ class DataParallel(TrainerStrategy):
 
     @override
     def _release_model(self) -> None:
+        self._frozen = None
         if self._sharded is not None:
             self._sharded.close()
 

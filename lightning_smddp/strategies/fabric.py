@@ -12,6 +12,7 @@ from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.strategies.frozen_parameters import FrozenParameters
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
 from lightning_smddp.strategies.options import GROUPS, CommunicationOptions, GradientOptions, ReliabilityOptions
@@ -58,6 +59,7 @@ class FabricDataParallel(_Base):
         self._session = GradientCommunication(gradients)
         self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
+        self._frozen: list[FrozenParameters] = []  # of each module that was set up
 
     @property
     def communication_report(self) -> CommunicationReport | None:
@@ -84,6 +86,12 @@ class FabricDataParallel(_Base):
         start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.start_limit)
         super()._setup_distributed()
 
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """The backward pass. Raises ``RuntimeError`` where a gradient is not averaged, as it would be silent in DDP."""
+        super().backward(*args, **kwargs)
+        for frozen in self._frozen:
+            frozen.require_no_gradients("Unfreeze them before `fabric.setup`.")
+
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code has left them, then step."""
         watches = [synchronizer.watch for synchronizer in self._session.synchronizers if synchronizer.watch.on]
@@ -107,6 +115,7 @@ class FabricDataParallel(_Base):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
+        self._frozen.append(FrozenParameters(module))
         self._ddp_kwargs = self._session.prepare(module, self.root_device, self._user_ddp_kwargs, self._timeout)
         scaler = getattr(self.precision, "scaler", None)  # one makes inf on purpose
         watch = self._session.synchronizers[-1].watch
@@ -124,6 +133,7 @@ class FabricDataParallel(_Base):
 
     def teardown(self) -> None:
         """Free shared memory, threads and sockets."""
+        self._frozen = []
         self._session.close()
         super().teardown()
 

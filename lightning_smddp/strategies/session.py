@@ -112,6 +112,14 @@ class GradientCommunication:
 
         model.register_comm_hook(state=None, hook=_hook)
 
+    def detach(self) -> dict[str, dict[str, Tensor]]:
+        """Close what averages for the module that was wrapped last, and return what it remembers. Collective."""
+        if not self.synchronizers:
+            return {}
+        state = self.state_dict()
+        self.synchronizers.pop().close()
+        return state
+
     def report(self) -> CommunicationReport | None:
         """What communication cost so far; None before the first module. Collective."""
         if not self.synchronizers:

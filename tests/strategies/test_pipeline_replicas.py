@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
@@ -73,6 +74,17 @@ def kept_gradients(bench: Bench) -> Any:
     return bench.fit(Keeping(), {"pipeline_parallel_size": 2})
 
 
+class UnfreezesFirst(Callback):
+    """The first layer is frozen for an epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(trainer.current_epoch > 0)
+
+
+def unfrozen_later(bench: Bench) -> Any:
+    return bench.fit(Half(), {"pipeline_parallel_size": 2}, callbacks=[UnfreezesFirst()], max_epochs=2)
+
+
 def replicas(options: Any = None, **trainer_options: Any) -> Case:
     return functools.partial(halves, options=options or {}, **trainer_options)
 
@@ -88,6 +100,7 @@ FOUR = Matrix(
         replicas({"active_microbatches": 2}, accumulate_grad_batches=3),
         replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2),
         kept_gradients,
+        unfrozen_later,
     ],
     4,
 )
