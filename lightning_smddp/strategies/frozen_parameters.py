@@ -40,7 +40,9 @@ class FrozenParameters:
         paused = []
         for name, parameter in self.module.named_parameters():
             if name not in self._frozen and not parameter.requires_grad:
-                paused.append(parameter.requires_grad_(True))
+                paused.append(parameter)
+        for parameter in paused:
+            parameter.requires_grad_(True)
         try:
             yield
         finally:
