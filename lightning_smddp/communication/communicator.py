@@ -117,6 +117,11 @@ class Communicator:
         causes_first = sorted(failures, key=lambda pair: not pair[1])
         return next((text for text, _ in causes_first if text), None)
 
+    @property
+    def node_mesh(self) -> NodeMesh:
+        """The mesh of this node's ranks that the training thread uses. Only where shared memory is not refused."""
+        return self._meshes[0]
+
     def available(self) -> list[str]:
         """Algorithms that make sense here, ``native`` first."""
         names = ["native"]

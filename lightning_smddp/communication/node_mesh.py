@@ -115,10 +115,24 @@ class NodeMesh:
             RankFailedError: a peer's process or its connection ended.
             RankTimeoutError: a peer did not come within the timeout.
         """
-        start = time.perf_counter()
-        deadline = start + self._timeout_s
+        self.begin(message, descriptor)
+        return self.finish()
+
+    def begin(self, message: bytes = b"\0", descriptor: int | None = None) -> None:
+        """The first half of :meth:`exchange`: tell the peers, and wait for nobody.
+
+        Each call is followed by one of :meth:`finish`; several calls may come first, as the order tells which is which.
+
+        Raises:
+            RankFailedError: a peer's connection ended.
+        """
         for peer, connection in self._sockets.items():
             self._send(peer, connection, message, descriptor)
+
+    def finish(self) -> Arrival:
+        """The second half of :meth:`exchange`: wait for what the peers said in the oldest one that is not finished."""
+        start = time.perf_counter()
+        deadline = start + self._timeout_s
         messages: dict[int, bytes] = {}
         descriptors: dict[int, int] = {}
         last, before = None, time.perf_counter()

@@ -257,7 +257,7 @@ class SharedMemory:
             total = own
             if not in_place:
                 total = scratch[: own.numel()]
-            _add_up(terms, total)
+            add_up(terms, total)
             if watch and not (cmath.isfinite(total.sum().item()) or bool(total.isfinite().all())):
                 finite = False
                 continue
@@ -316,7 +316,7 @@ class SharedMemory:
         return arrival
 
 
-def _add_up(terms: Sequence[Tensor], total: Tensor) -> None:
+def add_up(terms: Sequence[Tensor], total: Tensor) -> None:
     """The sum in the order of ``terms``, written to ``total``, which may be one of only two."""
     if len(terms) > 1 and total.dtype == terms[0].dtype:
         torch.add(terms[0], terms[1], out=total)

@@ -1,0 +1,240 @@
+"""Memory that the ranks of a node have in common, lent out for one collective at a time.
+
+A segment is an anonymous memory file that all local ranks map: no name in a file system, no limit of a mount. Local
+rank 0 makes one when none is free that is large enough, and passes its descriptor on.
+
+All local ranks ask for the same segments in the same order, and each has to find the same one without a word. So
+which ones are free is never what one rank sees by itself, but what all have told in exchanges that all have finished::
+
+    rank 0   lend -> 3   begin(header)   ...   finish        lend -> 1: whoever held 1 told so in an exchange before
+    rank 1   lend -> 3   begin(header)   ...   finish        lend -> 1
+
+A rank lets go of a segment when the last tensor on it is gone, and tells it in its next message.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.communication.node_mesh import Arrival, NodeMesh
+from lightning_smddp.wording import counted
+
+OnWait = Callable[[float, int | None], None]
+
+_TOLD = struct.Struct("<B")  # how many numbers of segments follow
+_NUMBER = struct.Struct("<I")
+_MAX_TOLD = 50  # in one message; the rest is told in later ones
+_HEADER = struct.Struct("<BiQ")  # kind, unit, bytes
+_GROW, _NO_MEMORY = "needs more shared memory", "has no memory left"
+_KINDS = ("gathers parameters", "reduces gradients", _GROW, _NO_MEMORY)
+GATHER, REDUCE = _KINDS[:2]
+
+
+@dataclass
+class _Segment:
+    """A mapped memory file.
+
+    Attributes:
+        mapping: all of it.
+        holders: the local ranks that have not said that they are done with it.
+    """
+
+    mapping: mmap.mmap
+    holders: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a rank is about to do: its peers have to say the same."""
+
+    kind: str
+    unit: int
+    size: int
+
+    def encode(self) -> bytes:
+        return _HEADER.pack(_KINDS.index(self.kind), self.unit, self.size)
+
+    @classmethod
+    def decode(cls, message: bytes) -> _Header:
+        kind, unit, size = _HEADER.unpack_from(message)
+        return cls(_KINDS[kind], unit, size)
+
+
+class SharedSegments:
+    """The segments of one node's ranks, and the exchanges that order what is done with them.
+
+    An object belongs to one thread, as its mesh does. Calls come in the same order on all ranks of the node.
+
+    Args:
+        mesh: barrier with the node's ranks.
+        on_wait: called with ``(seconds, rank waited for last or None)`` after each exchange.
+        names: of the units, for messages.
+    """
+
+    def __init__(self, mesh: NodeMesh, names: list[str], on_wait: OnWait | None = None) -> None:
+        self.mesh = mesh
+        self._names = names
+        self._on_wait = on_wait
+        self._segments: dict[int, _Segment] = {}
+        self._next_number = 0
+        self._let_go: deque[int] = deque()  # by this rank, not told yet
+        self._begun: deque[tuple[_Header, list[int]]] = deque()  # what this rank said in exchanges not finished
+
+    def lend(self, unit: int, size: int) -> Tensor:
+        """A segment's first ``size`` bytes, the same memory on all ranks of the node, as a uint8 tensor.
+
+        Whose part of it is whose is up to the caller. The segment comes back by itself when the last tensor on it
+        is gone, on all ranks.
+
+        Raises:
+            ValueError: another rank does something else.
+            RankFailedError: a peer is gone or did not come in time; only when memory has to grow.
+            MemoryError: there is not enough.
+        """
+        self.finish_all()
+        number = self._free_segment(size)
+        if number is None:
+            number = self._grow(unit, size)
+        segment = self._segments[number]
+        segment.holders = set(range(self.mesh.size))
+        # torch keeps the view as long as a tensor's storage is there, which nobody else knows of.
+        view = memoryview(segment.mapping)
+        weakref.finalize(view, self._let_go.append, number).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)[:size]
+
+    def begin(self, kind: str, unit: int, size: int) -> None:
+        """Tell the peers that this rank has come to that point, without waiting for them."""
+        self._begin(_Header(kind, unit, size))
+
+    def finish_all(self) -> None:
+        """Wait until the peers have come to every point that this rank has told of.
+
+        Raises:
+            ValueError: a peer does something else.
+            RankFailedError: a peer is gone or did not come in time.
+        """
+        while self._begun:
+            self._finish()
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all segments: of the node, not of each rank."""
+        return sum(len(segment.mapping) for segment in self._segments.values())
+
+    def close(self) -> None:
+        """Let go of all segments. Tensors that are still there keep theirs. The mesh belongs to the caller."""
+        self._segments.clear()
+        self._begun.clear()
+
+    def _free_segment(self, size: int) -> int | None:
+        """The smallest that is free and large enough. Where all that are free are too small, the largest goes."""
+        free = [number for number, segment in self._segments.items() if not segment.holders]
+        by_size = sorted(free, key=lambda number: len(self._segments[number].mapping))
+        for number in by_size:
+            if len(self._segments[number].mapping) >= size:
+                return number
+        if by_size:
+            del self._segments[by_size[-1]]
+        return None
+
+    def _grow(self, unit: int, size: int) -> int:
+        """Make a new segment of ``size`` bytes; returns its number. A barrier."""
+        descriptor, kind = None, _GROW
+        if self.mesh.rank == 0:
+            try:
+                descriptor = _create_file(size)
+            except OSError:
+                kind = _NO_MEMORY
+        try:
+            self._begin(_Header(kind, unit, size), descriptor)
+            arrival = self._finish()
+            if descriptor is None:
+                descriptor = arrival.descriptors.pop(0, None)
+            if descriptor is None:
+                raise MemoryError(
+                    f"No {counted(size, 'byte')} of memory are left on {self.mesh.topology.describe(self.mesh.rank)}'s "
+                    f"node to exchange {self._name(unit)}. Shard into smaller units, or give the job more memory."
+                )
+            mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+        number = self._next_number
+        self._next_number += 1
+        self._segments[number] = _Segment(mapping)
+        return number
+
+    def _begin(self, header: _Header, descriptor: int | None = None) -> None:
+        told = [self._let_go.popleft() for _ in range(min(len(self._let_go), _MAX_TOLD))]
+        numbers = b"".join(_NUMBER.pack(number) for number in told)
+        self.mesh.begin(header.encode() + _TOLD.pack(len(told)) + numbers, descriptor)
+        self._begun.append((header, told))
+
+    def _finish(self) -> Arrival:
+        header, told = self._begun.popleft()
+        arrival = self.mesh.finish()
+        if self._on_wait is not None:
+            last = arrival.last
+            if last is not None:
+                last = self.mesh.topology.local_ranks[last]
+            self._on_wait(arrival.waited_s, last)
+        self._note(self.mesh.rank, told)
+        for peer, message in arrival.messages.items():
+            try:
+                self._check(peer, header, _Header.decode(message))
+            except ValueError:
+                for descriptor in arrival.descriptors.values():
+                    os.close(descriptor)
+                raise
+            (count,) = _TOLD.unpack_from(message, _HEADER.size)
+            numbers = message[_HEADER.size + _TOLD.size :]
+            self._note(peer, [number for (number,) in _NUMBER.iter_unpack(numbers[: count * _NUMBER.size])])
+        return arrival
+
+    def _note(self, rank: int, numbers: list[int]) -> None:
+        """Local ``rank`` is done with these segments."""
+        for number in numbers:
+            if number in self._segments:
+                self._segments[number].holders.discard(rank)
+
+    def _check(self, peer: int, header: _Header, theirs: _Header) -> None:
+        same_kind = header.kind == theirs.kind or {header.kind, theirs.kind} == {_GROW, _NO_MEMORY}
+        if same_kind and (header.unit, header.size) == (theirs.unit, theirs.size):
+            return
+        topology = self.mesh.topology
+        us, them = (topology.describe(topology.local_ranks[local]) for local in (self.mesh.rank, peer))
+        raise ValueError(
+            f"Ranks do different things: {us} {header.kind} of {self._name(header.unit)} "
+            f"({counted(header.size, 'byte')}), {them} {theirs.kind} of {self._name(theirs.unit)} "
+            f"({counted(theirs.size, 'byte')}). The models, or the order in which their layers run, differ between "
+            "ranks: every rank has to run the same layers in the same order, and use the same parameters."
+        )
+
+    def _name(self, unit: int) -> str:
+        if 0 <= unit < len(self._names):
+            return repr(self._names[unit])
+        return f"unit {unit}"
+
+
+def _create_file(size: int) -> int:
+    """The descriptor of an anonymous memory file whose space is there already: no later SIGBUS.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    descriptor = os.memfd_create("lightning_smddp", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, max(size, mmap.PAGESIZE))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

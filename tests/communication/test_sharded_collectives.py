@@ -1,0 +1,253 @@
+"""FSDP2 with our collectives, against FSDP2 with its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightning_smddp.communication.errors import RankFailedError
+from lightning_smddp.communication.sharded_collectives import ShardedCollectives
+from tests.communication.errors import message_of
+from tests.ranks import RanksFailedError, run_ranks
+
+PATIENCE = timedelta(seconds=20)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16_SUMMED_IN_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16_SUMMED = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "grad_op": {"reshard_after_forward": False},
+    "bf16": {"mp_policy": BF16},
+    "bf16 summed in fp32": {"mp_policy": BF16_SUMMED_IN_FP32, "reshard_after_forward": False},
+    "summed in fp16": {"mp_policy": FP16_SUMMED},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+class Model(nn.Module):
+    """Parameters of odd sizes, with fewer rows than ranks, frozen ones, and some that not each step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(7, 13)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(13, 13), nn.GELU(), nn.LayerNorm(13)) for _ in range(3))
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.seldom = nn.Linear(13, 13)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(13, 1)
+
+    def forward(self, inputs: Tensor, seldom: bool = False) -> Tensor:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        hidden = self.frozen(hidden)
+        if seldom:
+            hidden = hidden + self.seldom(hidden)
+        return self.head(hidden) * self.scale
+
+
+def shard(mesh: DeviceMesh, **options: Any) -> Model:
+    model = Model()
+    for unit in (model.first, *model.blocks, model.frozen, model.seldom, model.head):
+        fully_shard(unit, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def train(model: Model, steps: int = 4) -> list[Tensor]:
+    """Whole parameters after some steps, with clipping, accumulation and an evaluation in between."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(steps):
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1 or step % 2 == 0)  # type: ignore[operator]
+            inputs = torch.randn(5, 7, generator=generator)
+            (model(inputs, seldom=step % 2 == 1).float() - 1).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(2, 7))
+    for unit in units_of(model):
+        unit.reshard()
+    return [whole(parameter) for parameter in model.parameters()]
+
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    return [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+
+
+def whole(parameter: Any) -> Tensor:
+    found: Tensor = parameter.full_tensor().detach()
+    return found
+
+
+def differences(
+    mesh: DeviceMesh, prepare: Callable[[nn.Module], None] = lambda module: None, **options: Any
+) -> tuple[float, str]:
+    """The largest difference to FSDP2's own collectives, and how ours travel."""
+    stock = shard(mesh, **options)
+    prepare(stock)
+    expected = train(stock)
+    collectives = ShardedCollectives(mesh, PATIENCE)
+    try:
+        model = shard(collectives.fsdp_mesh, **options)
+        prepare(model)
+        collectives.attach(model)
+        found = train(model)
+        initial = [whole(parameter) for parameter in shard(mesh).parameters()]
+        assert any(not torch.equal(after, before) for after, before in zip(found, initial, strict=True))
+        largest = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+        return largest, collectives.describe()
+    finally:
+        collectives.close()
+
+
+def train_all_cases() -> dict[str, tuple[float, str]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {name: differences(mesh, **options) for name, options in CASES.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_as_fsdp2_with_its_own_collectives(size: int) -> None:
+    for results in run_ranks(train_all_cases, size):
+        for name, (difference, way) in results.items():
+            assert way == "parameters and gradients go through shared memory"
+            tolerance = 1e-6
+            if name in ("bf16", "summed in fp16"):  # gloo rounds each partial sum, we round once
+                tolerance = 1e-2
+            assert difference <= tolerance, (name, difference)
+        assert results["full"][0] == 0.0 or size > 2
+
+
+def train_replicas(shape: tuple[int, int]) -> tuple[float, str]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return differences(mesh)
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "aaaa", "abab"])
+def test_replicas_of_sharded_parameters(nodes: str) -> None:
+    """Shares inside a node and replicas between nodes, all on one node, and shares between nodes."""
+    for difference, way in run_ranks(train_replicas, 4, (2, 2), node_ids=list(nodes)):
+        assert difference <= 1e-6
+        assert way.endswith("shared memory") == (nodes != "abab")
+
+
+def train_with_factor() -> float:
+    """FSDP2 multiplies before the sum then, which gloo cannot: the same by hand."""
+    mesh = init_device_mesh("cpu", (2,))
+    collectives = ShardedCollectives(mesh, PATIENCE)
+    gradients = []
+    for factor in (None, 4.0):
+        model = shard(collectives.fsdp_mesh)
+        collectives.attach(model)
+        if factor is not None:
+            for unit in units_of(model):
+                unit.set_gradient_divide_factor(factor)
+        model(torch.ones(2, 7)).sum().backward()
+        gradients.append(whole(model.head.weight.grad))
+    collectives.close()
+    torch.testing.assert_close(gradients[1] * 2, gradients[0])
+    return float(gradients[0].abs().max())
+
+
+def test_a_factor_for_the_gradients() -> None:
+    assert min(run_ranks(train_with_factor, 2)) > 0
+
+
+def prefetch_everything() -> tuple[float, int, int]:
+    """Forward gathers three units ahead, and all at once by hand; then as ever."""
+    mesh = init_device_mesh("cpu", (2,))
+    expected = train(shard(mesh))
+    collectives = ShardedCollectives(mesh, PATIENCE)
+    model = shard(mesh)
+    collectives.attach(model)
+    units: list[Any] = [model.first, *model.blocks, model.frozen]
+    for unit, *after in zip(units, units[1:], units[2:], units[3:], strict=False):
+        unit.set_modules_to_forward_prefetch(after)
+        after[-1].set_modules_to_backward_prefetch([unit])
+    handles = [unit.unshard(async_op=True) for unit in units]
+    for handle in reversed(handles):
+        handle.wait()
+    for unit in units:
+        unit.reshard()
+    found = train(model, steps=2)
+    memory = collectives._segments.total_bytes
+    found = train(model, steps=2)
+    later = collectives._segments.total_bytes
+    stock = shard(mesh)
+    expected = train(stock, steps=2)
+    expected = train(stock, steps=2)
+    collectives.close()
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), memory, later
+
+
+def test_units_that_are_gathered_ahead() -> None:
+    for difference, memory, later in run_ranks(prefetch_everything, 2):
+        assert difference == 0.0
+        assert memory == later
+
+
+def die_in_backward() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    collectives = ShardedCollectives(mesh, PATIENCE)
+    model = shard(mesh)
+    collectives.attach(model)
+    train(model, steps=1)
+    loss = model(torch.ones(2, 7)).sum()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    start = time.monotonic()
+    message = message_of(RankFailedError, loss.backward)
+    assert message.startswith("rank 1 (host "), message
+    assert time.monotonic() - start < 5
+    collectives.close()
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(die_in_backward, 2)
+    assert list(caught.value.tracebacks) == [1]
+    assert not caught.value.hung
+
+
+def reshard_to_fewer_ranks() -> str:
+    mesh = init_device_mesh("cpu", (4,))
+    collectives = ShardedCollectives(mesh, PATIENCE)
+    model = shard(mesh, reshard_after_forward=2)
+    collectives.attach(model)
+    loss = model(torch.ones(2, 7)).sum()
+    message = message_of(ValueError, loss.backward)
+    collectives.close()
+    return message
+
+
+def test_parameters_cannot_be_sharded_among_fewer_ranks_after_forward() -> None:
+    messages = run_ranks(reshard_to_fewer_ranks, 4)
+    assert messages[3].startswith("FSDP2 asks for a collective among ranks [2, 3], where parameters are sharded among ")
+    assert "set it to True or False" in messages[3]
+
+
+def wrong_meshes() -> list[str]:
+    without_names = init_device_mesh("cpu", (1, 2))
+    three = init_device_mesh("cpu", (1, 1, 2))
+    return [
+        message_of(ValueError, lambda mesh=mesh: ShardedCollectives(mesh, PATIENCE)) for mesh in (without_names, three)
+    ]
+
+
+def test_meshes_that_cannot_be_used() -> None:
+    for nameless, deep in run_ranks(wrong_meshes, 2):
+        assert "give `mesh_dim_names=('replicate', 'shard')`" in nameless
+        assert deep.startswith("A mesh of 3 dimensions cannot be used to shard parameters")
