@@ -98,11 +98,14 @@ def _be_new(environment: Mapping[str, str]) -> None:
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    # Objects of the parent still know the numbers of its descriptors, and close them when they are collected. So each
+    # number stays taken: else it would be given to a new descriptor, such as gloo's, which would be closed with them.
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
         try:
             if descriptor > 2 and not os.get_inheritable(descriptor):
-                os.close(descriptor)
+                os.dup2(nothing, descriptor, inheritable=False)
         except OSError:  # that of the listing itself
             continue
     atexit._clear()
