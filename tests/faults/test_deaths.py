@@ -14,17 +14,17 @@ from tests.faults.checks import assert_ended, assert_named
 from tests.faults.injection import MESSAGE, Fault
 from tests.faults.jobs import run
 
-pytestmark = pytest.mark.slow
 VALIDATES = {"limit_val_batches": 2, "val_check_interval": 3}
 PP = "smddp_pipeline"
 SIGKILL, EXIT, SIGSEGV = "killed by SIGKILL", "exited with code 0", "killed by SIGSEGV"
 IN_STEP = ["forward", "backward", "optimizer", "data"]
 
 
-def death(rank: int, kind: str, phase: str, cause: str, step: int = 5, **case: Any) -> Any:
+def death(rank: int, kind: str, phase: str, cause: str, step: int = 5, everyday: bool = False, **case: Any) -> Any:
     strategy, launcher = case.get("strategy", "smddp"), case.get("launcher", "script")
     name = f"{kind}-{rank}-{phase}-{strategy}-{launcher}{''.join(f'-{key}' for key in case if key not in _IN_NAME)}"
-    return pytest.param(rank, cause, Case([Fault(rank, step, kind, phase)], **case), id=name)
+    marks = [] if everyday else [pytest.mark.slow]
+    return pytest.param(rank, cause, Case([Fault(rank, step, kind, phase)], **case), id=name, marks=marks)
 
 
 _IN_NAME = ("strategy", "launcher", "trainer")
@@ -33,6 +33,9 @@ _IN_NAME = ("strategy", "launcher", "trainer")
 @pytest.mark.parametrize(
     ("rank", "cause", "case"),
     [
+        death(0, "kill", "comm", SIGKILL, everyday=True),
+        death(0, "kill", "data", SIGKILL, everyday=True, strategy=PP, asleep={1: 30.0}),
+        death(1, "raise", "backward", MESSAGE, everyday=True),
         death(1, "kill", "forward", SIGKILL, strategy=PP, world_size=3),
         death(1, "kill", "data", SIGKILL, launcher="torchrun", asleep={0: 30.0}),
         death(0, "kill", "forward", SIGKILL, workers=2),
@@ -46,6 +49,8 @@ _IN_NAME = ("strategy", "launcher", "trainer")
             death(0, "sysexit", "optimizer", r"sys.exit\(0\)", launcher="torchrun"),
             death(1, "kill", "comm", SIGKILL, world_size=3),
             death(0, "kill", "comm", SIGKILL, launcher="spawn"),
+            death(1, "kill", "comm", SIGKILL, strategy=PP),
+            death(0, "raise", "backward", MESSAGE, strategy=PP),
             death(0, "kill", "optimizer", SIGKILL, strategy=PP, launcher="torchrun"),
             death(1, "kill", "data", SIGKILL, asleep={0: 30.0}, deeply=True),
             death(0, "kill", "setup", SIGKILL, step=0, strategy=PP),
@@ -75,6 +80,7 @@ def silence(rank: int, kind: str, phase: str, **case: Any) -> Any:
     return pytest.param(Case([Fault(rank, 5, kind, phase)], timeout=3.0, **case), id=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -93,6 +99,7 @@ def test_silence(case: Case, tmp_path: Path) -> None:
     assert_named(result, case.faults[0].rank, "", IN_STEP)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "launcher", "ignores_sigint"),
     [("smddp", "torchrun", False), (PP, "spawn", False), ("smddp", "spawn", True)],
@@ -105,6 +112,7 @@ def test_of_the_launcher(strategy: str, launcher: str, ignores_sigint: bool, tmp
         assert re.search(r"[Rr]ank \d .* launcher|launcher .* ended", result.said_by(rank)), result.describe()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["smddp", PP])
 def test_by_the_kernel_for_lack_of_memory(strategy: str, tmp_path: Path) -> None:
     if reason := memory.no_cgroups():

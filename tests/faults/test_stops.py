@@ -13,20 +13,21 @@ from tests.faults.checks import BOUND_S, assert_ended, assert_saved
 from tests.faults.injection import TWICE_AFTER_S, Fault
 from tests.faults.jobs import Result, run
 
-pytestmark = pytest.mark.slow
 TERM, INT = 128 + signal.SIGTERM, 128 + signal.SIGINT
 PP = "smddp_pipeline"
 STOP_CHECKPOINT = "smddp-stop.ckpt"
 
 
-def stop(kind: str, step: int, phase: str, code: int | None, **case: Any) -> Any:
+def stop(kind: str, step: int, phase: str, code: int | None, everyday: bool = False, **case: Any) -> Any:
     name = f"{kind}-{step}-{phase}-{case.get('strategy', 'smddp')}-{case.get('launcher', 'script')}"
-    return pytest.param(code, Case([Fault(1, step, kind, phase)], save_every=3, **case), id=name)
+    marks = [] if everyday else [pytest.mark.slow]
+    return pytest.param(code, Case([Fault(1, step, kind, phase)], save_every=3, **case), id=name, marks=marks)
 
 
 @pytest.mark.parametrize(
     ("code", "case"),
     [
+        stop("term", 5, "forward", TERM, everyday=True),
         stop("term", 0, "forward", TERM, strategy=PP),
         stop("term", 5, "forward", None, launcher="torchrun"),  # the agent exits with a code of its own
         stop("term", 5, "validation", TERM, trainer={"limit_val_batches": 2, "val_check_interval": 3}),
@@ -52,6 +53,7 @@ def stopped_at(result: Result) -> set[int]:
     return {event["step"] for event in raised if event["type"] == "SIGTERMException"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code"), [("term_twice", TERM), pytest.param("int_twice", INT, marks=pytest.mark.exhaustive)]
 )
@@ -62,6 +64,7 @@ def test_asked_twice(kind: str, code: int, tmp_path: Path) -> None:
     assert_ended(result, bound_s=TWICE_AFTER_S + BOUND_S, code=code)
 
 
+@pytest.mark.slow
 def test_while_a_rank_hangs(tmp_path: Path) -> None:
     faults = [Fault(1, 5, "hang", "forward", timed=False), Fault(0, 5, "term", "data")]
     result = run(Case(faults, PP, save_every=3, options={"stop_grace": 6.0}), tmp_path)
