@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         PipelineTimeline,
         SafeCheckpointIO,
         SageMakerEnvironment,
+        SMDDPDeepSpeedStrategy,
         SMDDPFabricStrategy,
         SMDDPStrategy,
     )
@@ -45,6 +46,7 @@ __all__ = [
     "RankFailedError",
     "RankTimeoutError",
     "ReliabilityOptions",
+    "SMDDPDeepSpeedStrategy",
     "SMDDPFabricStrategy",
     "SMDDPStrategy",
     "SafeCheckpointIO",
@@ -65,6 +67,7 @@ _HOMES = {
     "RankFailedError": "communication.errors",
     "RankTimeoutError": "communication.errors",
     "ReliabilityOptions": "strategies.options",
+    "SMDDPDeepSpeedStrategy": "strategies.{namespace}",
     "SMDDPFabricStrategy": "strategies.{fabric}",
     "SMDDPStrategy": "strategies.{namespace}",
     "SafeCheckpointIO": "strategies.{namespace}",

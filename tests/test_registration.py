@@ -162,8 +162,13 @@ PIPELINES = {
 def test_all_names(module: str) -> None:
     registry = getattr(importlib.import_module(module), _registration._REGISTRIES[module][0])
     pipelines = PIPELINES if _registration._REGISTRIES[module][3] else []
+    stages = {}
+    if pipelines:
+        stages = {"smddp_deepspeed": 2, **{f"smddp_deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}}
     names = [name for name in registry.available_strategies() if name.startswith("smddp")]
-    assert sorted(names) == sorted([*NAMES, *pipelines])
+    assert sorted(names) == sorted([*NAMES, *pipelines, *stages])
+    for name, stage in stages.items():
+        assert registry.get(name).config["zero_optimization"]["stage"] == stage
     for name in pipelines:
         assert registry.get(name)._start_method == PIPELINES[name]
     for name in NAMES:
