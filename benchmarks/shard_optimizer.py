@@ -113,6 +113,7 @@ def _build(
     arm: str, model: str, optimizer: str
 ) -> tuple[Callable[[], None], torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     """The step of an arm, its module, its optimizer, and what ends it."""
+    from lightning_smddp.sharding.optimizer_shards import OptimizerShards
     from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 
     workload = WORKLOADS[model](dist.get_rank())
@@ -125,7 +126,8 @@ def _build(
         module = strategy.setup_module(workload.module)
         closers.append(strategy._session.close)
         if arm == SHARDED:
-            shards = ShardedOptimizers(workload.module, [adamw], strategy._session.communicator)
+            named = list(workload.module.named_parameters())
+            shards = ShardedOptimizers(named, [OptimizerShards(adamw)], strategy._session.communicator)
             closers.insert(0, shards.close)
 
     def step() -> None:

@@ -31,11 +31,11 @@ from lightning_smddp import (
     SMDDPFabricStrategy,
     SMDDPStrategy,
 )
+from lightning_smddp.bridge.pipeline_options import AsDataParallel
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
-from lightning_smddp.strategies.pipeline import FromDDP
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
 
@@ -216,7 +216,7 @@ LACKS = {"resume", "shard", "gradient_as_bucket_view"}  # Fabric's; the second i
 def test_pipeline_arguments_are_the_signature() -> None:
     parameters = inspect.signature(PipelineStrategy.__init__).parameters.values()
     found = documented("## Pipelines")
-    assert list(found) == [*defaults_of(parameters), *FromDDP.__annotations__]
+    assert list(found) == [*defaults_of(parameters), *AsDataParallel.__annotations__]
     own = {name: text for name, text in found.items() if not text.startswith("as of")}
     assert own.items() <= defaults_of(parameters).items()
 

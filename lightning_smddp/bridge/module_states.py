@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.state.full_state import load_full_state_dict
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 
 
 class ModuleState:
@@ -63,6 +64,7 @@ class Unpartitioned(ModuleState):
 
     Attributes:
         optimizers: that the user built; empty if there is no training.
+        shards: of these, not cut yet; empty without ``shard="optimizer"``.
         weights: loaded values of parameters without memory, by name.
         optimizer_states: loaded, one for each optimizer.
     """
@@ -70,6 +72,7 @@ class Unpartitioned(ModuleState):
     def __init__(self, setup: RunSetup) -> None:
         self.setup = setup
         self.optimizers: list[Optimizer] = []
+        self.shards: list[OptimizerShards] = []
         self.weights: dict[str, Tensor] = {}
         self.optimizer_states: Sequence[Mapping[str, Any]] | None = None
 

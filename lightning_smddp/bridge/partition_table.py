@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
     from lightning_smddp.bridge.partitioned_module import PartitionedModule
+    from lightning_smddp.bridge.replicated_module import ReplicatedModule
 
 _TITLE = "smddp_pipeline: pipeline parallelism"
 
@@ -40,18 +41,20 @@ def resources_for(
     num_microbatches: int,
     links: tuple[Link, ...],
     casts_weights: bool = False,
+    num_shares: int = 1,
 ) -> Resources:
     """Memory that parameters take, micro-batches that stages hold at once, and links between the stages' ranks.
 
     ``casts_weights``: steps run under autocast, which keeps a copy of weights in 16 bits for as long as a step takes.
+    ``num_shares``: replicas that share the optimizer's states.
     """
     copies = max([_state_copies(optimizer) for optimizer in optimizers], default=0)
     sizes = {}
     for name, parameter in module.named_parameters():
-        share = 1
+        share = 1.0
         if parameter.requires_grad and optimizers:
-            share = 2 + copies  # the parameter, its gradient and the optimizer's states
-        sizes[name] = parameter.numel() * parameter.dtype.itemsize * share
+            share = 2 + copies / num_shares  # the parameter, its gradient and the optimizer's states
+        sizes[name] = int(parameter.numel() * parameter.dtype.itemsize * share)
         if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
             sizes[name] += parameter.numel() * torch.bfloat16.itemsize
     return Resources(
@@ -82,9 +85,11 @@ def in_flight(options: PipelineOptions, rank_of_stage: Sequence[int], num_microb
     return most
 
 
-def print_replicated(reason: str, module: LightningModule) -> None:
+def print_replicated(replicated: ReplicatedModule, module: LightningModule) -> None:
     """Print that training steps of ``module`` run as a whole on every rank, and why."""
-    rows = [("training_step", f"replicated: the whole of it on every rank. {reason}")]
+    rows = [("training_step", f"replicated: the whole of it on every rank. {replicated.reason}")]
+    if replicated.sharded is not None:
+        rows += replicated.sharded.describe()
     print_table(_TITLE, rows, module.trainer)
 
 
@@ -97,6 +102,10 @@ def print_partition(
     """Print how the module was partitioned for the step ``hook``; see :func:`describe`."""
     setup, resources = partitioned.setup, partitioned.resources
     rows = describe(partitioned.plan, setup.options, resources, setup.module, microbatches, weighting)
+    if partitioned.sharded is not None:
+        rows += partitioned.sharded.describe()
+    elif setup.options.shard is not None:
+        rows.append(("optimizer shards", "none: with one replica each rank has the state of its own stages alone"))
     way = f"pipelined in {setup.num_stages} stages"
     print_table(_TITLE, [(hook, way), *rows], setup.module.trainer)
 

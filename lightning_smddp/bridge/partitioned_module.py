@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,8 @@ from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.view.global_view import GlobalView
 from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
+from lightning_smddp.sharding.optimizer_states import whole_states
+from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json, broadcast_structure
 
 
@@ -71,6 +73,7 @@ class PartitionedModule(ModuleState):
         view: the whole module, for hooks.
         buffers: sends buffers that a stage has changed to the other ranks.
         optimizers: with the parameters of this rank.
+        sharded: with ``shard="optimizer"`` the same optimizers, whose work replicas share.
         findings: of the check before training.
     """
 
@@ -86,6 +89,7 @@ class PartitionedModule(ModuleState):
     view: GlobalView
     buffers: SharedBuffers
     optimizers: list[OptimizerPartition] = field(default_factory=list)
+    sharded: ShardedOptimizers | None = None
     findings: list[Finding] = field(default_factory=list)
     _traces: dict[Any, TraceCache] = field(default_factory=dict)  # by key of the step
     _may_draw_alike: bool = False  # ranks, as they have traced a step in which stages draw
@@ -426,16 +430,27 @@ class PartitionedModule(ModuleState):
         partition = self._partition_of(optimizer)
         if partition is None:
             return super().optimizer_state(optimizer, gather)
-        if self.setup.groups.replica != 0:
+        groups, device = self.setup.groups, self.setup.device
+        states = None
+        allowed: AbstractContextManager[None] = nullcontext()
+        if self.sharded is not None:
+            shards = self.sharded.of(partition.optimizer)
+            states = whole_states(shards, groups.data_parallel_group, device)
+            allowed = shards.state_allowed()
+        if groups.replica != 0:
             return {}
-        if not gather:
-            return partition.partial_state_dict()
-        return partition.full_state_dict(self.setup.groups.pipeline, False, self.setup.device)
+        with allowed:
+            if not gather:
+                return partition.partial_state_dict(states)
+            return partition.full_state_dict(groups.pipeline, False, device, states)
 
     @override
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         for partition, state in zip(self.optimizers, states, strict=True):
-            partition.load_full_state_dict(state)
+            shards = None
+            if self.sharded is not None:
+                shards = self.sharded.of(partition.optimizer)
+            partition.load_full_state_dict(state, shards)
 
     @override
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -454,7 +469,9 @@ class PartitionedModule(ModuleState):
         return self.replicas.report()
 
     def close(self) -> None:
-        """Free what averaging over replicas holds."""
+        """Free what replicas share."""
+        if self.sharded is not None:
+            self.sharded.close()
         if self.replicas is not None:
             self.replicas.close()
 

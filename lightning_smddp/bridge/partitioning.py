@@ -40,6 +40,7 @@ from lightning_smddp.pipeline.state.materialize import materialize
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from lightning_smddp.pipeline.state.shared_buffers import SharedBuffers
 from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json
 
 
@@ -77,6 +78,9 @@ class Partitioning:
         setup = self.setup
         links = find_links(setup.groups.neighbours, setup.rank_of_stage, setup.device, setup.world)
         casts = self.step.trains and _casts_weights(setup)
+        num_shares = 1
+        if setup.options.shard is not None:
+            num_shares = setup.num_replicas
         resources = resources_for(
             setup.module,
             setup.options,
@@ -85,6 +89,7 @@ class Partitioning:
             len(self.microbatches),
             links,
             casts,
+            num_shares,
         )
         hooks = ParameterHooks(setup.module)
         try:
@@ -275,6 +280,12 @@ class Partitioning:
         for optimizer in self.before.optimizers:
             ownership, rank = partitioned.plan.ownership, setup.groups.pipeline_rank
             partitioned.optimizers.append(OptimizerPartition(optimizer, names, ownership, rank))
+        if self.before.shards and partitioned.replicas is not None:
+            # What several stages hold is stepped by each holder alike, so that it stays bit by bit the same on all.
+            ownership = partitioned.plan.ownership
+            held = partitioned.stash.parameters.items()
+            own = [(name, p) for name, p in held if len(ownership.parameters[name]) == 1]
+            partitioned.sharded = ShardedOptimizers(own, self.before.shards, partitioned.replicas.communicator)
         if self.before.optimizer_states is not None:
             partitioned.load_optimizer_states(self.before.optimizer_states)
 

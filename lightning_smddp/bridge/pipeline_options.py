@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from datetime import timedelta
+from typing import Any, Literal, TypedDict
 
 from lightning_smddp.pipeline.partition.mesh import PipelineMesh
 from lightning_smddp.pipeline.partition.splitter import SplitBatch
@@ -14,6 +15,21 @@ from lightning_smddp.strategies.options import GradientOptions
 from lightning_smddp.wording import counted
 
 FALLBACKS = ("replicate", "error")
+
+
+class AsDataParallel(TypedDict, total=False):
+    """Arguments of ``SMDDPStrategy``, many of them ``DDPStrategy``'s, that a pipeline has as well, by name."""
+
+    accelerator: Any
+    parallel_devices: Any
+    cluster_environment: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    bucket_cap_mb: float | None
+    shard: Literal["optimizer"] | None
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,7 @@ class PipelineOptions:
     meta_init: bool
     partition: PartitionOptions
     gradients: GradientOptions
+    shard: str | None = None
 
     def __post_init__(self) -> None:
         _check_count("pipeline_parallel_size", self.pipeline_parallel_size, "None for all ranks")

@@ -52,6 +52,7 @@ from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.state.optimizer_state import require_divisible
 from lightning_smddp.pipeline.view.global_view import GlobalView
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -73,6 +74,7 @@ class PipelinedModule:
         known_plan: the decision of the run that is resumed, which has the same stages then.
         watching: whether gradients are watched for NaN and inf.
         marking: see ``NonFiniteWatch.marks``.
+        shards: of the optimizers; empty without ``shard="optimizer"``.
         shown: names of steps whose table was printed.
     """
 
@@ -103,6 +105,7 @@ class PipelinedModule:
         self._training = Training(setup, self._cutter, results)
         self._evaluation = Evaluation(setup, self._cutter, results)
         self._optimizers: list[Optimizer] = []
+        self.shards: list[OptimizerShards] = []
         self._precision_plugin: Any = None
 
     @property
@@ -266,12 +269,12 @@ class PipelinedModule:
         if not self.setup.is_whole():
             raise SplitError(f"{reason} It cannot run as a whole on every rank either, as the model is not whole here.")
         before = self.state
-        self.state = replicated = ReplicatedModule(self.setup, self._optimizers, reason, self.watching)
+        self.state = replicated = ReplicatedModule(self.setup, self._optimizers, reason, self.watching, self.shards)
         give_back_clipping(self._precision_plugin)
         if isinstance(before, Unpartitioned) and before.optimizer_states is not None:
             replicated.load_optimizer_states(before.optimizer_states)
         if dist.get_rank() == 0 and self.setup.options.gradients.communication.verbose:
-            print_replicated(reason, self.module)
+            print_replicated(replicated, self.module)
         warn_on_first_rank(replicated.warning())
 
     def _become_whole(self, partitioned: PartitionedModule, error: SplitError) -> None:
@@ -284,6 +287,10 @@ class PipelinedModule:
     def close(self, gather: bool) -> None:
         """Give back a whole module (unless it never was), and free what this object holds. Collective if ``gather``."""
         partitioned = self.partitioned
+        if self.replicated is not None:
+            self.replicated.close()
+        for shards in self.shards:
+            shards.close()
         if partitioned is not None:
             partitioned.close()
             if not gather:
@@ -304,6 +311,8 @@ class PipelinedModule:
         """The optimizers that the user built, and the precision plugin; before the first batch."""
         assert isinstance(self.state, Unpartitioned)
         self._optimizers = self.state.optimizers = [_plain(optimizer) for optimizer in optimizers]
+        if self.setup.options.shard is not None:
+            self.shards = self.state.shards = [OptimizerShards(optimizer) for optimizer in self._optimizers]
         self._precision_plugin = plugin
         take_over_clipping(plugin, self._clip_by_norm)
 

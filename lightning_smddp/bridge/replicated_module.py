@@ -22,9 +22,13 @@ from typing_extensions import override
 from lightning_smddp._compat.torch_steps import behind_backwards
 from lightning_smddp.bridge.module_states import ModuleState
 from lightning_smddp.bridge.run_setup import RunSetup
+from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.gradients.whole_gradients import WholeGradients
 from lightning_smddp.resume.random_states import RandomStates, from_plain, to_plain
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_states import whole_state_dict
+from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.encode import bits_of, float_of
 from lightning_smddp.wire.values import broadcast_value
 
@@ -44,9 +48,17 @@ class ReplicatedModule(ModuleState):
         optimizers: the user's, of all parameters.
         reason: why the training step cannot be pipelined, and where.
         watching: whether to look for NaN and inf in gradients before they are averaged.
+        shards: of the optimizers, to be shared by all ranks; empty without ``shard="optimizer"``.
     """
 
-    def __init__(self, setup: RunSetup, optimizers: Sequence[Optimizer], reason: str, watching: bool) -> None:
+    def __init__(
+        self,
+        setup: RunSetup,
+        optimizers: Sequence[Optimizer],
+        reason: str,
+        watching: bool,
+        shards: Sequence[OptimizerShards] = (),
+    ) -> None:
         self.setup, self.optimizers, self.reason = setup, optimizers, reason
         self._module = setup.module
         self._same = SameRanks(setup.module, setup.groups.pipeline, setup.device)
@@ -61,6 +73,24 @@ class ReplicatedModule(ModuleState):
             self.gradients = WholeGradients(setup.module, self._data_parallel_group, setup.device)
         if self.gradients is not None:
             self.gradients.watching = watching
+        self.sharded: ShardedOptimizers | None = None
+        if shards:
+            self._shard(shards)
+
+    def _shard(self, shards: Sequence[OptimizerShards]) -> None:
+        """Let all ranks, which have the same parameters and gradients, step a share each. Collective over all ranks."""
+        states = [optimizer.state_dict() for optimizer in self.optimizers]
+        self._communicator = Communicator(self.setup.world, self.setup.device, self.setup.timeout)
+        self.sharded = ShardedOptimizers(list(self._module.named_parameters()), shards, self._communicator)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.load_optimizer_states(states)
+
+    def close(self) -> None:
+        """Give the parameters memory of their own. Not collective."""
+        if self.sharded is not None:
+            self.sharded.close()
+            self._communicator.close()
 
     def train(self, step: Callable[[], Any], name: str, accumulates: bool = False) -> Any:
         """Run the training step called ``name`` once. Collective over the pipeline, and over the replicas.
@@ -125,6 +155,8 @@ class ReplicatedModule(ModuleState):
     @override
     def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:
         """Of a sharded checkpoint each rank has the parameter groups' options."""
+        if self.sharded is not None:
+            return whole_state_dict(self.sharded.of(optimizer), self.setup.world, self.setup.device)
         state: dict[str, Any] = optimizer.state_dict()
         if gather or self._is_first():
             return state
@@ -132,6 +164,9 @@ class ReplicatedModule(ModuleState):
 
     @override
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if self.sharded is not None:
+            self.sharded.load_whole_state_dicts(states)
+            return
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(dict(state))
 

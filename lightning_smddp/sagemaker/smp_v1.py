@@ -42,12 +42,6 @@ KEYS: dict[str, Key] = {
         ("pipeline_parallel_size",),
     ),
     "prescaled_batch": Key(note="has a meaning with tensor parallelism only"),
-    "shard_optimizer_state": Key(
-        (False,),
-        "has no equivalent. In a pipeline every rank has the optimizer state of its own stages only: raise "
-        "pipeline_parallel_degree, or remove the key.",
-        ("pipeline_parallel_size",),
-    ),
     "sharded_data_parallel_degree": Key((1,), _SHARDED, ("pipeline_parallel_size",)),
     "sdp_reduce_bucket_size": Key(note=_ONLY_SHARDED),
     "sdp_param_persistence_threshold": Key(note=_ONLY_SHARDED),
@@ -65,7 +59,7 @@ KEYS: dict[str, Key] = {
 }
 _READ = (
     "pipeline_parallel_degree", "partitions", "microbatches", "pipeline", "placement_strategy", "active_microbatches",
-    "ddp_dist_backend",
+    "ddp_dist_backend", "shard_optimizer_state",
 )  # fmt: skip
 ALL_KEYS = (*_READ, *KEYS)
 _PLACEMENTS = {
@@ -105,6 +99,11 @@ def read(parameters: Mapping[str, Any], reading: Reading) -> str:
     )
     if backend != "auto":
         reading.options["process_group_backend"] = backend
+    shards = parameters.get("shard_optimizer_state", False)
+    if shards not in (True, False):
+        reading.refuse(f"shard_optimizer_state={shards!r}", "has to be True or False.")
+    elif shards:
+        reading.options["shard"] = "optimizer"
     if stages is None or parts is None or (stages == 1 and parts == 1):
         return "smddp"  # or more is wrong
     partition: dict[str, Any] = {"placement": placement}

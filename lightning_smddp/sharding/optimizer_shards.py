@@ -23,27 +23,24 @@ _CACHED_BYTES = 2**20  # a step of many operations on such a piece stays in a CP
 
 
 class OptimizerShards:
-    """Lets ``optimizer`` step this rank's share, until :meth:`close`.
+    """Lets ``optimizer`` step this rank's share, from :meth:`cut` to :meth:`close`.
+
+    From its creation on a step's closure, which may call :meth:`cut`, comes before the step.
 
     Args:
-        optimizer: of all parameters; parameters that are not in ``copies`` are stepped by every rank.
-        copies: where parameters are.
-        splits: a part of a parameter is stepped as it would be within the whole; else shares have whole parameters.
+        optimizer: the user's.
 
     Attributes:
-        pieces: for each parameter (by ``id``) its parts that this rank steps.
+        pieces: for each parameter (by ``id``) that has shares its parts that this rank steps.
+        splits: a part of a parameter is stepped as it would be within the whole; else shares have whole parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, copies: Copies, splits: bool) -> None:
-        self.optimizer, self._copies, self.splits = optimizer, copies, splits
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.splits = optimizer, True
         self.pieces: dict[int, list[ShardedPiece]] = {}
-        for number, layout in enumerate(copies.layouts):
-            for slot in layout.slots:
-                self.pieces[id(slot.parameter)] = []
-            if copies.share is not None:
-                for piece in layout.pieces_of_share(copies.share):
-                    self.pieces[id(piece.slot.parameter)] += self._cut(number, piece)
+        self._copies: Copies | None = None
         self._whole: list[list[nn.Parameter]] | None = None  # the groups' parameters, while it steps
+        self._allows_state = False
         self._handles = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -52,7 +49,17 @@ class OptimizerShards:
         ]
         self.stand_next_to_step()
 
-    def _cut(self, layout: int, piece: Piece) -> Iterator[ShardedPiece]:
+    def cut(self, copies: Copies, splits: bool) -> None:
+        """Step a share of the parameters of ``copies`` from here on; others are stepped by every rank."""
+        self._copies, self.splits = copies, splits
+        for number, layout in enumerate(copies.layouts):
+            for slot in layout.slots:
+                self.pieces[id(slot.parameter)] = []
+            if copies.share is not None:
+                for piece in layout.pieces_of_share(copies.share):
+                    self.pieces[id(piece.slot.parameter)] += self._cut(copies, number, piece)
+
+    def _cut(self, copies: Copies, layout: int, piece: Piece) -> Iterator[ShardedPiece]:
         """Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times."""
         step = piece.high - piece.low
         parameter = piece.slot.parameter
@@ -60,7 +67,7 @@ class OptimizerShards:
             step = _CACHED_BYTES // parameter.dtype.itemsize
         for low in range(piece.low, piece.high, step):
             part = Piece(piece.slot, low, min(low + step, piece.high))
-            values = self._copies.values(layout, part)
+            values = copies.values(layout, part)
             if not self.splits:
                 values = values.as_strided(parameter.size(), parameter.stride())
             yield ShardedPiece(part.low, part.high, nn.Parameter(values))
@@ -77,20 +84,35 @@ class OptimizerShards:
         pieces = self.pieces.get(id(parameter))
         return [ShardedPiece(0, parameter.numel(), parameter)] if pieces is None else pieces
 
+    def has_pieces(self, parameter: nn.Parameter) -> bool:
+        """Whether ranks step shares of it; each steps all of a parameter that has no share."""
+        return id(parameter) in self.pieces
+
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The closure comes first: it computes gradients of the parameters."""
         args, kwargs = _closure_called(args, kwargs)
-        self._copies.begin_step()
-        self._take_pieces()
+        if self._copies is not None:
+            self._copies.begin_step()
+            self._take_pieces()
         return args, kwargs
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.restore()
-        self._copies.end_step()
+        if self._copies is not None:
+            self._copies.end_step()
+
+    @contextmanager
+    def state_allowed(self) -> Iterator[None]:
+        """In this context the optimizer's state can be asked for and loaded: someone has put whole ones there."""
+        self._allows_state = True
+        try:
+            yield
+        finally:
+            self._allows_state = False
 
     def _refuse_state(self, *_: Any) -> None:
         """The optimizer by itself has this rank's state, under no number of the whole's parameters."""
-        if self._whole is None:
+        if self._copies is not None and self._whole is None and not self._allows_state:
             name = type(self.optimizer).__name__
             raise RuntimeError(
                 f"With shard='optimizer' this rank has a share of {name}'s state. Call "

@@ -5,7 +5,7 @@ Checkpoints are the same with and without sharding, so any number of ranks can g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,12 @@ from lightning_smddp.wire.pytree import copied
 from lightning_smddp.wire.values import gathered_values
 
 
-def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` is without sharding; its ``"state"`` is empty but on the first rank. Collective.
+def whole_states(
+    shards: OptimizerShards, group: dist.ProcessGroup, device: torch.device
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Each parameter's whole state, on the CPU of the first rank; empty on the others. Collective.
 
-    The first rank gets one rank's share after the other, on the CPU.
+    The first rank gets one rank's share after the other.
 
     Args:
         shards: of the optimizer.
@@ -31,21 +33,34 @@ def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: 
     Raises:
         ValueError: on every rank: a state has something else than tensors and what JSON carries.
     """
+    parameters = _parameters(shards)
     local = {}
-    for number, low, high, state in _own_states(shards):
-        if state:
-            local[number, low, high] = state
-    what = f"{type(shards.optimizer).__name__}'s state"
-    groups = shards.optimizer.param_groups
-    parameters = [parameter for group_ in groups for parameter in group_["params"]]
+    for number, parameter in enumerate(parameters):
+        if group.rank() != 0 and not shards.has_pieces(parameter):
+            continue  # every rank has this state; the first one's counts
+        for part in shards.parts_of(parameter):
+            state = shards.optimizer.state.get(part.parameter)
+            if state:
+                local[number, part.low, part.high] = state
     whole: dict[int, dict[str, Any]] = {}
-    for of_rank in gathered_values(local, what, group, False, device):
+    for of_rank in gathered_values(local, f"{type(shards.optimizer).__name__}'s state", group, False, device):
         for (number, low, high), state in of_rank.items():
             if shards.splits:
                 _add(whole.setdefault(number, {}), state, parameters[number], low, high)
             else:
-                whole.setdefault(number, state)
-    return {"state": dict(sorted(whole.items())), "param_groups": _numbered(groups)}
+                whole[number] = state
+    return {parameters[number]: state for number, state in sorted(whole.items())}
+
+
+def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` is without sharding; its ``"state"`` is empty but on the first rank. Collective.
+
+    See :func:`whole_states`.
+    """
+    states = whole_states(shards, group, device)
+    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(shards))}
+    state = {numbers[id(parameter)]: of_parameter for parameter, of_parameter in states.items()}
+    return {"state": state, "param_groups": _numbered(_groups(shards))}
 
 
 def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> None:
@@ -79,6 +94,10 @@ def _groups(shards: OptimizerShards) -> list[dict[str, Any]]:
     return shards.optimizer.param_groups
 
 
+def _parameters(shards: OptimizerShards) -> list[nn.Parameter]:
+    return [parameter for group in _groups(shards) for parameter in group["params"]]
+
+
 def _numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups as ``Optimizer.state_dict`` has them: parameters are numbers."""
     numbered, count = [], 0
@@ -87,16 +106,6 @@ def _numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         numbered.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
         count += len(numbers)
     return numbered
-
-
-def _own_states(shards: OptimizerShards) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
-    """For each part that this rank steps: its parameter's number, its elements [low, high), and its state."""
-    number = 0
-    for group in _groups(shards):
-        for parameter in group["params"]:
-            for part in shards.parts_of(parameter):
-                yield number, part.low, part.high, shards.optimizer.state.get(part.parameter, {})
-            number += 1
 
 
 def _add(whole: dict[str, Any], part: Mapping[str, Any], parameter: nn.Parameter, low: int, high: int) -> None:

@@ -14,56 +14,71 @@ from lightning_smddp.sharding.copies import Copies, NodeCopies, RankCopies
 from lightning_smddp.sharding.flat_layout import lay_out, movable
 from lightning_smddp.sharding.node_memory import unsupported
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
-from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
+from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
 
+def refuse_own_sharding(optimizer: Optimizer, cure: str) -> None:
+    """Raise ``ValueError`` for an optimizer that spreads its work over ranks by itself."""
+    if hasattr(optimizer, "consolidate_state_dict"):  # as Lightning knows ZeroRedundancyOptimizer and its kind
+        raise ValueError(f"{type(optimizer).__name__} {cure}")
+
+
+def splits_parameters(optimizer: Optimizer) -> tuple[bool, str]:
+    """Whether parts of parameters may be stepped, and why not.
+
+    Raises:
+        ValueError: not even whole ones may be stepped one by one.
+    """
+    refuse_own_sharding(
+        optimizer,
+        "and shard='optimizer' both shard the optimizer. Use one of them: with shard='optimizer', return the "
+        "optimizer that it wraps from `configure_optimizers`.",
+    )
+    found, why = granularity(optimizer)
+    if found is Granularity.NONE:
+        raise ValueError(
+            f"shard='optimizer' cannot shard {type(optimizer).__name__}: {why}. Use an optimizer that treats "
+            "parameters one by one, such as AdamW, or leave out shard='optimizer'."
+        )
+    return found is Granularity.ELEMENT, why
+
+
 class ShardedOptimizers:
-    """All optimizers of a module. Creation and steps are collective.
+    """All optimizers of some parameters. Creation and steps are collective.
 
     Args:
-        module: with equal parameters on all ranks.
-        optimizers: of its parameters.
+        named: parameters with their names, equal on all ranks.
+        shards: of the optimizers of these, not cut yet.
         communicator: of the ranks that share the work.
 
     Attributes:
         shards: for each optimizer its share on this rank.
+        splits: whether shares begin within parameters.
         copies: where the parameters are.
 
     Raises:
         ValueError: on every rank, when an optimizer cannot be sharded.
     """
 
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], communicator: Communicator) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], shards: Sequence[OptimizerShards], communicator: Communicator
+    ) -> None:
         self._communicator = communicator
-        self._group, self._device = communicator.group, communicator.device
         self._reasons: dict[str, str] = {}
-        splits = [self._splits(optimizer) for optimizer in optimizers]
-        self.splits = all(splits)
-        named, self.staying = movable(list(module.named_parameters()))
+        self.shards, self.splits = list(shards), True
+        for each in shards:
+            splits, why = splits_parameters(each.optimizer)
+            if not splits:
+                self.splits = False
+                self._reasons[type(each.optimizer).__name__] = why
+        moved, self.staying = movable(named)
         self.meshes: list[NodeMesh] = []
-        self.copies: Copies = self._make_copies(named)
-        self.shards = [OptimizerShards(optimizer, self.copies, self.splits) for optimizer in optimizers]
-
-    def _splits(self, optimizer: Optimizer) -> bool:
-        """Whether parts of parameters may be stepped. Raises ``ValueError`` if not even whole ones."""
-        name = type(optimizer).__name__
-        if hasattr(optimizer, "consolidate_state_dict"):  # as Lightning knows ZeroRedundancyOptimizer and its kind
-            raise ValueError(
-                f"shard='optimizer' and {name} both shard the optimizer. Use one of them: with shard='optimizer', "
-                "return the optimizer that it wraps from `configure_optimizers`."
-            )
-        found, why = granularity(optimizer)
-        if found is Granularity.NONE:
-            raise ValueError(
-                f"shard='optimizer' cannot shard {name}: {why}. Use an optimizer that treats parameters one by one, "
-                "such as AdamW, or leave out shard='optimizer'."
-            )
-        if found is Granularity.PARAMETER:
-            self._reasons[name] = why
-        return found is Granularity.ELEMENT
+        self.copies: Copies = self._make_copies(moved)
+        for each in shards:
+            each.cut(self.copies, self.splits)
 
     def _make_copies(self, named: list[tuple[str, nn.Parameter]]) -> Copies:
         communicator, topology = self._communicator, self._communicator.topology
@@ -95,20 +110,9 @@ class ShardedOptimizers:
             )
         return reason
 
-    def stand_next_to_steps(self) -> None:
-        """Before each step: see :meth:`OptimizerShards.stand_next_to_step`."""
-        for shards in self.shards:
-            shards.stand_next_to_step()
-
-    def restore(self) -> None:
-        """After an error in a step: the optimizers have their parameters again."""
-        for shards in self.shards:
-            shards.restore()
-
-    def whole_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """See :func:`~lightning_smddp.sharding.optimizer_states.whole_state_dict`. Collective."""
-        shards = next(shards for shards in self.shards if shards.optimizer is optimizer)
-        return whole_state_dict(shards, self._group, self._device)
+    def of(self, optimizer: Optimizer) -> OptimizerShards:
+        """The shares of one of the optimizers."""
+        return next(shards for shards in self.shards if shards.optimizer is optimizer)
 
     def load_whole_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load the states of all optimizers, as a checkpoint has them."""

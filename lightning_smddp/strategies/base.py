@@ -30,6 +30,7 @@ from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.resume.layouts import LayoutRank
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.strategies.options import GradientOptions, ReliabilityOptions
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
@@ -189,6 +190,17 @@ class TrainerStrategy(_Base):
         self._supervision.phase("data")
         return result
 
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Around an optimizer's step, its closure included."""
+        for shards in self._shards:
+            shards.stand_next_to_step()
+        try:
+            yield
+        finally:
+            for shards in self._shards:
+                shards.restore()
+
     @override
     def on_validation_start(self) -> None:
         """Ranks that came to the end of an epoch wait for each other before validation."""
@@ -347,9 +359,10 @@ class TrainerStrategy(_Base):
     def _shard_optimizers(self) -> None:
         """Let ranks share the work of the optimizers, which all ranks have. Collective."""
 
-    def _stepping(self) -> AbstractContextManager[None]:
-        """Around an optimizer's step, its closure included."""
-        return nullcontext()
+    @property
+    def _shards(self) -> Sequence[OptimizerShards]:
+        """Of the optimizers of which each rank steps a share; empty without sharding."""
+        return ()
 
     def _require_outside_of_step(self) -> None:
         """Raise if ranks cannot wait for each other here."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -22,6 +23,8 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.layouts import LayoutRank
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
@@ -211,20 +214,16 @@ class DataParallel(TrainerStrategy):
         self._sharded = None
         if self._shard is not None and self._session.communicator is not None:
             assert self.lightning_module is not None
-            optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
-            self._sharded = ShardedOptimizers(self.lightning_module, optimizers, self._session.communicator)
+            shards = [OptimizerShards(getattr(optimizer, "optimizer", optimizer)) for optimizer in self.optimizers]
+            named = list(self.lightning_module.named_parameters())
+            self._sharded = ShardedOptimizers(named, shards, self._session.communicator)
 
+    @property
     @override
-    @contextmanager
-    def _stepping(self) -> Iterator[None]:
+    def _shards(self) -> Sequence[OptimizerShards]:
         if self._sharded is None:
-            yield
-            return
-        self._sharded.stand_next_to_steps()
-        try:
-            yield
-        finally:
-            self._sharded.restore()
+            return ()
+        return self._sharded.shards
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -233,7 +232,9 @@ class DataParallel(TrainerStrategy):
             return super().optimizer_state(optimizer)
         if self._interrupted:  # others may be gone; see `_can_save`
             return {}
-        return self._sharded.whole_state_dict(getattr(optimizer, "optimizer", optimizer))
+        assert dist.group.WORLD is not None
+        shards = self._sharded.of(getattr(optimizer, "optimizer", optimizer))
+        return whole_state_dict(shards, dist.group.WORLD, self.root_device)
 
     @override
     def _can_save(self, filepath: Any) -> bool:

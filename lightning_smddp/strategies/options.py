@@ -162,9 +162,8 @@ def require_resume(resume: Any) -> None:
         )
 
 
-def require_shard(shard: Any) -> None:
-    """Raise ``ValueError`` unless ``shard`` is one of the valid values."""
+def require_shard(shard: Any, why_not_more: str = "") -> None:
+    """Raise ``ValueError`` unless ``shard`` is one of the valid values; ``why_not_more`` ends the message."""
     if shard not in (None, "optimizer"):
-        raise ValueError(
-            f"shard={shard!r} is unknown. Valid: 'optimizer' (each rank steps a share of the parameters), or None."
-        )
+        valid = "'optimizer' (each rank steps a share of the parameters), or None."
+        raise ValueError(f"shard={shard!r} is unknown. Valid: {valid}{why_not_more}")

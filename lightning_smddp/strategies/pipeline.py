@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from lightning_smddp._compat.torch import finetuning_by_identity, keeps_user_sam
 from lightning_smddp._compat.torch_steps import default_group
 from lightning_smddp.bridge.deferred_backward import arrives_as_expected, connected, factor_of
 from lightning_smddp.bridge.hook_view import HookView
-from lightning_smddp.bridge.pipeline_options import PartitionOptions, PipelineOptions
+from lightning_smddp.bridge.pipeline_options import AsDataParallel, PartitionOptions, PipelineOptions
 from lightning_smddp.bridge.pipelined_module import PipelinedModule
 from lightning_smddp.bridge.whole_again import require_whole
 from lightning_smddp.communication.algorithms import AlgorithmName
@@ -41,6 +41,7 @@ from lightning_smddp.pipeline.runtime.separate_draws import join_draws
 from lightning_smddp.pipeline.state.full_state import broadcast_initial, load_full_state_dict
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.resume.layouts import LayoutRank
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
@@ -50,12 +51,15 @@ from lightning_smddp.strategies.options import (
     GradientOptions,
     ReliabilityOptions,
     require_resume,
+    require_shard,
 )
 from lightning_smddp.strategies.pipeline_checks import (
+    BEYOND_OPTIMIZER,
     callback_against_pipelining,
     callbacks_of,
     manual_optimization,
     require_samplers_of_replicas,
+    require_shardable,
     require_supported,
     without_sync_advice,
     zeroes_as_usual,
@@ -75,20 +79,6 @@ _STEP_CONTEXTS = {
 
 
 _BY_POSITION = 5  # up to `precision_plugin`; what follows in DDPStrategy is about its hook
-
-
-class FromDDP(TypedDict, total=False):
-    """Arguments of ``DDPStrategy`` and ``DistributedDataParallel`` that a pipeline has as well, by name."""
-
-    accelerator: Any
-    parallel_devices: Any
-    cluster_environment: Any
-    checkpoint_io: Any
-    precision_plugin: Any
-    process_group_backend: str | None
-    timeout: timedelta | None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"]
-    bucket_cap_mb: float | None
 
 
 class PipelineParallel(TrainerStrategy):
@@ -113,7 +103,7 @@ class PipelineParallel(TrainerStrategy):
         algorithm, compression, communication: as of ``SMDDPStrategy``; of the gradients of replicas.
         resume, reliability: as of ``SMDDPStrategy``.
         **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout``, ``start_method``; and
-            ``bucket_cap_mb``, as of ``SMDDPStrategy``.
+            ``bucket_cap_mb`` and ``shard``, as of ``SMDDPStrategy``: the replicas of a stage share its optimizer.
 
     Raises:
         TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
@@ -146,12 +136,13 @@ class PipelineParallel(TrainerStrategy):
         communication: CommunicationOptions = CommunicationOptions(),
         resume: Literal["auto", "never"] | None = None,
         reliability: ReliabilityOptions = ReliabilityOptions(),
-        **kwargs: Unpack[FromDDP],
+        **kwargs: Unpack[AsDataParallel],
     ) -> None:
-        require_known_to_pipeline(self, kwargs, FromDDP.__annotations__, self._option_groups)
+        require_known_to_pipeline(self, kwargs, AsDataParallel.__annotations__, self._option_groups)
         require_resume(resume)
         reliability = group_of("reliability", ReliabilityOptions, reliability)
-        bucket_cap_mb = kwargs.pop("bucket_cap_mb", None)
+        bucket_cap_mb, shard = kwargs.pop("bucket_cap_mb", None), kwargs.pop("shard", None)
+        require_shard(shard, BEYOND_OPTIMIZER)
         gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
         self.options = PipelineOptions(
             pipeline_parallel_size=pipeline_parallel_size,
@@ -162,6 +153,7 @@ class PipelineParallel(TrainerStrategy):
             meta_init=meta_init,
             partition=group_of("partition", PartitionOptions, partition),
             gradients=gradients,
+            shard=shard,
         )
         if len(args) > _BY_POSITION:
             raise TypeError(
@@ -243,6 +235,17 @@ class PipelineParallel(TrainerStrategy):
         assert self.lightning_module is not None
         fallback = self.options.partition.fallback
         return callback_against_pipelining(callbacks_of(trainer), self.lightning_module, fallback)
+
+    @override
+    def _shard_optimizers(self) -> None:
+        require_shardable(self.optimizers, self.options.shard)  # they are, once it is known who has what
+
+    @property
+    @override
+    def _shards(self) -> Sequence[OptimizerShards]:
+        if self._pipelined is None:
+            return ()
+        return self._pipelined.shards
 
     def _current(self) -> PipelinedModule | None:
         return self._pipelined

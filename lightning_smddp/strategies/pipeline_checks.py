@@ -15,12 +15,31 @@ from lightning_smddp._compat.torch import is_compiled_module
 from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 from lightning_smddp.strategies.suppress_warning import without_warning
 from lightning_smddp.wire.pytree import leaves
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+
+
+BEYOND_OPTIMIZER = (
+    " Inside a stage gradients and parameters are not sharded: it runs forward and backward once for each micro-batch, "
+    "and would send all of them as often. More stages (pipeline_parallel_size, stages_per_rank) divide both."
+)
+
+
+def require_shardable(optimizers: Iterable[Any], shard: str | None) -> None:
+    """Raise ``ValueError`` for optimizers whose work replicas cannot share, or that send parameters by themselves."""
+    for optimizer in optimizers:
+        refuse_own_sharding(
+            optimizer,
+            "sends each parameter to all ranks, of which each has others in a pipeline. Return the optimizer that it "
+            "wraps from `configure_optimizers`: PipelineStrategy(shard='optimizer') shards it over the replicas.",
+        )
+        if shard is not None:
+            splits_parameters(getattr(optimizer, "optimizer", optimizer))
 
 
 def callback_against_pipelining(callbacks: Iterable[Any], module: LightningModule, fallback: str) -> str | None:

@@ -106,6 +106,8 @@ def test_smp_v1_is_a_pipeline() -> None:
         ({"partitions": 4, "microbatches": 2}, "smddp_pipeline", {"schedule": "gpipe"}),  # too few for 1f1b
         ({"partitions": 2, "ddp_dist_backend": "nccl"}, "smddp_pipeline", {"process_group_backend": "nccl"}),
         ({"partitions": 1, "ddp_dist_backend": "nccl"}, "smddp", {"process_group_backend": "nccl"}),
+        ({"partitions": 2, "shard_optimizer_state": True}, "smddp_pipeline", {"shard": "optimizer"}),
+        ({"partitions": 1, "shard_optimizer_state": True}, "smddp", {"shard": "optimizer"}),
     ],
     ids=str,
 )  # fmt: skip

@@ -342,7 +342,7 @@ def fit_sharded(make: Any) -> None:
     [
         (OneRankWrites, "written to other parameters on some ranks than on others .*net.2.bias.*: none"),
         (Lbfgs, "cannot shard LBFGS: its step needs all parameters and gradients at once"),
-        (Zero, "shard='optimizer' and ZeroRedundancyOptimizer both shard the optimizer"),
+        (Zero, "ZeroRedundancyOptimizer and shard='optimizer' both shard the optimizer"),
         (Normed, "cannot shard GlobalNormOptimizer: what it does to one parameter depends on others"),
     ],
 )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.sharding.copies import NodeCopies, RankCopies
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from tests.ranks import run_ranks
 
@@ -48,7 +49,7 @@ def sharded(make: Any) -> tuple[list[Tensor], str, int, bool]:
     optimizer = make(module)
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, CPU, timedelta(seconds=20))
-    shards = ShardedOptimizers(module, [optimizer], communicator)
+    shards = ShardedOptimizers(list(module.named_parameters()), [OptimizerShards(optimizer)], communicator)
     weights = steps(module, optimizer)
     elements = sum(v.numel() for state in optimizer.state.values() for v in state.values())
     kind = type(shards.copies).__name__
@@ -88,7 +89,7 @@ def differing_writes() -> str:
     optimizer = adamw(module)
     assert dist.group.WORLD is not None
     communicator = Communicator(dist.group.WORLD, CPU, timedelta(seconds=20))
-    shards = ShardedOptimizers(module, [optimizer], communicator)
+    shards = ShardedOptimizers(list(module.named_parameters()), [OptimizerShards(optimizer)], communicator)
     module(torch.ones(1, 30)).sum().backward()
     if dist.get_rank() == 1:
         kept = module[0].weight.detach().clone()

@@ -155,6 +155,8 @@ LAYOUTS: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "pp4": (4, PipelineStrategy, {}),
     "dp2": (2, SMDDPStrategy, {}),
     "2x2": (4, PipelineStrategy, {"pipeline_parallel_size": 2}),
+    "dp2 shard": (2, SMDDPStrategy, {"shard": "optimizer"}),
+    "2x2 shard": (4, PipelineStrategy, {"pipeline_parallel_size": 2, "shard": "optimizer"}),
 }
 
 

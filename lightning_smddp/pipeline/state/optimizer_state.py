@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import why_not_one_by_one
 from lightning_smddp.wire.pytree import copied
 from lightning_smddp.wire.stream import CPU
@@ -117,7 +119,11 @@ class OptimizerPartition:
         return self.placeholder
 
     def full_state_dict(
-        self, group: dist.ProcessGroup, to_all: bool = False, device: torch.device = CPU
+        self,
+        group: dist.ProcessGroup,
+        to_all: bool = False,
+        device: torch.device = CPU,
+        states: Mapping[Any, Any] | None = None,
     ) -> dict[str, Any]:
         """What ``optimizer.state_dict()`` would be in one process, with tensors on the CPU. Collective.
 
@@ -125,29 +131,28 @@ class OptimizerPartition:
             group: the ranks of this pipeline.
             to_all: False leaves all ranks but the first with an empty dict.
             device: where ``group``'s backend has its messages.
+            states: of this rank's parameters; None: those that the optimizer has.
 
         Raises:
             ValueError: on every rank, if a state has something else than tensors and what JSON carries.
         """
-        states = self._gather_states(group, to_all, device)
+        if states is None:
+            states = self.optimizer.state
+        found = self._gather_states(states, group, to_all, device)
         if not to_all and group.rank() != 0:
             return {}
-        with self._whole():
-            mine = self.optimizer.state
-            everything: defaultdict[Any, Any] = defaultdict(dict)
-            everything.update({key: value for key, value in mine.items() if not isinstance(key, Tensor)})
-            for parameter in self._all():
-                if self._names[id(parameter)] in states:
-                    everything[parameter] = states[self._names[id(parameter)]]
-            self.optimizer.state = everything
-            try:
-                return self.optimizer.state_dict()
-            finally:
-                self.optimizer.state = mine
+        everything = {}
+        for parameter in self._all():
+            if self._names[id(parameter)] in found:
+                everything[parameter] = found[self._names[id(parameter)]]
+        with self._whole(), self._with_states(everything):
+            return self.optimizer.state_dict()
 
-    def partial_state_dict(self) -> dict[str, Any]:
+    def partial_state_dict(self, states: Mapping[Any, Any] | None = None) -> dict[str, Any]:
         """What this rank gives to :meth:`full_state_dict`: its own parameters' state, with the whole's numbers."""
-        with self._whole():
+        if states is None:
+            states = self.optimizer.state
+        with self._whole(), self._with_states(states):
             state = self.optimizer.state_dict()
         owners = [self.ownership.owner(self._names[id(parameter)]) for parameter in self._all()]
         mine = {
@@ -157,8 +162,12 @@ class OptimizerPartition:
         }
         return {**state, "state": mine}
 
-    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Any], shards: OptimizerShards | None = None) -> None:
         """Load what :meth:`full_state_dict`, or the optimizer of a whole model, saved: this rank's part of it, copied.
+
+        Args:
+            state: of the whole.
+            shards: of the optimizer, where replicas share its work.
 
         Raises:
             ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
@@ -169,8 +178,17 @@ class OptimizerPartition:
         if len(ids) == len(parameters):  # else the optimizer says what is wrong
             others = {number for number, p in zip(ids, parameters, strict=True) if not self._is_mine(p)}
         kept = {number: copied(value) for number, value in state["state"].items() if number not in others}
-        with self._whole():
-            self.optimizer.load_state_dict({**state, "state": kept})
+        fits = [len(group["params"]) for group in state["param_groups"]] == [len(group) for group in self._groups]
+        if shards is None or not fits:
+            with self._whole():
+                self.optimizer.load_state_dict({**state, "state": kept})
+            return
+        groups = []
+        for group in state["param_groups"]:
+            own = [number for number in group["params"] if number not in others]
+            groups.append({**group, "params": own})
+        load_whole_state_dict(shards, {**state, "state": kept, "param_groups": groups})
+        self._filter()  # also the names that were loaded for the whole
 
     def give_back(self, state: Mapping[str, Any]) -> None:
         """Let the optimizer be the whole model's again, with ``state``, a :meth:`full_state_dict`."""
@@ -233,15 +251,30 @@ class OptimizerPartition:
         assert len(self.optimizer.param_groups) == len(self._groups), "call refresh() after add_param_group()"
         return zip(self.optimizer.param_groups, self._groups, self._labels, strict=True)
 
-    def _gather_states(self, group: dist.ProcessGroup, to_all: bool, device: torch.device) -> dict[str, Any]:
+    @contextmanager
+    def _with_states(self, states: Mapping[Any, Any]) -> Iterator[None]:
+        """Within it the optimizer has these states, beside what belongs to no parameter."""
+        real = self.optimizer.state
+        shown: defaultdict[Any, Any] = defaultdict(dict)
+        shown.update({key: value for key, value in real.items() if not isinstance(key, Tensor)})
+        shown.update(states)
+        self.optimizer.state = shown
+        try:
+            yield
+        finally:
+            self.optimizer.state = real
+
+    def _gather_states(
+        self, states: Mapping[Any, Any], group: dist.ProcessGroup, to_all: bool, device: torch.device
+    ) -> dict[str, Any]:
         """For each parameter its state, from its owner."""
         local: dict[str, Any] = {}
         for parameter in self._all():
             name = self._names[id(parameter)]
-            if self.ownership.owner(name) == self.rank and parameter in self.optimizer.state:
-                local[name] = self.optimizer.state[parameter]
-        states: dict[str, Any] = {}
+            if self.ownership.owner(name) == self.rank and parameter in states:
+                local[name] = states[parameter]
+        found: dict[str, Any] = {}
         what = f"{type(self.optimizer).__name__}'s state"
         for of_rank in gathered_values(local, what, group, to_all, device):
-            states |= of_rank
-        return states
+            found |= of_rank
+        return found

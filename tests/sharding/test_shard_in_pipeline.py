@@ -1,0 +1,197 @@
+"""``PipelineStrategy(shard="optimizer")``: replicas of a stage share its optimizer, and numbers are those without."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_smddp import PipelineStrategy
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.sharding.test_shard_optimizer import GlobalNormOptimizer, Zero
+from tests.strategies.grouped import grouped
+from tests.strategies.layouts import Run, execute
+from tests.strategies.learners import make_trainer
+from tests.strategies.pipeline_learners import Gpt, Net, assert_same, outcome
+from tests.strategies.test_layouts import BETWEEN, check
+
+BOTH = (None, "optimizer")
+TWO_BY_TWO = {"pipeline_parallel_size": 2, "verbose": False, "tuning_cache": False}
+
+
+class AdamNet(Net):
+    """AdamW on two groups of named parameters, with a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        named = list(self.named_parameters())
+        groups = [{"params": named[:3], "lr": 0.02}, {"params": named[3:]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class AdafactorNet(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+class WritingNet(AdamNet):
+    """Changes its weights in hooks, in ways that must act once."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.99)
+                p.data.clamp_(-0.5, 0.5)
+
+    def on_after_backward(self) -> None:
+        with torch.no_grad():
+            self.net[0].bias.add_(0.01)
+            self.net[6].weight.mul_(1.01)
+
+
+class Tied(Gpt):
+    """Embedding and head share a weight; all sequences are of one length."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.logits(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+    def train_dataloader(self) -> Any:
+        data = torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(0))
+        return DataLoader(data, batch_size=4)
+
+
+class Manual(AdamNet):
+    """Steps by hand: a step that is no pipeline's, so each rank has the whole module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.item())
+
+
+class Thawing(Callback):
+    """The last layer trains from the second epoch on."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[6].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[6].requires_grad_(trainer.current_epoch > 0)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "groups and a schedule": (AdamNet, {}),
+    "whole parameters": (AdafactorNet, {}),
+    "a weight that two stages hold": (Tied, {}),
+    "clipping by norm": (AdamNet, {"gradient_clip_val": 0.1}),
+    "clipping by value": (AdamNet, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulation": (AdamNet, {"accumulate_grad_batches": 2}),
+    "hooks that write": (WritingNet, {}),
+    "freezing": (AdamNet, {"callbacks": Thawing}),
+    "an average of weights": (AdamNet, {"callbacks": WeightAveraging}),
+    "a step that is no pipeline's": (Manual, {}),
+}
+
+
+def train(case: str, shard: str | None) -> tuple[dict[str, Any], int]:
+    """What training left, and how many elements of optimizer state this rank had."""
+    make, options = CASES[case]
+    if "callbacks" in options:
+        options = {**options, "callbacks": [options["callbacks"]()]}
+    torch.manual_seed(0)
+    model = make()
+    trainer = make_trainer(PipelineStrategy(**grouped(**TWO_BY_TWO, shard=shard)), **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The training step is run as a whole on every rank")
+        trainer.fit(model)
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    elements = sum(value.numel() for state in states for value in state.values() if torch.is_tensor(value))
+    return outcome(model, trainer), elements
+
+
+def train_both(cases: list[str]) -> dict[str, list[tuple[dict[str, Any], int]]]:
+    return {case: [train(case, shard) for shard in BOTH] for case in cases}
+
+
+def require_same(results: list[dict[str, list[tuple[dict[str, Any], int]]]]) -> None:
+    for rank, of_rank in enumerate(results):
+        for case, ((expected, _), (actual, _)) in of_rank.items():
+            assert_same(actual, expected, 1e-6, f"{case}, rank {rank}")
+
+
+def test_the_same_numbers_as_without_sharding() -> None:
+    results = run_trainer_ranks(train_both, 4, list(CASES), timeout=150.0)
+    require_same(results)
+    for case, replicas in (("groups and a schedule", 2), ("a step that is no pipeline's", 4)):
+        unsharded, sharded = (sum(of_rank[case][index][1] for of_rank in results) for index in (0, 1))
+        assert sharded < 1.1 * unsharded / replicas, case
+
+
+def test_on_two_nodes_shares_of_replicas_are_gathered() -> None:
+    cases = ["groups and a schedule", "whole parameters", "a weight that two stages hold", "hooks that write"]
+    require_same(run_trainer_ranks(train_both, 4, cases, node_ids=["a", "a", "b", "b"], timeout=90.0))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning")  # other replicas
+@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
+def test_checkpoints_go_anywhere_and_back(tmp_path: Path) -> None:
+    """As one file, and as a directory: between layouts with it and without."""
+    file, directory = Run("gpt", "2x2 shard", tmp_path), Run("gpt", "2x2 shard", tmp_path, sharded=True)
+    plain = Run("gpt", "2x2", tmp_path)
+    unbroken, *others = execute([plain, file, directory])
+    for result in others:
+        torch.testing.assert_close(result.losses, unbroken.losses, rtol=1e-9, atol=1e-12)
+    goings = [(file, "2x2 shard"), (file, "2x2"), (plain, "2x2 shard"), (directory, "2x2 shard")]
+    fewer = [(directory, "pp2"), (file, "dp2 shard")]
+    for pairs in (goings, fewer):  # each in a start of as many ranks
+        runs = [Run("gpt", layout, tmp_path, saved.sharded, saved.path(BETWEEN)) for saved, layout in pairs]
+        for run, found in zip(runs, execute(runs), strict=True):
+            check(run, found, unbroken)
+
+
+class Normed(Net):
+    def configure_optimizers(self) -> Any:
+        return GlobalNormOptimizer(self.parameters(), lr=0.01)
+
+
+def fit(make: Any, shard: str | None) -> None:
+    make_trainer(PipelineStrategy(**grouped(**TWO_BY_TWO, shard=shard)), max_epochs=1).fit(make())
+
+
+@pytest.mark.parametrize(
+    ("make", "shard", "message"),
+    [
+        (Normed, "optimizer", "cannot shard GlobalNormOptimizer: what it does to one parameter depends on others"),
+        (Zero, "optimizer", "ZeroRedundancyOptimizer sends each parameter to all ranks, of which each has others"),
+        (Zero, None, "ZeroRedundancyOptimizer sends each parameter to all ranks, of which each has others"),
+    ],
+)
+def test_what_cannot_be_is_an_error_on_every_rank(make: Any, shard: str | None, message: str) -> None:
+    with pytest.raises(RanksFailedError, match=message) as failed:
+        run_trainer_ranks(fit, 4, make, shard)
+    assert set(failed.value.tracebacks) == {0, 1, 2, 3}
+    assert not failed.value.hung
+
+
+def test_more_than_the_optimizer_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="shard='full' is unknown.*once for each micro-batch, and would send all"):
+        PipelineStrategy(shard="full")
