@@ -25,8 +25,8 @@ if TYPE_CHECKING:
         PipelineTimeline,
         SafeCheckpointIO,
         SageMakerEnvironment,
-        SMDDPDeepSpeedStrategy,
         SMDDPFabricStrategy,
+        SMDDPFSDPStrategy,
         SMDDPStrategy,
     )
     from lightning_smddp.strategies.options import CommunicationOptions, ReliabilityOptions
@@ -46,7 +46,7 @@ __all__ = [
     "RankFailedError",
     "RankTimeoutError",
     "ReliabilityOptions",
-    "SMDDPDeepSpeedStrategy",
+    "SMDDPFSDPStrategy",
     "SMDDPFabricStrategy",
     "SMDDPStrategy",
     "SafeCheckpointIO",
@@ -67,7 +67,7 @@ _HOMES = {
     "RankFailedError": "communication.errors",
     "RankTimeoutError": "communication.errors",
     "ReliabilityOptions": "strategies.options",
-    "SMDDPDeepSpeedStrategy": "strategies.{namespace}",
+    "SMDDPFSDPStrategy": "strategies.{namespace}",
     "SMDDPFabricStrategy": "strategies.{fabric}",
     "SMDDPStrategy": "strategies.{namespace}",
     "SafeCheckpointIO": "strategies.{namespace}",

@@ -18,12 +18,17 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# module that creates a registry -> (name of the registry in it, our module, classes of `smddp` and `smddp_pipeline`)
+# module that creates a registry -> (name of the registry in it, our module, class of `smddp`, whether for a Trainer)
 _REGISTRIES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning", "SMDDPStrategy", "PipelineStrategy"),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", "SMDDPStrategy", "PipelineStrategy"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy", None),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy", None),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning", "SMDDPStrategy", True),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", "SMDDPStrategy", True),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy", False),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy", False),
+}
+# strategies of the Trainer alone: name -> (class, what it is)
+_OF_TRAINER = {
+    "smddp_pipeline": ("PipelineStrategy", "pipeline parallelism"),
+    "smddp_fsdp": ("SMDDPFSDPStrategy", "fully sharded data parallelism"),
 }
 # module that searches for a cluster environment -> what `_compat/environments.py` does with it
 _CHANGES = {
@@ -37,12 +42,6 @@ _CHANGES = {
     "pytorch_lightning.cli": "know_our_classes",
 }
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-_STAGES: dict[str, dict[str, Any]] = {
-    "": {},
-    "_stage_1": {"stage": 1},
-    "_stage_2": {"stage": 2},
-    "_stage_3": {"stage": 3},
-}
 
 
 def _variants() -> dict[str, dict[str, Any]]:
@@ -67,17 +66,15 @@ def _factory(home: str, class_name: str) -> Callable[..., Any]:
 
 def register(module: ModuleType) -> None:
     """Register all ``smddp`` names in the registry that ``module`` created; a second call changes nothing."""
-    attribute, home, data_parallel, pipeline = _REGISTRIES[module.__name__]
+    attribute, home, data_parallel, is_trainers = _REGISTRIES[module.__name__]
     registry = getattr(module, attribute, None)
     if registry is None:  # the module is still being executed; its loader calls again when it is done
         return
     entries = [(name, data_parallel, "data parallelism", arguments) for name, arguments in _variants().items()]
-    if pipeline is not None:
+    for name, (class_name, what) in _OF_TRAINER.items():
         for suffix, start_method in _START_METHODS.items():
-            arguments = {"start_method": start_method}
-            entries.append((f"smddp_pipeline{suffix}", pipeline, "pipeline parallelism", arguments))
-        for suffix, arguments in _STAGES.items():
-            entries.append((f"smddp_deepspeed{suffix}", "SMDDPDeepSpeedStrategy", "DeepSpeed's ZeRO", arguments))
+            if is_trainers:
+                entries.append((f"{name}{suffix}", class_name, what, {"start_method": start_method}))
     for name, class_name, what, arguments in entries:
         if name not in registry:
             registry.register(name, _factory(home, class_name), description=f"{what}, {arguments}", **arguments)

@@ -279,7 +279,11 @@ def methods_of_class(path: Path, name: str) -> set[str]:
     return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize(("file", "name"), [("ddp.py", "DataParallel"), ("pipeline.py", "PipelineParallel")], ids=str)
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("ddp.py", "DataParallel"), ("pipeline.py", "PipelineParallel"), ("fsdp.py", "FullyShardedParallel")],
+    ids=str,
+)
 def test_hooks_of_lightning_are_defined_once(file: str, name: str) -> None:
     """What both strategies do in a hook stands in the base class; the strategies fill in methods of our own."""
     common = methods_of_class(PACKAGE / "strategies" / "base.py", "TrainerStrategy")

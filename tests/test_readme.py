@@ -29,6 +29,7 @@ from lightning_smddp import (
     PipelineStrategy,
     ReliabilityOptions,
     SMDDPFabricStrategy,
+    SMDDPFSDPStrategy,
     SMDDPStrategy,
 )
 from lightning_smddp.bridge.pipeline_options import AsDataParallel
@@ -36,6 +37,7 @@ from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.compression import METHODS
 from lightning_smddp.pipeline.runtime.schedules import SCHEDULES, orders
 from lightning_smddp.planner.schedules import Action, parse_action, simulated_bound
+from lightning_smddp.strategies import fsdp
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
 
@@ -217,6 +219,14 @@ def test_pipeline_arguments_are_the_signature() -> None:
     parameters = inspect.signature(PipelineStrategy.__init__).parameters.values()
     found = documented("## Pipelines")
     assert list(found) == [*defaults_of(parameters), *AsDataParallel.__annotations__]
+    own = {name: text for name, text in found.items() if not text.startswith("as of")}
+    assert own.items() <= defaults_of(parameters).items()
+
+
+def test_arguments_of_full_sharding_are_the_signature() -> None:
+    parameters = inspect.signature(SMDDPFSDPStrategy.__init__).parameters.values()
+    found = documented("## Full sharding")
+    assert list(found) == [*defaults_of(parameters), *fsdp.FromDDP.__annotations__]
     own = {name: text for name, text in found.items() if not text.startswith("as of")}
     assert own.items() <= defaults_of(parameters).items()
 

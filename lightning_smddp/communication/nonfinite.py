@@ -195,6 +195,8 @@ def _describe(values: Tensor) -> str | None:
 
 
 def _values(gradient: Tensor) -> Tensor:
+    if hasattr(gradient, "to_local"):  # a DTensor: this rank looks at its own part
+        gradient = gradient.to_local()
     if gradient.is_sparse:
         return gradient.coalesce().values()
     return gradient

@@ -406,7 +406,7 @@ class TrainerStrategy(_Base):
         """What is wrong with this rank's gradients; None if no rank has found anything. Maybe collective."""
         raise NotImplementedError
 
-    def _brought(self) -> Mapping[str, str]:
+    def _bad_before_averaging(self) -> Mapping[str, str]:
         """What was wrong with this rank's own gradients before averaging."""
         raise NotImplementedError
 
@@ -416,6 +416,6 @@ class TrainerStrategy(_Base):
         return False
 
     @property
-    def _finders(self) -> dist.ProcessGroup | None:
+    def _nonfinite_group(self) -> dist.ProcessGroup | None:
         """The ranks that find the same at once; None is all."""
         return None

@@ -197,7 +197,7 @@ class DataParallel(TrainerStrategy):
         return bool(self._session.synchronizers)
 
     @override
-    def _brought(self) -> Mapping[str, str]:
+    def _bad_before_averaging(self) -> Mapping[str, str]:
         if not self._session.synchronizers:
             return {}
         return self._session.synchronizers[-1].watch.take_findings()

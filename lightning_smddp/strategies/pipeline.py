@@ -385,17 +385,17 @@ class PipelineParallel(TrainerStrategy):
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         found = self._require_pipelined().nonfinite()
-        if self._finders is None:
+        if self._nonfinite_group is None:
             return by_asking(found, self.root_device)
         return found
 
     @override
-    def _brought(self) -> Mapping[str, str]:
+    def _bad_before_averaging(self) -> Mapping[str, str]:
         return self._require_pipelined().nonfinite() or {}
 
     @property
     @override
-    def _finders(self) -> dist.ProcessGroup | None:
+    def _nonfinite_group(self) -> dist.ProcessGroup | None:
         """Those of one stage: the others hear by the supervision, as asking them in each step costs more than looking.
 
         They may have taken the step by then; nothing is saved after it. All ranks, where hooks that may change the

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
+from pytorch_lightning.strategies import DDPStrategy
 
 from lightning_smddp._compat.trainer import launchers_of
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
 from lightning_smddp.strategies.ddp import DataParallel
-from lightning_smddp.strategies.deepspeed import DeepSpeedParallel
+from lightning_smddp.strategies.fsdp import FullyShardedParallel
 from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.monitor import MonitorCommunication
 from lightning_smddp.strategies.pipeline import PipelineParallel
@@ -40,10 +40,9 @@ class PipelineStrategy(PipelineParallel, DDPStrategy):  # noqa: D101
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
 
 
-class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):  # noqa: D101
-    __doc__ = DeepSpeedParallel.__doc__
+class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):  # noqa: D101
+    __doc__ = FullyShardedParallel.__doc__
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
-    _lightnings = DeepSpeedStrategy
 
 
 class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101

@@ -138,13 +138,13 @@ class SanityChecks:
 
     def _find_changed(self) -> Mapping[str, str] | None:
         """As :meth:`_find_nonfinite`, by what the gradients are now. Maybe collective."""
-        brought, now = self.strategy._brought(), self._bad_now()
+        brought, now = self.strategy._bad_before_averaging(), self._bad_now()
         if now is None and self.strategy._has_equal_gradients and not self._changes_after_backward:
             return None
-        return after_changes(brought, now, self._group_of_finders, self.strategy.root_device)
+        return after_changes(brought, now, self._agreeing_group, self.strategy.root_device)
 
     def _is_still_bad(self) -> bool:
-        return agreed(self._bad_now() is not None, self._group_of_finders, self.strategy.root_device)
+        return agreed(self._bad_now() is not None, self._agreeing_group, self.strategy.root_device)
 
     def _bad_now(self) -> dict[str, str] | None:
         assert self.strategy.lightning_module is not None
@@ -152,8 +152,8 @@ class SanityChecks:
         return bad_gradients((name, p) for name, p in named if not p.is_meta)
 
     @property
-    def _group_of_finders(self) -> dist.ProcessGroup:
-        group = self.strategy._finders or dist.group.WORLD
+    def _agreeing_group(self) -> dist.ProcessGroup:
+        group = self.strategy._nonfinite_group or dist.group.WORLD
         assert group is not None
         return group
 
@@ -161,10 +161,9 @@ class SanityChecks:
         """Go on, leave the step out, or raise; but callbacks that watch the loss come before us."""
         if found is not None and self.guard.mode == "error":
             let_watchers_judge(self._trainer, loss, self._watched_batch)
-        self.guard.check(optimizer, found, self.where(), self.strategy.root_device, self.strategy._finders)
+        self.guard.check(optimizer, found, self._where(), self.strategy.root_device, self.strategy._nonfinite_group)
 
-    def where(self) -> str:
-        """The step that runs, in words."""
+    def _where(self) -> str:
         trainer = self._trainer
         batch = trainer.fit_loop.epoch_loop.batch_idx
         return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {batch})"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_smddp.pipeline.runtime.spans import Recorder
+from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.planner.spans import Span
 from lightning_smddp.planner.timeline import to_perfetto
 from lightning_smddp.planner.timeline_svg import to_svg
@@ -46,7 +46,7 @@ class RecordTimeline:
             raise ValueError(f"batch_idx={batch_idx} has to be at least 1: the first batch is traced and checked too.")
         self.batch_idx = batch_idx
         self.spans: list[Span] = []
-        self._recorder: Recorder | None = None
+        self._recorder: SpanRecorder | None = None
         self._origin = 0.0
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -54,7 +54,7 @@ class RecordTimeline:
         engine = _engine(trainer)
         if engine is None or batch_idx != self.batch_idx or self.spans:
             return
-        self._recorder = Recorder(dist.get_rank(), trainer.strategy.root_device)
+        self._recorder = SpanRecorder(dist.get_rank(), trainer.strategy.root_device)
         trainer.strategy.barrier()
         self._origin = time.perf_counter()
         engine.record(self._recorder)

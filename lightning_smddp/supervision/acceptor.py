@@ -10,8 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 
+from lightning_smddp.supervision.connection import Connection, Message
 from lightning_smddp.supervision.loop import Loop
-from lightning_smddp.supervision.wire import Connection, Message
 
 _PROOF_WITHIN_S = 5.0
 _MAX_PENDING = 64

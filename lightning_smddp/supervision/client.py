@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from lightning_smddp.supervision.connection import Connection, Message
 from lightning_smddp.supervision.failure import Failure, failure_of
 from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.peer import OomWatch, Peer
 from lightning_smddp.supervision.processes import Process, has_ended
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopGate
-from lightning_smddp.supervision.wire import Connection, Message
 
 _LATE_BEATS = 3.0
 

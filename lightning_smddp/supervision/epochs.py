@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from lightning_smddp.supervision.connection import Message
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.peer import Peer
-from lightning_smddp.supervision.wire import Message
 from lightning_smddp.wording import counted
 
 _CURE = (

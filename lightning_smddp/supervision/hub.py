@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from lightning_smddp.supervision.acceptor import Acceptor
+from lightning_smddp.supervision.connection import MAX_LINE_BYTES, Connection, Message
 from lightning_smddp.supervision.epochs import EpochEnds
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
 from lightning_smddp.supervision.hangs import HangRule
@@ -17,7 +18,6 @@ from lightning_smddp.supervision.peer import OomWatch, Peer
 from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopVote
-from lightning_smddp.supervision.wire import MAX_LINE_BYTES, Connection, Message
 
 _LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
 _ANSWER_WITHIN_S = 0.75  # less than ranks wait to hear whose fault a timeout is

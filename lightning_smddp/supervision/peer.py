@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from lightning_smddp.supervision.connection import Connection, Message
 from lightning_smddp.supervision.failure import Failure, Kind, failure_of
 from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.processes import Process, ending, has_ended, oom_kills
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
-from lightning_smddp.supervision.wire import Connection, Message
 
 _SETTLE_S = 0.1  # a connection ends a little before its process, and last messages may still be on their way
 _MAX_LOOKS = 6

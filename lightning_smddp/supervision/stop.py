@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from lightning_smddp.supervision.connection import Message
 from lightning_smddp.supervision.loop import Loop, Timer
 from lightning_smddp.supervision.peer import Peer
-from lightning_smddp.supervision.wire import Message
 
 AGREE_WITHIN_S = 20.0  # or a quarter of the time there is: a call into C may keep a rank's interpreter for long
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_smddp.supervision.acceptor import connect, listen
 from lightning_smddp.supervision.client import Client, ParentWatch, State
+from lightning_smddp.supervision.connection import Connection, Message
 from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, failure_of
 from lightning_smddp.supervision.hangs import DeviceStillness
 from lightning_smddp.supervision.hub import Hub
@@ -26,7 +27,6 @@ from lightning_smddp.supervision.progress import Progress
 from lightning_smddp.supervision.shutdown import Shutdown
 from lightning_smddp.supervision.signals import Signals
 from lightning_smddp.supervision.stop import AGREE_WITHIN_S
-from lightning_smddp.supervision.wire import Connection, Message
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.pipeline.runtime.spans import Recorder, Span
+from lightning_smddp.pipeline.runtime.spans import Span, SpanRecorder
 from tests.pipeline import pipeline_chains
 from tests.pipeline.pipeline_chains import HIDDEN, two_stages
 from tests.ranks import run_ranks
@@ -25,7 +25,7 @@ def recorded(name: str) -> list[Span]:
         return healthy(*arguments)
 
     bodies[slow].function = sleep_first
-    recorder = Recorder(dist.get_rank(), pipeline_chains.CPU)
+    recorder = SpanRecorder(dist.get_rank(), pipeline_chains.CPU)
     engine = pipeline_chains.engine_for(name, bodies, recorder=recorder)
     start = time.perf_counter()
     engine.train(2, [[[HIDDEN]]] * 2)
@@ -55,7 +55,7 @@ def test_spans_tell_what_each_rank_did_and_for_whom_it_waited() -> None:
 
 
 def split_kinds() -> set[str]:
-    recorder = Recorder(0, pipeline_chains.CPU)
+    recorder = SpanRecorder(0, pipeline_chains.CPU)
     pipeline_chains.engine_for("interleaved_zero_bubble", two_stages(), recorder=recorder).train(2, [[[HIDDEN]]] * 2)
     return {span.kind for span in recorder.take()}
 

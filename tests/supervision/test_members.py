@@ -12,12 +12,12 @@ from typing import cast
 import pytest
 
 from lightning_smddp.supervision.client import Client, State
+from lightning_smddp.supervision.connection import Connection, Message
 from lightning_smddp.supervision.hub import Hub
 from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.peer import OomWatch, Peer
 from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import Progress, Reading, RemoteProgress
-from lightning_smddp.supervision.wire import Connection, Message
 
 HERE = Process.of(os.getpid())
 ELSEWHERE = replace(HERE, namespace="another boot/another namespace")

@@ -26,7 +26,7 @@ from lightning_smddp.pipeline.runtime.departures import require_no_departure
 from lightning_smddp.pipeline.runtime.remote import Boundary
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay, patched_units
 from lightning_smddp.pipeline.runtime.schedules import Schedule, for_microbatches
-from lightning_smddp.pipeline.runtime.spans import Recorder
+from lightning_smddp.pipeline.runtime.spans import SpanRecorder
 from lightning_smddp.pipeline.runtime.stage import ReplayedStage, Stage, StageBody
 from lightning_smddp.pipeline.runtime.stage_graph import probe_plan
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, StagedStep, Step, TracedPath
@@ -64,7 +64,7 @@ class PipelineRuntime:
         num_stages: int,
         stage_parameters: dict[int, list[nn.Parameter]],
         checkpointing: bool = False,
-        recorder: Recorder | None = None,
+        recorder: SpanRecorder | None = None,
     ) -> None:
         self.root, self.groups, self.device, self.num_stages = root, groups, device, num_stages
         self.rank_of_stage = schedule.rank_of_stage(num_stages, groups.pipeline.size())
@@ -200,7 +200,7 @@ class PipelineEngine:
         schedule: Schedule,
         num_stages: int,
         bodies: Mapping[int, StageBody],
-        recorder: Recorder | None = None,
+        recorder: SpanRecorder | None = None,
     ) -> None:
         stages_per_rank, rest = divmod(num_stages, group.size())
         if rest or not schedule.stages_per_rank_ok(stages_per_rank):
@@ -236,7 +236,7 @@ class PipelineEngine:
         finally:
             self.record(recorder)
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: SpanRecorder | None) -> None:
         """Record the steps from now on, or no more."""
         self._recorder = recorder
         for stage in self._stages:

@@ -214,6 +214,7 @@ def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_mic
     if schedule.name == "gpipe":
         ahead = num_microbatches
     else:
+        assert schedule.name == "1f1b"
         ahead = min(num_microbatches, num_stages - stage)
     order = [f"{stage}F{microbatch}" for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):

@@ -12,7 +12,7 @@ import torch
 from lightning_smddp.planner.spans import Span, SpanKind
 
 
-class Recorder:
+class SpanRecorder:
     """Collects the spans of an engine's steps, in seconds of this rank's ``time.perf_counter``, until they are taken.
 
     ``wait`` is idle time until the action of that stage and micro-batch could start, on messages from other ranks and
@@ -84,7 +84,7 @@ class Recorder:
 
 
 class _Action:
-    def __init__(self, recorder: Recorder, stage: int, kind: SpanKind, microbatch: int) -> None:
+    def __init__(self, recorder: SpanRecorder, stage: int, kind: SpanKind, microbatch: int) -> None:
         self._recorder, self._what = recorder, (stage, kind, microbatch)
 
     def __enter__(self) -> None:
@@ -99,6 +99,8 @@ class _Action:
 _NOTHING = nullcontext()
 
 
-def action(recorder: Recorder | None, stage: int, kind: SpanKind, microbatch: int) -> AbstractContextManager[object]:
-    """:meth:`Recorder.action`, or nothing without a recorder."""
+def action(
+    recorder: SpanRecorder | None, stage: int, kind: SpanKind, microbatch: int
+) -> AbstractContextManager[object]:
+    """:meth:`SpanRecorder.action`, or nothing without a recorder."""
     return _NOTHING if recorder is None else recorder.action(stage, kind, microbatch)

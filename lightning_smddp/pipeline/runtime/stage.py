@@ -31,7 +31,7 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.runtime.departures import has_no_meaning, without_meaning
 from lightning_smddp.pipeline.runtime.remote import Boundary, ReplayError, TensorSpec
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay
-from lightning_smddp.pipeline.runtime.spans import Recorder, action
+from lightning_smddp.pipeline.runtime.spans import SpanRecorder, action
 from lightning_smddp.pipeline.runtime.split_backward import Roots, SplitBackward, backward
 from lightning_smddp.pipeline.runtime.staged_step import RunningStep, write_watch
 from lightning_smddp.pipeline.runtime.tails import Tail
@@ -164,7 +164,7 @@ class Stage:
         group: dist.ProcessGroup,
         device: torch.device,
         body: StageBody,
-        recorder: Recorder | None = None,
+        recorder: SpanRecorder | None = None,
     ) -> None:
         self.stage_index, self.num_stages = index, len(rank_of_stage)
         self.group, self.group_rank, self.group_size = group, group.rank(), group.size()

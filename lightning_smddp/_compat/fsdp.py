@@ -1,0 +1,115 @@
+"""Private parts of torch's FSDP2 (``torch.distributed.fsdp.fully_shard``), each with its reason and its end.
+
+Written against torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+def start(root: nn.Module) -> None:
+    """Make ``root`` the module whose forward everything belongs to, before any other is called.
+
+    FSDP2 takes the first one that is called for it, and raises when that is another. Remove when there is a public way.
+    """
+    _state(root)._lazy_init()
+
+
+@contextmanager
+def forward_of(root: nn.Module) -> Iterator[None]:
+    """What is called in here is ``root``'s forward.
+
+    ``register_fsdp_forward_method`` would also take hold of what a step returns, which need not be what is
+    differentiated, and warns where that is a view. Remove when there is a public context.
+    """
+    state = _state(root)
+    state._pre_forward(root, (), {})
+    try:
+        yield
+    finally:
+        state._post_forward(root, (), None)
+
+
+def match_trained(root: nn.Module) -> None:
+    """Let whole parameters need a gradient where their parts do, which user code may have changed.
+
+    FSDP2 looks once, when it first gathers a parameter. Remove when it looks each time.
+    """
+    for parameter in _parameters(root):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None and whole.requires_grad != parameter.sharded_param.requires_grad:
+            whole.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+def watch_loss(root: nn.Module, loss: Tensor) -> None:
+    """Let a backward pass of ``loss`` average the gradients of ``root``'s own parameters too.
+
+    FSDP2 does that for what ``root``'s forward returns, which manual optimization does not wait for, nor a step that
+    returns its loss in an object of its own. Remove when there is a public way.
+    """
+    if loss.requires_grad:
+        loss.register_hook(_state(root)._pre_backward)
+
+
+def late_gradients(root: nn.Module) -> Iterator[str]:
+    """Names of parameters that have got a gradient behind the end of their module's backward pass.
+
+    They would be lost: FSDP2 sums the gradients over ranks there. Remove when FSDP2 raises by itself.
+    """
+    for parameter in _parameters(root):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if whole is not None and whole.grad is not None:
+            yield parameter._param_fqn or "a parameter"
+
+
+def _parameters(root: nn.Module) -> Iterator[Any]:
+    for state in _state(root)._state_ctx.all_states:
+        for group in _groups(state):
+            yield from group.fsdp_params
+
+
+def undo(root: nn.Module) -> None:
+    """Let ``root`` and the modules in it be what they were before ``fully_shard``, except for their parameters.
+
+    Remove when torch has a way back.
+    """
+    for module in root.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(module).pop(mark, None)
+        if isinstance(module, FSDPModule):
+            _undo_one(module)
+
+
+def _undo_one(module: Any) -> None:
+    state = _state(module)
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in _groups(state):
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+    for handle in handles:
+        handle.remove()
+    module.__class__ = type(module).__mro__[2]  # FSDPLinear, FSDPModule, Linear
+    for key in (STATE_KEY, REGISTRY_KEY):
+        vars(module).pop(key, None)
+    _module_state_mapping.pop(module, None)
+
+
+def _state(module: nn.Module) -> Any:
+    mark: Any = fully_shard
+    return mark.state(module)
+
+
+def _groups(state: Any) -> list[Any]:
+    """A module's parameters, as FSDP2 communicates them: in one group before torch 2.13."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in [state._fsdp_param_group] if group is not None]

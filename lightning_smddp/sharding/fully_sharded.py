@@ -1,0 +1,239 @@
+"""A module whose parameters, gradients and optimizer states are divided among ranks, by torch's FSDP2.
+
+A unit's parameters are gathered before its ``forward`` and before its backward pass, and freed behind them; its
+gradients are averaged and divided again behind its backward pass. The root has all other parameters, which are whole
+from the begin of a step to the end of its backward pass. Outside of steps all parameters are ``DTensor`` objects, of
+which each rank has its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lightning_smddp._compat.fsdp import forward_of, late_gradients, match_trained, start, undo, watch_loss
+from lightning_smddp._compat.torch import swap_contents
+from lightning_smddp.sharding.units import Units
+from lightning_smddp.wire.stream import Spec, broadcast_tensors
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """How a module is divided.
+
+    Attributes:
+        mesh: of the ranks: of one dimension, or of two, where ranks of the second one share a copy.
+        reshard: units are freed between their forward and their backward pass.
+        unit_precision: of the units' parameters in forward and backward, and of the sums of gradients.
+        root_precision: the same of all other parameters.
+        offload: where shards are.
+        fill: gives values to parameters of these names that are on the meta device, whole.
+    """
+
+    mesh: DeviceMesh
+    reshard: bool = True
+    unit_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    root_precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    fill: Callable[[Sequence[str]], None] = lambda names: None
+
+
+class FullySharded:
+    """Divides ``root`` among the ranks of a mesh, until :meth:`close`. Collective.
+
+    Args:
+        root: with equal parameters on all ranks, or parameters on the meta device.
+        units: see :func:`~lightning_smddp.sharding.units.find_units`.
+        plan: how.
+
+    Attributes:
+        replicated: parameters without dimensions, which cannot be divided: all ranks have them.
+        synchronizes: gradients are averaged in the next backward pass.
+
+    Raises:
+        ValueError: there is something in ``root`` that would be lost, such as hooks on its parameters.
+    """
+
+    def __init__(self, root: nn.Module, units: Units, plan: ShardingPlan) -> None:
+        self.root, self.units, self.plan = root, units, plan
+        self._originals = dict(root.named_parameters())
+        self._places = _places(root)
+        _require_dividable(self._originals)
+        self.replicated = {name: p for name, p in self._originals.items() if p.dim() == 0}
+        self._names = {id(parameter): name for name, parameter in self._originals.items()}
+        for name in reversed(units.names):
+            self._divide(root.get_submodule(name), plan.unit_precision)
+        self._divide(root, plan.root_precision)
+        self._modules = [cast(FSDPModule, module) for module in root.modules() if isinstance(module, FSDPModule)]
+        self._root = cast(FSDPModule, root)
+        self.synchronizes = True
+        start(root)
+
+    def _divide(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
+        own = {self._names[id(p)]: p for p in module.parameters() if id(p) in self._names}
+        self.plan.fill(list(own))
+        for parameter in own.values():
+            if not parameter.is_contiguous():  # as FSDP2 needs it; a layout in memory is no part of the values
+                parameter.data = parameter.data.contiguous()
+        fully_shard(
+            module,
+            mesh=self.plan.mesh,
+            reshard_after_forward=self.plan.reshard or module is self.root,
+            mp_policy=precision,
+            offload_policy=self.plan.offload,
+            ignored_params=set(self.replicated.values()),
+        )
+        for name, parameter in own.items():
+            if name not in self.replicated:
+                # Whoever still has this object would keep the whole in memory, and compute with it to no effect.
+                swap_contents(parameter, torch.empty_like(parameter, device="meta"))
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that have one copy of everything among them."""
+        return self.plan.mesh.get_group(self.plan.mesh.ndim - 1)
+
+    # ---- steps ----
+
+    @contextmanager
+    def step(self, trains: bool) -> Iterator[None]:
+        """Around a step of the user's: the root's parameters are whole in it, and till the end of its backward pass.
+
+        Args:
+            trains: a backward pass may follow. Else parameters are divided again at the end.
+        """
+        match_trained(self.root)
+        self._keep_whole(trains)
+        try:
+            with forward_of(self.root):
+                yield
+        finally:
+            self._keep_whole(None)
+        if not trains:
+            self.reshard()
+
+    def _keep_whole(self, trains: bool | None) -> None:
+        """What stays whole behind a forward pass: the root in steps, the units where they are not to be freed."""
+        for module in self._modules:
+            keeps = bool(trains) and not self.plan.reshard
+            if module is self._root:
+                keeps = trains is not None
+            module.set_reshard_after_forward(not keeps, recurse=False)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """The root's gradients are averaged when the backward pass of ``loss`` ends."""
+        watch_loss(self.root, loss)
+
+    def after_backward(self) -> None:
+        """Average what is not divided. Collective, unless gradients are only accumulated.
+
+        Raises:
+            RuntimeError: a gradient came too late to be averaged.
+        """
+        late = next(late_gradients(self.root), None)
+        if late is not None and self.synchronizes:
+            raise RuntimeError(
+                f"{late} is used outside of the forward of its unit, and got a gradient there when the unit's own "
+                "had been averaged already. Leave that unit with the root: give `wrap=` the other modules."
+            )
+        gradients = [p.grad for p in self.replicated.values() if p.grad is not None]
+        if self.synchronizes:
+            world = dist.group.WORLD
+            assert world is not None
+            for gradient in gradients:
+                dist.all_reduce(gradient, group=world)
+                gradient.div_(world.size())
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Gradients of backward passes in here stay on their ranks, and are averaged with those of the next one."""
+        self._synchronize(False)
+        try:
+            yield
+        finally:
+            self._synchronize(True)
+
+    def _synchronize(self, on: bool) -> None:
+        self.synchronizes = on
+        for module in self._modules:
+            module.set_requires_gradient_sync(on, recurse=False)
+
+    def reshard(self) -> None:
+        """Divide all parameters again."""
+        for module in self._modules:
+            module.reshard()
+
+    def broadcast_buffers(self, device: torch.device) -> None:
+        """All ranks get the first one's buffers, as under DDP. Collective."""
+        buffers = [buffer for buffer in self.root.buffers() if buffer.numel() > 0]
+        group = dist.group.WORLD
+        if buffers and group is not None:
+            broadcast_tensors([Spec.of(buffer) for buffer in buffers], buffers, group, 0, device)
+
+    def describe(self) -> list[tuple[str, str]]:
+        """What runs here, in rows of name and value."""
+        total = sum(original.numel() for original in self._originals.values())
+        in_units = sum(p.numel() for name in self.units.names for p in self.root.get_submodule(name).parameters())
+        when = "gathered for forward and again for backward"
+        if not self.plan.reshard:
+            when = "gathered for forward, kept for backward"
+        rows = [
+            ("ranks", f"{self.plan.mesh.size()} on {self.plan.mesh.device_type}"),
+            ("parameters", f"{total:,}, of which each rank keeps about {total // self.shard_group.size():,}"),
+            ("units", f"{len(self.units.names)} ({_shown(self.units.names)}), {when}"),
+            ("outside of units", f"{(total - in_units) / max(1, total):.0%} of the parameters, whole in each step"),
+        ]
+        rows += [("note", note) for note in self.units.notes]
+        return rows
+
+    # ---- the end ----
+
+    def close(self, whole: Mapping[str, Tensor] | None) -> None:
+        """Leave the module alone. Not collective.
+
+        Args:
+            whole: values of all parameters by name, for the objects that they were before; None leaves them divided.
+        """
+        self.reshard()
+        divided = dict(self.root.named_parameters())
+        undo(self.root)
+        if whole is None:
+            return
+        for name, original in self._originals.items():
+            if name not in self.replicated:
+                swap_contents(original, whole[name].detach().requires_grad_(divided[name].requires_grad))
+        for module, key, original in self._places:
+            module.register_parameter(key, original)
+
+
+def _places(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Each parameter with the modules that have it as their own, and its name there."""
+    found = []
+    for module in root.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.append((module, key, parameter))
+    return found
+
+
+def _require_dividable(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        hooks: Any = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+        if any(hooks):
+            raise ValueError(
+                f"{name} has a hook of its own (`register_hook` or `register_post_accumulate_grad_hook`), which would "
+                "not be called: its parts are other tensors. Use `on_after_backward`, or strategy='smddp'."
+            )
+
+
+def _shown(names: Sequence[str]) -> str:
+    if len(names) < 3:
+        return ", ".join(names) or "none"
+    return f"{names[0]} ... {names[-1]}"

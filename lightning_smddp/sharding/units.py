@@ -1,0 +1,145 @@
+"""The modules whose parameters are gathered and freed together, found in the structure of a model.
+
+A unit's parameters are whole while its ``forward`` runs, and sharded else. So a module can be one if nothing outside of
+its ``forward`` uses its parameters. Elements of ``nn.ModuleList``, ``nn.Sequential`` and ``nn.ModuleDict`` are made to
+be called: they are taken. All others, such as embeddings and heads, stay with the root, whose parameters are whole for
+a whole step, and may be used in any way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+Wrap = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]] | None
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LARGE = 0.25  # of all parameters: an element that holds more is divided, if it has containers itself
+_SMALL = 0.001  # an element that holds less is not worth two messages
+_MOST = 0.8  # of a large element's parameters have to be in containers for it to be divided
+
+
+@dataclass
+class Units:
+    """Which modules are gathered by themselves.
+
+    Attributes:
+        names: of these modules, in the model's order; a module in another one comes behind it.
+        notes: what was asked for and is not done, and why.
+    """
+
+    names: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def find_units(model: nn.Module, wrap: Wrap = None) -> Units:
+    """The units of ``model``.
+
+    Args:
+        model: the root, which is none.
+        wrap: names of modules or their classes (themselves or by name), or what decides by name and module; None finds
+            them.
+
+    Raises:
+        ValueError: ``wrap`` names what is no module of ``model``, or what cannot be called.
+    """
+    if wrap is None:
+        chosen = dict(_elements(model, "", _size(model)))
+    else:
+        chosen = _given(model, wrap)
+    owners = _owners(model)
+    units = Units()
+    for name, module in chosen.items():
+        shared = _shared_outside(module, owners)
+        if shared is None:
+            units.names.append(name)
+        elif wrap is not None:
+            units.notes.append(f"{name} stays with the root: {shared} is tied to a parameter outside of it")
+    return units
+
+
+def _size(module: nn.Module) -> int:
+    """Elements of its parameters, each counted once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _elements(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
+    """Elements of containers, the outermost ones that are not too large."""
+    with_parameters = [child for child in module.children() if _size(child) > 0]
+    is_container = isinstance(module, _CONTAINERS) and len(with_parameters) > 1
+    for key, child in module.named_children():
+        name, size = f"{prefix}{key}", _size(child)
+        if size < _SMALL * total or size == 0:
+            continue
+        inside = list(_elements(child, f"{name}.", total))
+        is_divided = size > _LARGE * total and sum(_size(part) for _, part in inside) > _MOST * size
+        if is_container and is_callable(child) and not is_divided:
+            yield name, child
+        else:
+            yield from inside
+
+
+def is_callable(module: nn.Module) -> bool:
+    """Whether it has a ``forward``, unlike containers that are only looked up in."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _given(
+    model: nn.Module, wrap: Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
+) -> dict[str, nn.Module]:
+    modules = {name: module for name, module in model.named_modules() if name}
+    if callable(wrap):
+        return {name: module for name, module in modules.items() if wrap(name, module) and is_callable(module)}
+    found: set[str] = set()
+    for entry in wrap:
+        names = [name for name, module in modules.items() if _matches(entry, name, module)]
+        if not names:
+            raise ValueError(
+                f"wrap={list(wrap)!r}: {_written(entry)} is neither the name of a module in {type(model).__name__} nor "
+                f"the class of one. Its modules: {', '.join(list(modules)[:8])} ..."
+            )
+        for name in names:
+            if not is_callable(modules[name]):
+                raise ValueError(
+                    f"wrap={list(wrap)!r}: {name!r} is a {type(modules[name]).__name__}, which has no `forward` around "
+                    "which its parameters could be gathered. Name the modules in it."
+                )
+        found.update(names)
+    return {name: module for name, module in modules.items() if name in found}
+
+
+def _matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+    if isinstance(entry, str):
+        return entry in (name, type(module).__name__)
+    return isinstance(module, entry)
+
+
+def _written(entry: str | type[nn.Module]) -> str:
+    if isinstance(entry, str):
+        return repr(entry)
+    return entry.__name__
+
+
+def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """For each parameter (by ``id``) the modules that have it as their own, and the name of it."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for prefix, module in model.named_modules():
+        for key, parameter in _own_parameters(module):
+            owners.setdefault(id(parameter), []).append((module, f"{prefix}.{key}".lstrip(".")))
+    return owners
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_parameters(recurse=False, remove_duplicate=False)
+
+
+def _shared_outside(module: nn.Module, owners: dict[int, list[tuple[nn.Module, str]]]) -> str | None:
+    """A parameter in ``module`` that a module outside of it has too; None if there is none."""
+    inside = {id(child) for child in module.modules()}
+    for parameter in module.parameters():
+        places = owners[id(parameter)]
+        if any(id(owner) not in inside for owner, _ in places):
+            return next(name for owner, name in places if id(owner) in inside)
+    return None

@@ -1,0 +1,84 @@
+"""States whose tensors are divided among ranks, as those of one process, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_smddp.wire.pytree import map_leaves
+
+
+def whole(value: Tensor, device: torch.device) -> Tensor:
+    """All of a tensor, on the CPU. Collective for one that is divided.
+
+    Args:
+        value: any tensor.
+        device: where messages are.
+    """
+    if isinstance(value, DTensor):
+        on_device: Any = value.detach().to(device)
+        value = on_device.full_tensor()
+    return value.detach().cpu()
+
+
+def gathered(state: Any, keep: bool, device: torch.device) -> Any:
+    """``state``, a nested structure, with whole tensors on the CPU, or None for each on ranks that do not ``keep`` it.
+
+    Collective: all ranks have the same structure.
+    """
+
+    def of_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        value = whole(leaf, device)
+        return value if keep else None
+
+    return map_leaves(of_leaf, state)
+
+
+def own_part(value: Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a whole tensor that all ranks have, copied, divided as ``like`` is. Not collective.
+
+    A value of another shape, as optimizers have for whole rows or columns, stays whole on each rank.
+    """
+    mesh = like.device_mesh
+    target = like.to_local()
+    if value.shape != like.shape:
+        local = value.detach().to(target.device, copy=True)
+        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    size = -(-value.size(0) // mesh.size(mesh.ndim - 1))  # as torch.chunk: the last ranks may have less, or nothing
+    low = min(size * mesh.get_local_rank(mesh.ndim - 1), value.size(0))
+    local = value.detach()[low : low + size].to(target.device, copy=True)
+    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def divided_model_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole model's ``state_dict`` for a ``module`` whose parameters are divided: with this rank's parts of them."""
+    own = module.state_dict(keep_vars=True)
+    found = dict(state)
+    for name, value in state.items():
+        like = own.get(name)
+        if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
+            found[name] = own_part(value, like).to(like.dtype)
+    return found
+
+
+def divided_optimizer_state(parameters: Sequence[Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+    """A whole optimizer's ``state_dict`` for one of divided ``parameters``, in the order of its groups."""
+    states = {}
+    for number, values in state["state"].items():
+        like = parameters[number] if isinstance(number, int) else None
+        states[number] = values
+        if isinstance(like, DTensor) and isinstance(values, Mapping):
+            states[number] = {key: _divided(value, like) for key, value in values.items()}
+    return {**state, "state": states}
+
+
+def _divided(value: Any, like: DTensor) -> Any:
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return own_part(value, like)
+    return value

@@ -1,0 +1,377 @@
+"""``Trainer(strategy="smddp_fsdp")``: parameters, gradients and optimizer states divided among ranks (ZeRO-2 and 3).
+
+torch's FSDP2 (``fully_shard``) divides the module when it is set up, before its optimizers are made:
+``sharding/units.py`` finds what is gathered together, ``sharding/fully_sharded.py`` is the module while it is divided,
+``sharding/whole_states.py`` makes checkpoints those of one process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+from typing_extensions import Unpack, override
+
+from lightning_smddp.communication.consistency import check_trainable
+from lightning_smddp.communication.nonfinite import agreed, bad_gradients
+from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.pipeline.gradients.clipping import give_back_clipping, take_over_clipping
+from lightning_smddp.pipeline.partition.room import fits_on_hosts
+from lightning_smddp.pipeline.state.full_state import broadcast_initial
+from lightning_smddp.pipeline.state.materialize import materialize, parameters_on_meta
+from lightning_smddp.resume.layouts import LayoutRank
+from lightning_smddp.sharding.clipping import clip_by_norm
+from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
+from lightning_smddp.sharding.units import Wrap, find_units
+from lightning_smddp.sharding.whole_states import divided_model_state, divided_optimizer_state, gathered, whole
+from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.fsdp_checks import (
+    explained_misuse,
+    require_optimizers_of_module,
+    require_supported,
+    unit_precision,
+)
+from lightning_smddp.strategies.nonfinite import by_asking
+from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
+from lightning_smddp.strategies.options import (
+    GROUPS,
+    CommunicationOptions,
+    GradientOptions,
+    ReliabilityOptions,
+    require_resume,
+)
+from lightning_smddp.strategies.pipeline_checks import callbacks_of
+from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.tables import print_table
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+Sharding = Literal["full", "grad_op"]
+_SHARDINGS = ("full", "grad_op")
+_STEP_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+
+
+class FromDDP(TypedDict, total=False):
+    """Arguments of ``DDPStrategy`` that this strategy has as well, by name."""
+
+    accelerator: Any
+    parallel_devices: Any
+    cluster_environment: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
+
+
+class FullyShardedParallel(TrainerStrategy):
+    """Data parallelism in which each rank keeps its share of the parameters, the gradients and the optimizer's state.
+
+    Torch's FSDP2, for any LightningModule as it is. Units (by default the blocks of a model) are gathered when they
+    are needed, and freed behind that.
+
+    Args:
+        *args: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io`` and
+            ``precision_plugin``, as of ``DDPStrategy``.
+        sharding: ``"full"`` frees a unit's parameters behind its forward and gathers them again for its backward pass
+            (ZeRO-3); ``"grad_op"`` keeps them in between (ZeRO-2): fewer messages, more memory.
+        wrap: the units: names of modules, classes (themselves or by name), or a function of name and module that
+            returns whether it is one; None finds them.
+        meta_init: layers made in ``configure_model`` get no memory until they are divided; their first values come
+            from ``reset_parameters``, the same for any number of ranks.
+        communication, resume, reliability: as of ``SMDDPStrategy``.
+        **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout`` and ``start_method``.
+
+    Raises:
+        TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
+        ValueError: an argument is not one of the valid values; the message lists them.
+    """
+
+    _notebook_name = "smddp_fsdp_notebook"
+    _sharded: FullySharded | None = None  # from setup to teardown
+    _broadcasts_buffers = True
+    _loss: Tensor | None = None  # of the latest backward pass
+    _option_groups: ClassVar[OptionGroups] = GROUPS
+
+    def __init__(
+        self,
+        *args: Any,
+        sharding: Sharding = "full",
+        wrap: Wrap = None,
+        meta_init: bool = False,
+        communication: CommunicationOptions = CommunicationOptions(),
+        resume: Literal["auto", "never"] | None = None,
+        reliability: ReliabilityOptions = ReliabilityOptions(),
+        **kwargs: Unpack[FromDDP],
+    ) -> None:
+        require_known_to_pipeline(self, kwargs, FromDDP.__annotations__, self._option_groups)
+        require_resume(resume)
+        if sharding not in _SHARDINGS:
+            raise ValueError(f"sharding={sharding!r} is unknown. Valid: {', '.join(map(repr, _SHARDINGS))}.")
+        reliability = group_of("reliability", ReliabilityOptions, reliability)
+        if reliability.sharded:
+            raise ValueError(
+                f"{type(self).__name__} saves one file, and not yet a directory of parts: leave out sharded=True."
+            )
+        super().__init__(**by_name(super().__init__, args, kwargs))
+        self._sharding, self._wrap, self._meta_init = sharding, wrap, meta_init
+        self._hold_parts(GradientOptions.of("native", None, None, communication), reliability, resume)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
+        return {**super().__getstate__(), "_sharded": None}
+
+    # ---- start and end ----
+
+    @property
+    @override
+    def _layout_rank(self) -> LayoutRank:
+        return LayoutRank(self.global_rank, 0, self.world_size, 1)
+
+    @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``meta_init``: parameters get no memory yet."""
+        with super().tensor_init_context(empty_init=empty_init), self._meta():
+            yield
+
+    def _meta(self) -> AbstractContextManager[None]:
+        if self._meta_init:
+            return parameters_on_meta()
+        return nullcontext()
+
+    @override
+    def _set_up_model(self, trainer: Trainer) -> None:
+        """Divide the module, then make the optimizers, of its divided parameters."""
+        module, world = self.lightning_module, dist.group.WORLD
+        assert self.accelerator is not None
+        assert module is not None
+        assert self.model is not None
+        assert world is not None
+        is_fit = trainer.state.fn == "fit"
+        self.accelerator.setup(trainer)
+        require_supported(module, callbacks_of(trainer), is_fit)
+        if is_fit:
+            check_trainable(module)
+            if self._layer_sync:
+                self.model = self._layer_sync.apply(self.model)
+        self.precision_plugin.convert_module(module)
+        self._checks.require_same_model()
+        broadcast_initial(module, world, device=self.root_device)
+        self._divide()
+        if is_fit:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        take_over_clipping(self.precision_plugin, self._clip_by_norm)
+
+    def _divide(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        units = find_units(module, self._wrap)
+        seed = self.broadcast(torch.initial_seed())
+
+        def fill(names: Sequence[str]) -> None:
+            if self._meta_init:
+                materialize(module, names, self.root_device, seed)
+
+        plan = ShardingPlan(
+            mesh=init_device_mesh(self.root_device.type, (self.world_size,)),
+            reshard=self._sharding == "full",
+            unit_precision=unit_precision(self.precision_plugin),
+            fill=fill,
+        )
+        self._sharded = FullySharded(module, units, plan)
+        self._broadcasts_buffers = True
+        self.model_to_device()
+
+    @override
+    def _shard_optimizers(self) -> None:
+        assert self.lightning_module is not None
+        require_optimizers_of_module(self.lightning_module, [_plain(optimizer) for optimizer in self.optimizers])
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_norm(self._optimized(optimizer), clip_val, self._require_sharded().shard_group, self.root_device)
+
+    @override
+    def _release_model(self) -> None:
+        """Give back a whole module, if there is room for it and no rank has gone."""
+        sharded, self._sharded = self._sharded, None
+        give_back_clipping(self.precision_plugin)
+        if sharded is None or self._interrupted:
+            return
+        module, world = sharded.root, dist.group.WORLD
+        assert world is not None
+        sharded.reshard()
+        if not fits_on_hosts(module, world, self.root_device):
+            if self.is_global_zero:
+                warnings.warn(
+                    f"{type(module).__name__} stays divided: a host has too little memory for the whole of it on each "
+                    "of its ranks. Load its last checkpoint where there is room.",
+                    stacklevel=2,
+                )
+            return
+        sharded.close({name: whole(parameter, self.root_device) for name, parameter in module.named_parameters()})
+
+    # ---- steps ----
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step, with the root's parameters whole."""
+        return self._run("training_step", True, args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step, with the root's parameters whole."""
+        return self._run("validation_step", False, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step, with the root's parameters whole."""
+        return self._run("test_step", False, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own step, with the root's parameters whole."""
+        return self._run("predict_step", False, args, kwargs)
+
+    def _run(self, hook: str, trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, sharded = self.lightning_module, self._require_sharded()
+        assert module is not None
+        if self._broadcasts_buffers and module.trainer.state.fn == "fit":
+            sharded.broadcast_buffers(self.root_device)
+        self._broadcasts_buffers = trains and sharded.synchronizes
+        precision = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
+        with precision, sharded.step(trains), explained_misuse(module):
+            return getattr(module, hook)(*args, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it around batches that only accumulate."""
+        with self._require_sharded().accumulating():
+            yield
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """The backward pass of this loss averages all gradients."""
+        super().pre_backward(closure_loss)
+        self._loss = closure_loss.detach()
+        self._require_sharded().before_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """See that all gradients were averaged."""
+        super().post_backward(closure_loss)
+        self._require_sharded().after_backward()
+
+    @override
+    def _find_nonfinite(self) -> Mapping[str, str] | None:
+        assert self.lightning_module is not None
+        found = by_asking(bad_gradients(self.lightning_module.named_parameters()), self.root_device)
+        if found is None or self._loss is None:
+            return found
+        group = dist.group.WORLD
+        assert group is not None
+        # What each rank brought is in the average already, but its loss may tell.
+        text = None if bool(self._loss.isfinite().all()) else str(float(self._loss.sum()))
+        if agreed(text is not None, group, self.root_device):
+            return {} if text is None else {"the loss": text}
+        return {f"the average of {name}": text for name, text in found.items()}
+
+    @override
+    def _bad_before_averaging(self) -> Mapping[str, str]:
+        return {}
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
+        return mean_by_sum(super().reduce, tensor, group, reduce_op)
+
+    # ---- checkpoints: those of one process ----
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Lightning restores into the whole module before setup, or, where it is whole nowhere, into its parts."""
+        return self._meta_init
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's state, on global rank 0. Collective."""
+        assert self.lightning_module is not None
+        return self._gathered(self.lightning_module.state_dict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state, on global rank 0. Collective."""
+        return self._gathered(_plain(optimizer).state_dict)
+
+    def _gathered(self, state_dict: Any) -> dict[str, Any]:
+        if self._interrupted:
+            return {}
+        state: dict[str, Any] = gathered(dict(state_dict()), self.is_global_zero, self.root_device)
+        return state if self.is_global_zero else {}
+
+    @override
+    def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        if self._sharded is None:
+            super()._load_model(checkpoint, strict)
+            return
+        assert self.lightning_module is not None
+        state = divided_model_state(self.lightning_module, checkpoint["state_dict"])
+        super()._load_model({**checkpoint, "state_dict": state}, strict)
+
+    @override
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        self._saving.require_fitting_optimizers(checkpoint)
+        states = []
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            states.append(divided_optimizer_state(self._optimized(_plain(optimizer)), state))
+        super()._load_optimizers({**checkpoint, "optimizer_states": states})
+
+    @override
+    def _can_save(self, filepath: Any) -> bool:
+        if self._interrupted and self.is_global_zero:
+            warnings.warn(
+                f"{filepath} is not saved: an exception ended the run, and each rank has a part of the weights only, "
+                "of which some may be gone. Go on from the last checkpoint before it.",
+                stacklevel=3,
+            )
+        return not self._interrupted
+
+    # ---- what users see ----
+
+    @property
+    def communication_report(self) -> CommunicationReport | None:
+        """None: FSDP2's own collectives are not measured."""
+        return None
+
+    @override
+    def _training_starts(self) -> None:
+        module, sharded = self.lightning_module, self._require_sharded()
+        assert module is not None
+        if self._session.options.communication.verbose and self.is_global_zero:
+            print_table("smddp_fsdp: fully sharded data parallelism", sharded.describe(), module.trainer)
+
+    def _require_sharded(self) -> FullySharded:
+        assert self._sharded is not None, "setup() comes first"
+        return self._sharded
+
+
+def _plain(optimizer: Any) -> Any:
+    """Without Lightning's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)

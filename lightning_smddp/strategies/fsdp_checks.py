@@ -1,0 +1,111 @@
+"""What ``smddp_fsdp`` cannot do, said by name, with the cure."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_smddp.communication.consistency import require_initialized
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+_PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def require_supported(module: LightningModule, callbacks: Iterable[Any], is_fit: bool) -> None:
+    """Raise ``ValueError`` for what cannot be trained with divided parameters."""
+    require_initialized(module)
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} has parameters that are DTensors: an earlier run could not gather them, or the "
+            "module divides them itself, in `configure_model`. Make a new module, and leave the dividing to "
+            "strategy='smddp_fsdp'."
+        )
+    if is_fit and not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), which "
+            "strategy='smddp_fsdp' cannot do yet. Use strategy='smddp', with shard='optimizer' to save memory."
+        )
+    for callback in callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if is_fit and names.intersection(_AVERAGING):
+            raise ValueError(
+                f"{type(callback).__name__} keeps a whole copy of the module on each rank, which "
+                "strategy='smddp_fsdp' divides. Leave it out, or use strategy='smddp' with shard='optimizer'."
+            )
+        if is_fit and "ModelPruning" in names:
+            raise ValueError(
+                f"{type(callback).__name__} replaces parameters of the module while it trains, which "
+                "strategy='smddp_fsdp' has divided. Leave it out, or use strategy='smddp'."
+            )
+
+
+def require_optimizers_of_module(module: nn.Module, optimizers: Sequence[Any]) -> None:
+    """Raise ``ValueError`` if an optimizer has parameters that are not the module's any more."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in known for parameter in group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has parameters that are not in {type(module).__name__}, or were "
+                    "taken from it before they were divided among ranks: it would train nothing. Make it in "
+                    "`configure_optimizers`, from `self.parameters()` or those of submodules."
+                )
+
+
+def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
+    """In which dtype units are gathered. Raises ``ValueError`` for precisions that cannot be used."""
+    name = type(plugin).__name__
+    if name not in _PRECISIONS:
+        raise ValueError(
+            f"The precision plugin {name} cannot be used with strategy='smddp_fsdp'. Valid: precision='32-true', "
+            "'bf16-mixed', '16-mixed', 'bf16-true', '16-true', '64-true'."
+        )
+    dtype = _MIXED.get(str(plugin.precision))
+    if dtype is None:
+        return MixedPrecisionPolicy()
+    # The user's step runs in autocast, which would keep a copy in 16 bits of each weight until the backward pass:
+    # weights that come in 16 bits are not copied.
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+@contextmanager
+def explained_misuse(module: nn.Module) -> Iterator[None]:
+    """Around a step: FSDP2's error on a divided parameter says which one it was, and what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        name = _innermost(module, error.__traceback__)
+        raise RuntimeError(
+            f"{name} is used outside of the `forward` of the unit that it is in, where each rank has a part of its "
+            "parameters only. Leave that unit with the root, whose parameters are whole for all of a step: give "
+            f"`wrap=` the names or classes of the other modules. ({error})"
+        ) from error
+
+
+def _innermost(module: nn.Module, trace: TracebackType | None) -> str:
+    """The innermost module with divided parameters of its own whose code was running, in words."""
+    names = {id(child): name for name, child in module.named_modules()}
+    found = "A parameter"
+    for frame, _ in traceback.walk_tb(trace):
+        running = frame.f_locals.get("self")
+        if isinstance(running, nn.Module) and id(running) in names and _has_divided(running):
+            found = f"{type(running).__name__} {names[id(running)]!r}"
+    return found
+
+
+def _has_divided(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))

@@ -1,0 +1,197 @@
+"""``Trainer(strategy="smddp_fsdp")``: the same numbers as data parallelism, with a share of the memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.nn import functional as F
+
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.strategies.grouped import grouped
+from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome
+
+
+def fully_sharded(**options: Any) -> Any:
+    from lightning_smddp import SMDDPFSDPStrategy
+
+    return SMDDPFSDPStrategy(**grouped(**{"verbose": False, **options}))
+
+
+class AdamLearner(Learner):
+    """AdamW on two groups, with a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        first = {"params": self.net[0].parameters(), "lr": 0.05}
+        optimizer = torch.optim.AdamW([first, {"params": self.net[2].parameters()}], lr=0.01, weight_decay=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> Any:
+        return x + torch.tanh(self.mix(self.norm(x)))
+
+
+class Tied(Learner):
+    """Blocks, an embedding whose weight is the head's and is used by a function, a parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList(Block(8) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def loss(self, batch: Any) -> Any:
+        tokens = (batch[0] * 4).long() % 16
+        x = self.embed(tokens).mean(1) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), batch[1]) + F.linear(x, self.embed.weight).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW((p for n, p in self.named_parameters() if "net" not in n), lr=0.01)
+
+
+class Convolution(Learner):
+    """A weight in channels-last order, a layer that is used twice, one that is frozen, and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Any:
+        x = self.frozen(self.frozen(batch[0]))
+        image = x.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        return F.cross_entropy(self.conv(image).flatten(1) + self.net(x), batch[1])
+
+    def on_train_end(self) -> None:
+        self.losses += self.conv[1].running_mean.tolist()
+
+
+class Regularized(AdamLearner):
+    """Uses all parameters outside of their modules, in the loss and in hooks."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.parameters():
+            p.grad.mul_(0.5)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.99)
+
+
+class Unfreezing(Callback):
+    """The first layer trains from the second epoch on."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[0].requires_grad_(trainer.current_epoch == 1)
+
+
+class BadBatch(AdamLearner):
+    """One batch has a NaN."""
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        return loss * float("nan") if len(self.losses) == 2 else loss
+
+
+class Validating(AdamLearner):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("after", self(torch.ones(2, 8)).sum(), sync_dist=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x)
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "groups and a schedule": (AdamLearner, {}),
+    "tied weights": (Tied, {}),
+    "layouts of memory": (Convolution, {}),
+    "clipping by norm": (Tied, {"gradient_clip_val": 0.1}),
+    "clipping by value": (Tied, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "accumulation": (Tied, {"accumulate_grad_batches": 2}),
+    "16-bit": (AdamLearner, {"precision": "bf16-true"}),
+    "mixed": (AdamLearner, {"precision": "bf16-mixed"}),
+    "hooks that write": (Regularized, {}),
+    "unfreezing": (Learner, {"callbacks": Unfreezing}),
+    "a skipped step": (BadBatch, {}),
+    "validation": (Validating, {}),
+}
+
+TOLERANCES = {"16-bit": 0.05, "mixed": 0.05}  # sums of three ranks in another order
+
+
+def train(case: str, strategy: Any) -> Outcome:
+    make, options = CASES[case]
+    options = {"max_epochs": 2, **options}
+    if "callbacks" in options:
+        options["callbacks"] = [options["callbacks"]()]
+    model = make()
+    trainer = make_trainer(strategy, **options)
+    trainer.fit(model)
+    return outcome(model, trainer)
+
+
+def train_both(cases: list[str], options: dict[str, Any]) -> dict[str, list[Outcome]]:
+    from tests.strategies.learners import silent
+
+    found = {}
+    for case in cases:
+        mode = "skip" if case == "a skipped step" else "error"
+        reference = silent(on_nonfinite=mode, find_unused_parameters=CASES[case][0] in (Tied, Learner))
+        found[case] = [train(case, reference), train(case, fully_sharded(on_nonfinite=mode, **options))]
+    return found
+
+
+def assert_same(results: dict[str, list[Outcome]]) -> None:
+    for case, (expected, actual) in results.items():
+        try:
+            assert_equal(actual, expected, tolerance=TOLERANCES.get(case, 1e-5))
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+
+
+@pytest.mark.parametrize(("ranks", "sharding"), [(2, "full"), (3, "grad_op")])
+def test_the_same_numbers_as_data_parallelism(ranks, sharding):
+    cases = [case for case in CASES if case != "a skipped step"]
+    for results in run_trainer_ranks(train_both, ranks, cases, {"sharding": sharding}, timeout=110.0):
+        assert_same(results)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients are not finite")
+def test_a_step_with_bad_gradients_is_left_out():
+    for results in run_trainer_ranks(train_both, 2, ["a skipped step"], {}):
+        for losses in (results["a skipped step"][0].losses, results["a skipped step"][1].losses):
+            assert sum(map(math.isnan, losses)) == 1
+            losses.remove(next(filter(math.isnan, losses)))
+        assert_same(results)
+
+
+def fit_bad() -> None:
+    make_trainer(fully_sharded()).fit(BadBatch())
+
+
+def test_bad_gradients_end_the_run():
+    with pytest.raises(RanksFailedError, match=r"on rank 0 .* the loss \(nan\)"):
+        run_trainer_ranks(fit_bad, 2)

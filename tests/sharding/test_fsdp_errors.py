@@ -1,0 +1,100 @@
+"""What ``smddp_fsdp`` refuses, and what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
+from torch import nn
+from torch.nn import functional as F
+
+from tests.ranks import RanksFailedError, run_trainer_ranks
+from tests.sharding.test_fsdp import Block, fully_sharded
+from tests.strategies.learners import Learner, make_trainer
+
+
+class Manual(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class OwnOptimizer(Learner):
+    """Made before the module is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class Hooked(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient)
+
+
+class Outside(Learner):
+    """Uses a parameter without its module."""
+
+    def loss(self, batch: Any) -> Any:
+        return F.cross_entropy(self.net(F.linear(batch[0], self.net[0].weight)[:, :8]), batch[1])
+
+
+class InnerModule(Learner):
+    """Calls a module in a unit by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(8), Block(8))
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss([self.blocks(self.blocks[1].mix(batch[0])), batch[1]])
+
+
+class Stale(Learner):
+    """Has a parameter in a list of its own, by which it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.net[0].weight]
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) + self.kept[0].square().sum()
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "manual": (Manual, {}, "uses manual optimization"),
+    "averaging": (Learner, {"callbacks": [WeightAveraging()]}, "keeps a whole copy of the module"),
+    "pruning": (Learner, {"callbacks": [ModelPruning("l1_unstructured", amount=0.1)]}, "replaces parameters"),
+    "an early optimizer": (OwnOptimizer, {}, "it would train nothing"),
+    "a hook": (Hooked, {}, "net.0.weight has a hook of its own"),
+    "a parameter outside": (Outside, {}, "is used outside of the `forward` of the unit"),
+    "a module outside": (InnerModule, {}, r"Linear 'blocks.1.mix' is used outside"),
+    "an old object": (Stale, {}, "meta"),
+}
+
+
+def fit_wrong(case: str) -> None:
+    make, options, _ = CASES[case]
+    make_trainer(fully_sharded(), **options).fit(make())
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_it_is_refused_on_every_rank(case):
+    with pytest.raises(RanksFailedError, match=CASES[case][2]) as failed:
+        run_trainer_ranks(fit_wrong, 2, case)
+    assert not failed.value.hung
+
+
+def test_arguments():
+    with pytest.raises(ValueError, match="sharding='zero' is unknown. Valid: 'full', 'grad_op'"):
+        fully_sharded(sharding="zero")
+    with pytest.raises(ValueError, match="not yet a directory"):
+        fully_sharded(sharded=True)
+    with pytest.raises(TypeError, match="static_graph"):
+        fully_sharded(static_graph=True)
