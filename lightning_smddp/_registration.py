@@ -42,6 +42,12 @@ _CHANGES = {
     "pytorch_lightning.cli": "know_our_classes",
 }
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_STAGES: dict[str, dict[str, Any]] = {
+    "": {},
+    "_stage_1": {"stage": 1},
+    "_stage_2": {"stage": 2},
+    "_stage_3": {"stage": 3},
+}
 
 
 def _variants() -> dict[str, dict[str, Any]]:
@@ -75,6 +81,9 @@ def register(module: ModuleType) -> None:
         for suffix, start_method in _START_METHODS.items():
             if is_trainers:
                 entries.append((f"{name}{suffix}", class_name, what, {"start_method": start_method}))
+    if is_trainers:
+        for suffix, arguments in _STAGES.items():
+            entries.append((f"smddp_deepspeed{suffix}", "SMDDPDeepSpeedStrategy", "DeepSpeed's ZeRO", arguments))
     for name, class_name, what, arguments in entries:
         if name not in registry:
             registry.register(name, _factory(home, class_name), description=f"{what}, {arguments}", **arguments)

@@ -160,9 +160,14 @@ OF_TRAINER = {
 @pytest.mark.parametrize("module", list(_registration._REGISTRIES))
 def test_all_names(module: str) -> None:
     registry = getattr(importlib.import_module(module), _registration._REGISTRIES[module][0])
-    of_trainer = OF_TRAINER if _registration._REGISTRIES[module][3] else []
+    of_trainer, stages = {}, {}
+    if _registration._REGISTRIES[module][3]:
+        of_trainer = OF_TRAINER
+        stages = {"smddp_deepspeed": 2, **{f"smddp_deepspeed_stage_{stage}": stage for stage in (1, 2, 3)}}
     names = [name for name in registry.available_strategies() if name.startswith("smddp")]
-    assert sorted(names) == sorted([*NAMES, *of_trainer])
+    assert sorted(names) == sorted([*NAMES, *of_trainer, *stages])
+    for name, stage in stages.items():
+        assert registry.get(name).config["zero_optimization"]["stage"] == stage
     for name in of_trainer:
         assert registry.get(name)._start_method == OF_TRAINER[name]
     for name in NAMES:

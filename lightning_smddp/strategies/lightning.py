@@ -7,11 +7,12 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment as LightningEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_smddp._compat.trainer import launchers_of
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
 from lightning_smddp.strategies.ddp import DataParallel
+from lightning_smddp.strategies.deepspeed import DeepSpeedParallel
 from lightning_smddp.strategies.environments import ReadsMPIRun, ReadsPod, ReadsSageMaker
 from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
@@ -52,6 +53,12 @@ class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):  # noqa: D101
 
 class SMDDPFabricStrategy(FabricDataParallel, FabricDDPStrategy):  # noqa: D101
     __doc__ = FabricDataParallel.__doc__
+
+
+class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):  # noqa: D101
+    __doc__ = DeepSpeedParallel.__doc__
+    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _lightnings = DeepSpeedStrategy
 
 
 class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101

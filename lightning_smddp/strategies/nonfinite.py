@@ -51,20 +51,29 @@ class NonFiniteGuard:
             return
         group = group or dist.group.WORLD
         assert group is not None
-        if self.mode == "error":
-            raise refuse(diagnosis(found, where, group, device))
-        self.skipped += 1
-        if self.skipped == 1:
+        text = ""
+        if self.mode == "error" or not self.skipped:
             text = diagnosis(found, where, group, device)
-            if dist.get_rank() == 0:
-                warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=2)
+        self.left_out(text)
         for parameters in optimizer.param_groups:
             for parameter in parameters["params"]:
                 parameter.grad = None  # optimizers pass by parameters without a gradient
 
+    def left_out(self, text: str) -> None:
+        """All ranks leave out a step, for the reason ``text``, which is not needed but for the first one.
+
+        Raises:
+            NonFiniteGradientError: with ``mode="error"``.
+        """
+        if self.mode == "error":
+            raise refuse(text)
+        self.skipped += 1
+        if self.mode == "skip" and self.skipped == 1 and dist.get_rank() == 0:
+            warnings.warn(f"{text} This step is left out on all ranks (on_nonfinite='skip').", stacklevel=3)
+
     def report(self) -> str | None:
         """What was left out, at the end."""
-        if not self.skipped:
+        if not self.skipped or self.mode != "skip":
             return None
         return f"on_nonfinite='skip' left out {counted(self.skipped, 'step')}"
 

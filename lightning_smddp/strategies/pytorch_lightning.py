@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_smddp._compat.trainer import launchers_of
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
 from lightning_smddp.strategies.ddp import DataParallel
+from lightning_smddp.strategies.deepspeed import DeepSpeedParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
 from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.monitor import MonitorCommunication
@@ -43,6 +44,12 @@ class PipelineStrategy(PipelineParallel, DDPStrategy):  # noqa: D101
 class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):  # noqa: D101
     __doc__ = FullyShardedParallel.__doc__
     _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+
+
+class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):  # noqa: D101
+    __doc__ = DeepSpeedParallel.__doc__
+    _script_launcher, _spawn_launcher, _safe_files = _ScriptLauncher, _SpawnLauncher, SafeCheckpointIO
+    _lightnings = DeepSpeedStrategy
 
 
 class CommunicationMonitor(MonitorCommunication, Callback):  # noqa: D101

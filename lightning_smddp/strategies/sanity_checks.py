@@ -161,9 +161,10 @@ class SanityChecks:
         """Go on, leave the step out, or raise; but callbacks that watch the loss come before us."""
         if found is not None and self.guard.mode == "error":
             let_watchers_judge(self._trainer, loss, self._watched_batch)
-        self.guard.check(optimizer, found, self._where(), self.strategy.root_device, self.strategy._nonfinite_group)
+        self.guard.check(optimizer, found, self.where(), self.strategy.root_device, self.strategy._nonfinite_group)
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The step that runs, in words."""
         trainer = self._trainer
         batch = trainer.fit_loop.epoch_loop.batch_idx
         return f"step {trainer.global_step} (epoch {trainer.current_epoch}, batch {batch})"

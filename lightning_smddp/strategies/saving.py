@@ -165,15 +165,16 @@ class Saving:
     def require_fitting_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Raise ``CheckpointError`` if names or shapes differ from the module's, before anything is changed."""
         assert self.strategy.lightning_module is not None
-        check_compatibility(checkpoint, self.strategy.lightning_module, (), strict, self._source)
+        check_compatibility(checkpoint, self.strategy.lightning_module, (), strict, self.source)
 
     def require_fitting_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` if the optimizers, which hold all parameters, are others than the checkpoint's."""
         outlines = [OptimizerOutline.of(getattr(o, "optimizer", o)) for o in self.strategy.optimizers]
-        require_none(compare_optimizers(outlines, checkpoint["optimizer_states"]), self._source)
+        require_none(compare_optimizers(outlines, checkpoint["optimizer_states"]), self.source)
 
     @property
-    def _source(self) -> str:
+    def source(self) -> str:
+        """What is loaded, for messages."""
         return str(self.loaded_from or "the checkpoint")
 
 

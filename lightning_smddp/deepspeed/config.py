@@ -1,0 +1,45 @@
+"""DeepSpeed's configuration: a dict that belongs to one run, complete, and without what would compile on a CPU."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+STAGES = (1, 2, 3)
+_ADAMS = ("adam", "adamw")
+
+
+def own(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A copy of the user's ``config``, which Lightning writes into. DeepSpeed takes any client optimizer then.
+
+    Raises:
+        ValueError: it shards nothing, or holds what belongs to the Trainer.
+    """
+    if config is None:
+        return None
+    config = copy.deepcopy(config)
+    require_stage(config.get("zero_optimization", {}).get("stage", 0), "config={'zero_optimization': {'stage': ...}}")
+    if "gradient_accumulation_steps" in config:
+        steps = config["gradient_accumulation_steps"]
+        raise ValueError(
+            f"config={{'gradient_accumulation_steps': {steps!r}}} is the Trainer's to say: leave it out, and write "
+            f"Trainer(accumulate_grad_batches={steps!r})."
+        )
+    config.setdefault("zero_allow_untested_optimizer", True)
+    return config
+
+
+def require_stage(stage: Any, where: str = "stage") -> None:
+    """Raise ``ValueError`` unless DeepSpeed shards something."""
+    if stage not in STAGES or isinstance(stage, bool):
+        raise ValueError(
+            f"{where} is {stage!r}. Valid: 1 (optimizer states are sharded), 2 (and gradients), 3 (and parameters). "
+            "To shard nothing, use strategy='smddp'."
+        )
+
+
+def for_cpu(config: dict[str, Any]) -> None:
+    """Have torch's Adam in place of DeepSpeed's own, which compiles for minutes, unless ``config`` says which."""
+    optimizer = config.get("optimizer", {})
+    if str(optimizer.get("type", "")).lower() in _ADAMS:
+        optimizer.setdefault("params", {}).setdefault("torch_adam", True)

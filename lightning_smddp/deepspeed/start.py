@@ -1,0 +1,52 @@
+"""DeepSpeed is installed, knows its device, and compiles nothing that nobody asked for."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+INSTALL = "pip install 'lightning-smddp[deepspeed]'"
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+def require_deepspeed() -> None:
+    """Raise ``ModuleNotFoundError`` unless DeepSpeed can be imported."""
+    if find_spec("deepspeed") is None:
+        raise ModuleNotFoundError(f"strategy='smddp_deepspeed' needs DeepSpeed, an optional extra. Run: {INSTALL}")
+
+
+def use_device(device: torch.device) -> None:
+    """Let DeepSpeed compute on ``device``: it takes a GPU wherever it finds one.
+
+    On a CPU it would compile collectives of its own, in C++, as soon as it joins a process group; ours take their
+    place (``collectives.py``).
+    """
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+
+    if device.type == "cpu":
+        if get_accelerator().device_name() != "cpu":
+            from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+            set_accelerator(CPU_Accelerator())
+        deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
+
+
+def take_hooks_off(engine: Any) -> None:
+    """Give the module back at the end of a run: its backward pass is the user's own again. States can still be saved.
+
+    Stage 3 leaves each rank a part of the parameters, which are of no use without DeepSpeed: there its hooks stay.
+    """
+    if engine.zero_optimization_partition_weights():
+        return
+    for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+        hook.remove()
+    for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+        hook.remove()
+    if hasattr(engine.optimizer, "unregister_grad_acc_post_hooks"):
+        engine.optimizer.unregister_grad_acc_post_hooks()

@@ -1,0 +1,261 @@
+"""A module's and its optimizer's state, whole and by parameter as torch saves them, out of DeepSpeed and into it.
+
+DeepSpeed joins the parameters of a group in one flat tensor, of which each rank has a part in fp32 and its optimizer's
+state (ZeRO, Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). Stage 3 cuts each parameter; the stages before
+cut the flat tensor. ``deepspeed.utils.safe_get_full_*`` put a parameter together again, one at a time.
+
+Methods named ``whole_*`` are collective: all ranks call them, and the first one gets what they collect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_smddp.wording import counted
+
+_COUNTS = ("step",)  # of a scalar parameter, whose other states have no dimension either
+
+
+def parameter_groups(optimizer: Optimizer | None, module: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of each group, before DeepSpeed puts flat tensors in their place.
+
+    Without an ``optimizer`` DeepSpeed makes one from its configuration, for all that is trained.
+    """
+    if optimizer is None:
+        return [[p for p in module.parameters() if p.requires_grad]]
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+class WholeStates:
+    """States of a module that DeepSpeed trains, by parameter.
+
+    Args:
+        module: its parameters have the names of the checkpoint.
+        optimizer: DeepSpeed's, of stage 1, 2 or 3, around torch's; None where nothing is trained.
+        groups: of all parameters, see :func:`parameter_groups`.
+        keeps: whether this rank gets what is collected.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: Any, groups: Sequence[Sequence[nn.Parameter]], keeps: bool
+    ) -> None:
+        self.module, self.optimizer, self.groups, self.keeps = module, optimizer, groups, keeps
+        self._flat_of = {id(p): flat for flat, members in self._flat_tensors() for p in members}
+
+    def _flat_tensors(self) -> Iterator[tuple[Tensor, Sequence[nn.Parameter]]]:
+        """This rank's part of each flat tensor in fp32, and the parameters that are in the whole of it."""
+        zero = self.optimizer
+        if zero is None:
+            return
+        if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+            yield from zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
+        else:
+            yield from zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
+
+    # ---- out of DeepSpeed ----
+
+    def whole_module_state(self) -> dict[str, Any]:
+        """As ``module.state_dict()``, on the CPU: parameters that are trained in another precision are in fp32."""
+        state: dict[str, Any] = self.module.state_dict()
+        found: dict[int, Tensor | None] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if id(parameter) not in found:  # else tied: the same tensor again
+                found[id(parameter)] = self._whole_parameter(parameter)
+            if name in state:
+                state[name] = found[id(parameter)]
+        if not self.keeps:
+            return {}
+        return state
+
+    def _whole_parameter(self, parameter: nn.Parameter) -> Tensor | None:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        is_cut = hasattr(parameter, "ds_id")
+        if id(parameter) in self._flat_of and (is_cut or parameter.dtype != torch.float32):
+            return self._kept(safe_get_full_fp32_param(parameter))
+        with _gathered(parameter):
+            return self._kept(parameter)
+
+    def _kept(self, value: Tensor) -> Tensor | None:
+        """A copy that belongs to the checkpoint, on the rank that saves it."""
+        if not self.keeps:
+            return None
+        return value.detach().to("cpu", copy=True)
+
+    def whole_optimizer_state(self) -> dict[str, Any]:
+        """As ``state_dict()`` of the optimizer without DeepSpeed: states by the running number of a parameter."""
+        self._link_states()
+        states: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for members, options in zip(self.groups, self.optimizer.optimizer.param_groups, strict=True):
+            numbers = list(range(number, number + len(members)))
+            number += len(members)
+            groups.append({**{k: v for k, v in options.items() if k != "params"}, "params": numbers})
+            for index, parameter in zip(numbers, members, strict=True):
+                entries = self._whole_entries(parameter)
+                if entries:
+                    states[index] = entries
+        if not self.keeps:
+            return {}
+        return {"state": states, "param_groups": groups}
+
+    def _whole_entries(self, parameter: nn.Parameter) -> dict[str, Any]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        flat = self._flat_of.get(id(parameter))
+        if flat is None:  # frozen
+            return {}
+        entries: dict[str, Any] = {}
+        for key, value in self.optimizer.optimizer.state.get(flat, {}).items():
+            if isinstance(value, Tensor) and value.shape == flat.shape:
+                entries[key] = self._kept(safe_get_full_optimizer_state(parameter, key))
+            elif isinstance(value, Tensor):
+                entries[key] = self._kept(value)
+            else:
+                entries[key] = value
+        return entries
+
+    # ---- into DeepSpeed ----
+
+    def load_module_state(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Load what :meth:`whole_module_state` or any Trainer has saved; every rank has it. Collective.
+
+        Raises:
+            RuntimeError: as ``load_state_dict``.
+        """
+        if not any(hasattr(p, "ds_id") for p in self.module.parameters()):
+            self.module.load_state_dict(state, strict=strict)
+        else:
+            self._load_cut_module(state)
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) in self._flat_of:
+                self._set_full_precision(parameter, state.get(name))
+
+    def _load_cut_module(self, state: Mapping[str, Any]) -> None:
+        """Load into parameters of which each rank has a part. Names and shapes were compared before."""
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters():
+                with _gathered(parameter, modifier_rank=0):
+                    if name in state:
+                        parameter.copy_(state[name])
+            for name, buffer in self.module.named_buffers():
+                if name in state:
+                    buffer.copy_(state[name])
+
+    def _set_full_precision(self, parameter: nn.Parameter, value: Tensor | None) -> None:
+        """Set the copy in fp32 that the optimizer steps; None: from the parameter, which a hook has loaded."""
+        if value is None:
+            with _gathered(parameter):
+                value = parameter.detach().clone()
+        self._set(parameter, value, None)
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Load what :meth:`whole_optimizer_state`, or the optimizer without DeepSpeed, has saved.
+
+        Raises:
+            ValueError: the parameters of a group were not stepped together.
+        """
+        base = self.optimizer.optimizer
+        for options, given in zip(base.param_groups, saved["param_groups"], strict=True):
+            options.update({key: value for key, value in given.items() if key != "params"})
+        members = [parameter for group in self.groups for parameter in group]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        values = {
+            id(parameter): saved["state"].get(number, {}) for parameter, number in zip(members, numbers, strict=True)
+        }
+        for flat, inside in self._flat_tensors():
+            self._make_entries(base.state, flat, inside, values)
+        self._link_states()
+        for _, inside in self._flat_tensors():
+            for parameter in inside:
+                for key, value in values[id(parameter)].items():
+                    if _is_elementwise(key, value, parameter):
+                        self._set(parameter, value, key)
+
+    def _make_entries(
+        self, state: Any, flat: Tensor, inside: Sequence[nn.Parameter], values: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """Give a flat tensor the states that its parameters have, zero, and the numbers that they have in common."""
+        shared: list[dict[str, Any]] = []
+        for parameter in inside:
+            entries = values[id(parameter)]
+            numbers = {k: v for k, v in entries.items() if not _is_elementwise(k, v, parameter)}
+            shared.append({key: _plain(value) for key, value in numbers.items()})
+            for key, value in entries.items():
+                if _is_elementwise(key, value, parameter):
+                    state[flat].setdefault(key, torch.zeros_like(flat))
+                elif isinstance(value, Tensor):
+                    state[flat][key] = value.clone()
+                else:
+                    state[flat][key] = value
+        other = next((numbers for numbers in shared if numbers != shared[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"The optimizer's state cannot be loaded: DeepSpeed steps the {counted(len(inside), 'parameter')} of a "
+                f"group together, and in the checkpoint one has {shared[0]} and another {other}, as parameters without "
+                "a gradient in some steps have. Put them into parameter groups of their own, or start from the weights "
+                "alone: load them into the module before `fit`, without `ckpt_path`."
+            )
+
+    def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """Write this rank's part of a whole ``value`` to the fp32 parameter (None) or to a state of the optimizer."""
+        from deepspeed import utils
+
+        value = value.to(parameter.device, torch.float32)
+        if not hasattr(parameter, "ds_id"):
+            if key is None:
+                utils.safe_set_full_fp32_param(parameter, value)
+            else:
+                utils.safe_set_full_optimizer_state(parameter, value, key)
+            return
+        part = _part_of(value, parameter)
+        if key is None:
+            utils.safe_set_local_fp32_param(parameter, part)
+        else:
+            utils.safe_set_local_optimizer_state(parameter, part, key)
+
+    def _link_states(self) -> None:
+        """Stages 1 and 2: show ``safe_get_full_optimizer_state`` where each parameter's part of a flat state is.
+
+        DeepSpeed does so when the first of several groups has stepped, and finds no state of the others then.
+        """
+        for flat, members in self._flat_tensors():
+            for parameter in members:
+                mapping = getattr(parameter, "_hp_mapping", None)  # None: this rank has nothing of the parameter
+                if mapping is not None:
+                    mapping.set_optim_state_fragment(flat, self.optimizer.optimizer.state.get(flat, {}))
+
+
+def _gathered(parameter: nn.Parameter, modifier_rank: int | None = None) -> Any:
+    """In this context a cut parameter is whole; what ``modifier_rank`` writes then is everyone's. Collective."""
+    from deepspeed import zero
+
+    return zero.GatheredParameters([parameter], modifier_rank=modifier_rank, enabled=hasattr(parameter, "ds_id"))
+
+
+def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Whether a state has a number for each element, such as a momentum; others are numbers for all of them."""
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 leaves a parameter empty
+    return isinstance(value, Tensor) and value.shape == shape and key not in _COUNTS
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value
+
+
+def _part_of(value: Tensor, parameter: Any) -> Tensor:
+    """This rank's part of a whole value, as stage 3 cuts parameters: equal parts, the last one filled up with zeros."""
+    size = parameter.ds_tensor.ds_numel
+    start = torch.distributed.get_rank() * size
+    piece = value.reshape(-1)[start : start + size]
+    part = value.new_zeros(size)
+    part[: piece.numel()] = piece
+    return part

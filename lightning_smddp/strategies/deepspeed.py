@@ -1,0 +1,287 @@
+"""``Trainer(strategy="smddp_deepspeed")``: Lightning's DeepSpeedStrategy with one process's numbers, on any device.
+
+Written once for both packages that Lightning is published as; ``lightning.py`` and ``pytorch_lightning.py`` put it on
+top of their ``DeepSpeedStrategy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_smddp._compat.trainer import will_step
+from lightning_smddp.checkpoint.compatibility import OptimizerOutline, compare_optimizers, require_none
+from lightning_smddp.communication.nonfinite import agreed, diagnosis
+from lightning_smddp.deepspeed import config as configuration
+from lightning_smddp.deepspeed.start import require_deepspeed, take_hooks_off, use_device
+from lightning_smddp.deepspeed.whole_states import WholeStates, parameter_groups
+from lightning_smddp.resume.layouts import LayoutRank
+from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.deepspeed_checks import require_elementwise, require_supported_module
+from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, refuse_moved
+from lightning_smddp.strategies.options import (
+    GROUPS,
+    CommunicationOptions,
+    GradientOptions,
+    ReliabilityOptions,
+    require_resume,
+)
+from lightning_smddp.strategies.reductions import mean_by_sum
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies import DeepSpeedStrategy as _Base
+else:
+    _Base = object
+
+
+class DeepSpeedEngineStrategy(_Base):
+    """Between our hooks and Lightning's ``DeepSpeedStrategy``: any device, Lightning's accumulation, one file."""
+
+    _lightnings: ClassVar[type[Any]]  # Lightning's class
+    _groups: list[list[torch.nn.Parameter]]
+    _outline: OptimizerOutline | None
+    _engine: Any = None  # until the next run: what was trained can be saved behind its end
+    _loss: Tensor | None = None  # of the last backward pass
+
+    # ---- devices ----
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """With a number on CPU, too: Lightning hands it to DeepSpeed, which needs one."""
+        device = super().root_device
+        if device.type == "cpu":
+            return torch.device("cpu", 0)
+        return device
+
+    @override
+    def setup_environment(self) -> None:
+        """As ``DDPStrategy``: Lightning's own refuses any device but CUDA."""
+        use_device(self.root_device)
+        super(self._lightnings, self).setup_environment()
+
+    @override
+    def setup_distributed(self) -> None:
+        """Join the process group that there is."""
+        super(self._lightnings, self).setup_distributed()
+        self._init_deepspeed_distributed()
+
+    @override
+    def _format_config(self) -> None:
+        super()._format_config()
+        assert self.config is not None
+        if self.root_device.type == "cpu":
+            configuration.for_cpu(self.config)
+
+    # ---- training ----
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        """Left to Lightning, which steps behind the last batch of an epoch, too, as in one process."""
+        return False
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing: :meth:`backward` tells DeepSpeed, which cannot put off what sharded gradients need."""
+        yield
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Accumulate where Lightning does. It has divided the loss by the number of batches: DeepSpeed must not."""
+        assert self.lightning_module is not None
+        self.deepspeed_engine.set_gradient_accumulation_boundary(will_step(self.lightning_module.trainer))
+        self._loss = closure_loss.detach()
+        return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """DeepSpeed leaves a step out, without a word, if a gradient is not finite: what that means is asked for."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        engine = self.deepspeed_engine
+        if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
+            self._step_left_out()
+        return result
+
+    def _step_left_out(self) -> None:
+        """The gradients of this step were not finite on some rank. Called on all ranks."""
+        raise NotImplementedError
+
+    @override
+    def _init_optimizers(self) -> Any:
+        assert self.lightning_module is not None
+        optimizer, scheduler = super()._init_optimizers()
+        require_elementwise(optimizer)
+        self._groups = parameter_groups(optimizer, self.lightning_module)
+        self._outline = OptimizerOutline.of(optimizer)
+        return optimizer, scheduler
+
+    @override
+    def _initialize_deepspeed_train(self, model: Any) -> None:
+        self._destroy_engine()
+        self._groups, self._outline = parameter_groups(None, model), None
+        super()._initialize_deepspeed_train(model)
+        self._engine = self.model
+
+    @override
+    def _initialize_deepspeed_inference(self, model: Any) -> None:
+        self._destroy_engine()
+        super()._initialize_deepspeed_inference(model)
+        self._engine = self.model
+
+    def _destroy_engine(self) -> None:
+        """End that of the run before this one."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine, self.optimizers = None, []
+
+    # ---- checkpoints ----
+
+    @property
+    def _states(self) -> WholeStates:
+        assert self.lightning_module is not None
+        optimizer = next(iter(self.optimizers), None)
+        return WholeStates(self.lightning_module, optimizer, self._groups, self.is_global_zero)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's, on the first rank. Collective."""
+        return self._states.whole_module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's, on the first rank. Collective."""
+        return self._states.whole_optimizer_state()
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        super(self._lightnings, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        loaded: dict[str, Any] = super(self._lightnings, self).load_checkpoint(checkpoint_path, weights_only)
+        return loaded
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """A plain file has the optimizer's state."""
+        return True
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._states.load_module_state(checkpoint["state_dict"], strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._states.load_optimizer_state(checkpoint["optimizer_states"][0])
+
+
+class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
+    """DeepSpeed's ZeRO with the numbers of one process: optimizer states, gradients or parameters are sharded.
+
+    Args:
+        *args: arguments of ``DeepSpeedStrategy``, in its order.
+        config: DeepSpeed's configuration: a dict, the path of a JSON file, or None for one made of the arguments.
+        resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one; None is ``"auto"``
+            in a SageMaker job, else ``"never"``.
+        communication: timeouts, what is printed.
+        reliability: faults, stops and checkpoints.
+        **kwargs: arguments of ``DeepSpeedStrategy``, by name: ``stage``, ``offload_optimizer``, ...
+
+    Raises:
+        ModuleNotFoundError: DeepSpeed is not installed.
+        TypeError: an argument belongs into a group of options; the message says what to write.
+        ValueError: an argument is not one of the valid values; the message lists them.
+    """
+
+    _option_groups: ClassVar[OptionGroups] = GROUPS
+
+    def __init__(
+        self,
+        *args: Any,
+        resume: Literal["auto", "never"] | None = None,
+        communication: CommunicationOptions = CommunicationOptions(),
+        reliability: ReliabilityOptions = ReliabilityOptions(),
+        **kwargs: Any,
+    ) -> None:
+        require_deepspeed()
+        refuse_moved(self, kwargs, self._option_groups)
+        require_resume(resume)
+        reliability = group_of("reliability", ReliabilityOptions, reliability)
+        gradients = GradientOptions.of("native", None, None, communication)
+        kwargs = by_name(super().__init__, args, kwargs)
+        configuration.require_stage(kwargs.get("stage", 2))
+        super().__init__(**kwargs)
+        self.config = configuration.own(self.config)
+        self._groups, self._outline = [], None
+        self._hold_parts(gradients, reliability, resume)
+
+    @override
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
+        return mean_by_sum(super().reduce, tensor, group, reduce_op)
+
+    @property
+    @override
+    def _layout_rank(self) -> LayoutRank:
+        return LayoutRank(self.global_rank, 0, self.world_size, 1)
+
+    @override
+    def _set_up_model(self, trainer: Trainer) -> None:
+        if trainer.state.fn == "fit":
+            assert self.lightning_module is not None
+            require_supported_module(self.lightning_module, trainer)
+        super()._set_up_model(trainer)
+
+    # ---- gradients, which DeepSpeed keeps to itself ----
+
+    @override
+    def _find_nonfinite(self) -> Mapping[str, str] | None:
+        return None  # DeepSpeed looks in the step: see `_step_left_out`
+
+    @override
+    def _bad_before_averaging(self) -> Mapping[str, str]:
+        return {}
+
+    @override
+    def _step_left_out(self) -> None:
+        assert self._loss is not None
+        self._checks.guard.left_out(_why_left_out(self._loss, self._checks.where(), self.root_device))
+
+    # ---- optimizers ----
+
+    @override
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._outline is not None:
+            require_none(compare_optimizers([self._outline], checkpoint["optimizer_states"]), self._saving.source)
+        super()._load_optimizers(checkpoint)
+
+    @override
+    def _release_model(self) -> None:
+        if self._engine is not None:
+            take_hooks_off(self._engine)
+            self.model = self.lightning_module
+
+
+def _why_left_out(loss: Tensor, where: str, device: torch.device) -> str:
+    """What is known about gradients that are not finite: DeepSpeed names neither rank nor parameter. Collective."""
+    group = dist.group.WORLD
+    assert group is not None
+    found = {}
+    if not bool(loss.isfinite().all()):
+        found["the loss"] = str(loss.tolist())
+    if agreed(bool(found), group, device):
+        return diagnosis(found, where, group, device)
+    return (
+        f"Gradients are not finite in {where}, though each rank's loss is. DeepSpeed does not say in which parameter."
+    )
