@@ -84,6 +84,11 @@ class OptimizerShards:
         pieces = self.pieces.get(id(parameter))
         return [ShardedPiece(0, parameter.numel(), parameter)] if pieces is None else pieces
 
+    def stepped(self) -> list[nn.Parameter]:
+        """What this rank steps: pieces, and parameters that have no shares."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [part.parameter for parameter in parameters for part in self.parts_of(parameter)]
+
     def has_pieces(self, parameter: nn.Parameter) -> bool:
         """Whether ranks step shares of it; each steps all of a parameter that has no share."""
         return id(parameter) in self.pieces

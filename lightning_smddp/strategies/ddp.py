@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_smddp._compat.torch import register_ddp_comm_hook
@@ -28,6 +29,7 @@ from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
+from lightning_smddp.strategies.fused_optimizers import fused_advice
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
 from lightning_smddp.strategies.options import (
@@ -225,6 +227,13 @@ class DataParallel(TrainerStrategy):
             return ()
         return self._sharded.shards
 
+    def _stepped(self) -> list[tuple[Optimizer, list[nn.Parameter]]]:
+        """Each optimizer, and what this rank steps with it."""
+        if self._sharded is not None:
+            return [(shards.optimizer, shards.stepped()) for shards in self._sharded.shards]
+        plain = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
+        return [(each, [p for group in each.param_groups for p in group["params"]]) for each in plain]
+
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of a whole optimizer; of a sharded one it is on the first rank alone. Collective then."""
@@ -269,6 +278,8 @@ class DataParallel(TrainerStrategy):
             rows = self._session.summary(_batch_size(trainer), trainer.accumulate_grad_batches)
             if self._sharded is not None:
                 rows += self._sharded.describe()
+            if getattr(self.precision_plugin, "scaler", None) is None:  # with one Lightning clips no fused optimizer's
+                rows += [("advice", text) for text in fused_advice(self.lightning_module, self._stepped())]
             print_table("smddp: data parallelism", rows, trainer)
 
     @override
