@@ -163,7 +163,8 @@ def _shape(value: Any) -> Shape | None:
     """None for what is no tensor, or has no shape yet."""
     if not isinstance(value, Tensor) or isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         return None
-    return tuple(value.shape)
+    # DeepSpeed's third stage leaves a parameter empty, with its shape beside it.
+    return tuple(getattr(value, "ds_shape", value.shape))
 
 
 def _listed(what: str, found: list[str]) -> list[str]:

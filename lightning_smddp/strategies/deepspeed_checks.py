@@ -30,6 +30,12 @@ def require_supported_module(module: Any, trainer: Any) -> None:
                 f"{name}.{hook} would not be used: DeepSpeed does that itself. To use {_NAME}, {cure}; "
                 "strategy='smddp' uses the hook."
             )
+    for key, parameter in module.named_parameters():
+        if parameter.ndim == 0 and not hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"The parameter {key!r} of {name} has no dimension, and DeepSpeed cannot send such a one. Give it one: "
+                f"nn.Parameter(torch.tensor([{parameter.item():g}]))."
+            )
     if trainer.gradient_clip_algorithm == "value" and trainer.gradient_clip_val:
         raise ValueError(
             f"gradient_clip_algorithm='value' (gradient_clip_val={trainer.gradient_clip_val}): DeepSpeed clips by norm "

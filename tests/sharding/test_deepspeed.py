@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from lightning_smddp import SMDDPDeepSpeedStrategy
+from lightning_smddp.communication.nonfinite import NonFiniteGradientError
 from lightning_smddp.deepspeed import start
 from lightning_smddp.strategies.deepspeed_checks import require_elementwise, require_supported_module
 from tests.ranks import run_trainer_ranks
-from tests.strategies.learners import Learner, make_trainer
+from tests.strategies.learners import Learner, make_trainer, silent
 
-RANKS, BATCH = 2, 4
+RANKS, BATCH, STAGES = 2, 4, (1, 2, 3)
 
 
 class AdamLearner(Learner):
@@ -46,50 +50,187 @@ class SgdLearner(AdamLearner):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-CASES: dict[str, tuple[type[Learner], int, dict[str, Any]]] = {
-    f"{name}, stage {stage}": (learner, stage, options)
-    for stage in (2,)
-    for name, learner, options in (
-        ("accumulation", SgdLearner, {"accumulate_grad_batches": 2}),
-        ("clipping", AdamLearner, {"gradient_clip_val": 0.1}),
-    )
+class Evaluating(AdamLearner):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("tested", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0]).float()
+
+    val_dataloader = test_dataloader = predict_dataloader = AdamLearner.train_dataloader
+
+
+class Configured(AdamLearner):
+    """Its layers are made where stage 3 cuts them at once."""
+
+    def build(self, batch_size: int = BATCH, count: int = 40) -> None:
+        super().build(batch_size, count)
+        self.net = nn.Sequential()
+
+    def configure_model(self) -> None:
+        if not len(self.net):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1)
+                self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Tied(AdamLearner):
+    """A weight with two names, a frozen layer, a buffer, and a parameter whose number of elements is odd."""
+
+    def build(self, batch_size: int = BATCH, count: int = 40) -> None:
+        super().build(batch_size, count)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.tensor([0.5]))
+        self.register_buffer("count_of_batches", torch.zeros(()))
+
+    def loss(self, batch: Any) -> Any:
+        self.count_of_batches += 1
+        x = self.second(self.first(self.frozen(batch[0]))) * self.scale
+        return F.cross_entropy(self.net(x), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class BadBatch(AdamLearner):
+    """The loss of one batch of the second rank is NaN."""
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        if len(self.losses) == 2 and self.trainer.global_rank == 1:
+            loss = loss * float("nan")
+        return loss
+
+
+# Learner, the Trainer's options, relative tolerance.
+CASES: dict[str, tuple[type[AdamLearner], dict[str, Any], float]] = {
+    "accumulation": (SgdLearner, {"accumulate_grad_batches": 2}, 1e-5),
+    "clipping": (AdamLearner, {"gradient_clip_val": 0.1}, 1e-5),
+    "evaluation": (Evaluating, {}, 1e-5),
+    "configure_model": (Configured, {}, 1e-5),
+    "tied": (Tied, {}, 1e-5),
+    "16-bit": (SgdLearner, {"precision": "bf16-mixed"}, 3e-2),
 }
 
 
-def train(strategy: Any, case: str, batch_size: int, folder: str) -> dict[str, Any]:
-    """What a training leaves in its checkpoint, and what it logged."""
-    make, _, options = CASES[case]
+def train(strategy: Any, case: str, batch_size: int, folder: Path) -> dict[str, Any]:
+    """What a training leaves in its checkpoint, what it logged, and what the model then gives."""
+    make, options, _ = CASES[case]
     model = make(batch_size)
     trainer = make_trainer(strategy, **options)
     trainer.fit(model)
-    path = str(Path(folder) / f"{case}.ckpt")
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    path = str(folder / f"{case}.ckpt")
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    saved = {key: saved[key] for key in ("state_dict", "optimizer_states", "global_step", "lr_schedulers")}
-    return {"saved": saved, "metrics": metrics, "weights": dict(model.state_dict())}
+    if case == "evaluation":
+        metrics["tested"] = trainer.test(model, verbose=False)[0]["tested"]
+        (metrics["again"],) = trainer.validate(model, ckpt_path=path, verbose=False)[0].values()
+        metrics["predicted"] = len(trainer.predict(model))
+    parts = ("state_dict", "optimizer_states", "global_step", "lr_schedulers")
+    return {"saved": {key: saved[key] for key in parts}, "metrics": metrics}
 
 
-def train_all(folder: str) -> dict[str, Any]:
-    return {
-        case: train(SMDDPDeepSpeedStrategy(stage=stage), case, BATCH, folder) for case, (_, stage, _) in CASES.items()
+def fit(strategy: Any, epochs: int, path: str | None = None) -> Any:
+    trainer = make_trainer(strategy, max_epochs=epochs)
+    trainer.fit(AdamLearner(), ckpt_path=path)
+    return trainer
+
+
+def go_on(stage: int, folder: Path) -> dict[str, Any]:
+    """The checkpoints of two epochs: at once, and with another strategy for each."""
+    other = stage % 3 + 1
+    ways = {
+        "smddp at once": (silent, silent),
+        "smddp to it": (silent, lambda: SMDDPDeepSpeedStrategy(stage=stage)),
+        "it to smddp": (lambda: SMDDPDeepSpeedStrategy(stage=stage), silent),
+        "it to another stage": (
+            lambda: SMDDPDeepSpeedStrategy(stage=stage),
+            lambda: SMDDPDeepSpeedStrategy(stage=other),
+        ),
     }
+    found = {}
+    for way, (first, second) in ways.items():
+        half, whole = str(folder / f"{way} 1.ckpt"), str(folder / f"{way} 2.ckpt")
+        fit(first(), 1).save_checkpoint(half)
+        fit(second(), 2, half).save_checkpoint(whole)
+        loaded = torch.load(whole, weights_only=True)
+        found[way] = {key: loaded[key] for key in ("state_dict", "optimizer_states", "global_step")}
+    return found
+
+
+def meet_nan(stage: int) -> tuple[str, list[str], int]:
+    """The error; and what ``skip`` warns of, and how many steps it left out."""
+    with pytest.raises(NonFiniteGradientError) as caught:
+        make_trainer(SMDDPDeepSpeedStrategy(stage=stage)).fit(BadBatch())
+    strategy = SMDDPDeepSpeedStrategy(stage=stage, reliability={"on_nonfinite": "skip"})
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.filterwarnings("always", message="Gradients are not finite")
+        make_trainer(strategy).fit(BadBatch())
+    texts = [str(warning.message) for warning in warned]
+    return str(caught.value), [text for text in texts if "finite" in text], strategy._checks.guard.skipped
+
+
+def train_all(directory: str) -> dict[int, dict[str, Any]]:
+    """Everything with each stage."""
+    found: dict[int, dict[str, Any]] = {}
+    for stage in STAGES:
+        folder = Path(directory, str(stage))
+        results = {case: train(SMDDPDeepSpeedStrategy(stage=stage), case, BATCH, folder) for case in CASES}
+        found[stage] = {**results, "going on": go_on(stage, folder), "nan": meet_nan(stage)}
+    return found
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, dict[str, Any]]]:
     """Of each rank."""
-    return run_trainer_ranks(train_all, RANKS, str(tmp_path_factory.mktemp("ranks")), timeout=180.0)
+    return run_trainer_ranks(train_all, RANKS, str(tmp_path_factory.mktemp("ranks")), timeout=280.0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("case", CASES)
-def test_the_numbers_of_one_process(results, tmp_path, case):
-    expected = train("auto", case, RANKS * BATCH, str(tmp_path))
-    for actual in (result[case] for result in results):
-        for part in ("metrics", "saved", "weights"):
-            torch.testing.assert_close(actual[part], expected[part], rtol=1e-5, atol=1e-6)
+on_ranks = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+class TestOnRanks:
+    pytestmark = on_ranks
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_the_numbers_of_one_process(self, results, tmp_path, case):
+        tolerance = CASES[case][2]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = train("auto", case, RANKS * BATCH, tmp_path)
+        for stage in STAGES:
+            for rank, result in enumerate(results):
+                torch.testing.assert_close(
+                    result[stage][case],
+                    expected,
+                    rtol=tolerance,
+                    atol=tolerance / 10,
+                    msg=lambda text, where=(stage, rank): f"stage, rank {where}: {text}",
+                )
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_checkpoints_go_to_and_from_other_strategies(self, results, stage):
+        expected, *others = results[0][stage]["going on"].values()
+        assert len(others) == 3
+        for actual in others:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_a_step_that_deepspeed_leaves_out_is_named(self, results, stage):
+        for rank, result in enumerate(results):
+            error, warned, skipped = result[stage]["nan"]
+            assert "not finite in step 2 (epoch 0, batch 2): on rank 1" in error
+            assert "the loss (nan)" in error
+            assert skipped == 1
+            assert len(warned) == (rank == 0)
 
 
 # ---- what is refused ----
@@ -104,6 +245,12 @@ class OwnBackward(Learner):
         (2 * loss).backward()
 
 
+class Scaled(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
 class OwnClipping(Learner):
     def configure_gradient_clipping(self, *_: Any) -> None: ...
 
@@ -113,6 +260,7 @@ class OwnClipping(Learner):
     [
         (ByHand(), {}, "ByHand has automatic_optimization=False"),
         (OwnBackward(), {}, "OwnBackward.backward would not be used.* return the loss that you want"),
+        (Scaled(), {}, r"'scale' of Scaled has no dimension.*torch.tensor\(\[0.5\]\)"),
         (OwnClipping(), {}, "OwnClipping.configure_gradient_clipping would not be used.* a norm"),
         (
             Learner(),
