@@ -43,6 +43,10 @@ class ModuleState:
         """Load the states of whole optimizers, one for each."""
         raise NotImplementedError
 
+    def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What compression of gradients remembers, by parameter, on the first rank; empty if nothing. Collective."""
+        return {}
+
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The parameters of all ranks that ``optimizer`` steps."""
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -67,6 +71,7 @@ class Unpartitioned(ModuleState):
         shards: of these, not cut yet; empty without ``shard="optimizer"``.
         weights: loaded values of parameters without memory, by name.
         optimizer_states: loaded, one for each optimizer.
+        remembered: loaded, what compression remembers of all parameters.
     """
 
     def __init__(self, setup: RunSetup) -> None:
@@ -75,6 +80,7 @@ class Unpartitioned(ModuleState):
         self.shards: list[OptimizerShards] = []
         self.weights: dict[str, Tensor] = {}
         self.optimizer_states: Sequence[Mapping[str, Any]] | None = None
+        self.remembered: Mapping[str, Mapping[str, Tensor]] = {}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
@@ -95,3 +101,7 @@ class Unpartitioned(ModuleState):
         self.optimizer_states = states
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict({**state, "state": {}})
+
+    @override
+    def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self.remembered

@@ -52,6 +52,7 @@ from lightning_smddp.pipeline.view.shown_state import real_state, shown_state
 from lightning_smddp.sharding.optimizer_states import whole_states
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.wire.broadcast import Channel, broadcast_json, broadcast_structure
+from lightning_smddp.wire.values import gathered_values
 
 
 @dataclass
@@ -453,6 +454,21 @@ class PartitionedModule(ModuleState):
             partition.load_full_state_dict(state, shards)
 
     @override
+    def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        if self.replicas is None or self.setup.options.gradients.compression is None:
+            return {}
+        local = self.replicas.state_dict()
+        if self.setup.groups.replica != 0:
+            return {}
+        # Parameters of several stages are with each of them, and are averaged together: any rank's values will do.
+        whole: dict[str, dict[str, Tensor]] = {}
+        what = "What compression remembers"
+        for of_rank in gathered_values(local, what, self.setup.groups.pipeline, False, self.setup.device):
+            for kind, values in of_rank.items():
+                whole.setdefault(kind, {}).update(values)
+        return whole
+
+    @override
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         partition = self._partition_of(optimizer)
         if partition is None:
@@ -474,6 +490,7 @@ class PartitionedModule(ModuleState):
             self.sharded.close()
         if self.replicas is not None:
             self.replicas.close()
+            self.stash.replicas = None
 
 
 @contextmanager

@@ -244,7 +244,7 @@ class Partitioning:
 
     def _replicas(self, held: dict[str, nn.Parameter]) -> ReplicaGradients:
         setup, options = self.setup, self.setup.options.gradients
-        return ReplicaGradients(
+        replicas = ReplicaGradients(
             held,
             setup.groups.data_parallel_group,
             setup.device,
@@ -254,6 +254,9 @@ class Partitioning:
             options.bucket_cap_mb,
             options.communication.cache,
         )
+        if options.compression is not None and self.before.remembered:
+            replicas.load_state_dict(self.before.remembered)
+        return replicas
 
     def _runtime(self, stash: GradientStash) -> PipelineRuntime:
         setup = self.setup

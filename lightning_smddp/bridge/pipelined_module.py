@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.bridge.batch_cutting import BatchCutter
@@ -358,6 +358,15 @@ class PipelinedModule:
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load states of whole optimizers."""
         self.state.load_optimizer_states(states)
+
+    def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What compression of gradients remembers, on the first rank. Collective."""
+        return self.state.compression_state()
+
+    def load_compression_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """What compression remembers, as a checkpoint has it; before the first batch."""
+        assert isinstance(self.state, Unpartitioned)
+        self.state.remembered = state
 
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The parameters of all ranks in ``optimizer``."""

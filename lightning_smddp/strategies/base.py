@@ -48,6 +48,9 @@ else:
     _Base = object
 
 
+COMPRESSION_KEY = "smddp"  # of a checkpoint's entry with what compression remembers
+
+
 class TrainerStrategy(_Base):
     """What ``smddp`` and ``smddp_pipeline`` have in common.
 
@@ -277,7 +280,11 @@ class TrainerStrategy(_Base):
         if not self._can_save(filepath):
             return
         self._exact_resume.add_to(checkpoint, self._decisions())
-        self._add_state(checkpoint)
+        compresses = self._session.options.compression is not None
+        if compresses and "optimizer_states" in checkpoint and not self._interrupted:
+            state = self._compression_state()
+            if state:
+                checkpoint[COMPRESSION_KEY] = state
         with self._supervision.saves():
             self._saving.save(checkpoint, filepath, storage_options, super().save_checkpoint)
         self._sagemaker.saved(checkpoint, filepath)
@@ -384,8 +391,9 @@ class TrainerStrategy(_Base):
         """What was chosen in this run, and a resumed one has to choose as well; anything that JSON carries."""
         return {}
 
-    def _add_state(self, checkpoint: dict[str, Any]) -> None:
-        """Add what compression of gradients remembers from step to step. Collective."""
+    def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """What compression of gradients remembers from step to step, by parameter; empty if nothing. Collective."""
+        return {}
 
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         super().load_model_state_dict(checkpoint, strict)

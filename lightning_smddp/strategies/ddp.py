@@ -27,7 +27,7 @@ from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
 from lightning_smddp.strategies.fused_optimizers import fused_advice
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
@@ -48,8 +48,6 @@ from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_CHECKPOINT_KEY = "smddp"
 
 
 class DataParallel(TrainerStrategy):
@@ -291,12 +289,8 @@ class DataParallel(TrainerStrategy):
                 say(str(self._last_report), self.lightning_module.trainer)
 
     @override
-    def _add_state(self, checkpoint: dict[str, Any]) -> None:
-        compresses = self._session.options.compression is not None
-        if compresses and "optimizer_states" in checkpoint and not self._interrupted:
-            state = self._session.state_dict()
-            if state:
-                checkpoint[_CHECKPOINT_KEY] = state
+    def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self._session.state_dict()
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
@@ -307,7 +301,7 @@ class DataParallel(TrainerStrategy):
             super()._load_optimizers({**checkpoint, "optimizer_states": states})
         else:
             self._sharded.load_whole_state_dicts(checkpoint["optimizer_states"])
-        self._session.load_state_dict(checkpoint.get(_CHECKPOINT_KEY, {}))
+        self._session.load_state_dict(checkpoint.get(COMPRESSION_KEY, {}))
 
     @override
     def _name_in_advice(self, exception: BaseException) -> None:

@@ -42,7 +42,7 @@ from lightning_smddp.pipeline.state.full_state import broadcast_initial, load_fu
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
-from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
 from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
 from lightning_smddp.strategies.options import (
@@ -282,13 +282,9 @@ class PipelineParallel(TrainerStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``meta_init``: parameters get no memory yet."""
-        with super().tensor_init_context(empty_init=empty_init), self._meta():
+        meta = parameters_on_meta() if self.options.meta_init else nullcontext()
+        with super().tensor_init_context(empty_init=empty_init), meta:
             yield
-
-    def _meta(self) -> AbstractContextManager[None]:
-        if self.options.meta_init:
-            return parameters_on_meta()
-        return nullcontext()
 
     @override
     def _training_starts(self) -> None:
@@ -476,14 +472,8 @@ class PipelineParallel(TrainerStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process and its run."""
-        ended: dict[str, Any] = {
-            "_groups": None,
-            "_pipelined": None,
-            "_ended": None,
-            "_changes": ExitStack(),
-            "_shown": None,
-        }
-        return {**super().__getstate__(), **ended}
+        ended: dict[str, Any] = dict.fromkeys(("_groups", "_pipelined", "_ended", "_shown"))
+        return {**super().__getstate__(), **ended, "_changes": ExitStack()}
 
     # ---- checkpoints: each rank has a part of the module and of the optimizers' states ----
 
@@ -529,6 +519,7 @@ class PipelineParallel(TrainerStrategy):
             self._saving.require_fitting_optimizers(checkpoint)
         pipelined.known_plan = self._exact_resume.saved("division")
         pipelined.load_optimizer_states(checkpoint["optimizer_states"])
+        pipelined.load_compression_state(checkpoint.get(COMPRESSION_KEY, {}))
 
     @override
     def _can_save(self, filepath: Any) -> bool:
@@ -539,6 +530,10 @@ class PipelineParallel(TrainerStrategy):
                 stacklevel=3,
             )
         return not self._interrupted
+
+    @override
+    def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self._last_pipelined().compression_state()
 
     @override
     def _decisions(self) -> Mapping[str, Any]:
