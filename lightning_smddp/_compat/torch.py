@@ -39,9 +39,11 @@ WITHOUT_MARKS = {
 }
 
 
-def all_gather_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_single(
+    output: Tensor, tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
     """Gather equal ``tensor``s of all ranks, in rank order, into the flat ``output``."""
-    _all_gather_single(output, tensor, group=group)
+    return cast("dist.Work | None", _all_gather_single(output, tensor, group=group, async_op=async_op))
 
 
 def reduce_scatter_single(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> None:

@@ -236,6 +236,12 @@ class Communicator:
             self._groups[key] = create_group(global_ranks, name, self.timeout, self.device)
         return self._groups[key]
 
+    def neighbours(self, purpose: str) -> dist.ProcessGroup | None:
+        """A group of the ranks of this node; None where it has no other one. Collective."""
+        if len(self.topology.local_ranks) == 1:
+            return None
+        return self._new_group(purpose, self.topology.local_ranks)
+
     def partners(self, purpose: str) -> dist.ProcessGroup | None:
         """A group of the ranks of equal local rank, one a node; None where a node has no such rank. Collective."""
         topology = self.topology

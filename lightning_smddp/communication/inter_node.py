@@ -162,6 +162,44 @@ class BalancedExchange:
         return int(2 * _part(numel, size, codec) * width * (size - 1))
 
 
+class ScatterExchange:
+    """The first half of :class:`BalancedExchange`: part i of what all ranks bring is summed by rank i and stays there.
+
+    Args:
+        group: carries the parts to their owners.
+        codec: form of the values on the wire; None sends them as they are.
+        feedback: remembers what encoding lost.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, codec: Codec | None = None, feedback: ErrorFeedback | None = None
+    ) -> None:
+        self.group, self.codec, self.feedback = group, codec, feedback
+
+    def reduce(self, parts: Tensor, output: Tensor, layout: Layout) -> None:
+        """``output`` becomes the sum of this rank's part over the group.
+
+        Args:
+            parts: a row for each rank of the group, contiguous; with ``feedback`` its values change.
+            output: flat, as large as a row.
+            layout: of all rows together, for what is remembered.
+        """
+        codec, feedback, numel = _worthwhile(self.codec, parts.dtype), self.feedback, output.numel()
+        rows = parts
+        if codec is not None:
+            if feedback is not None:
+                feedback.add_to(parts.view(-1), layout)
+            rows = torch.nn.functional.pad(parts, (0, -numel % codec.block_size))  # so that no block is in two rows
+        sent = _encode(codec, rows.view(-1))
+        if codec is not None and feedback is not None:
+            decoded = _decode(codec, sent, rows.numel(), rows.dtype).view(rows.shape)
+            feedback.remember(parts.view(-1), decoded[:, :numel].reshape(-1), layout)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        terms = _decode(codec, received, rows.numel(), rows.dtype).view(rows.shape)
+        output.copy_(_sum_rows(terms[:, :numel]))
+
+
 def _part(numel: int, size: int, codec: Codec | None) -> int:
     """Elements a server: a multiple of the codec's block, so that parts are encoded independently."""
     block = 1

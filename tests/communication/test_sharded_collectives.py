@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from tests.communication.errors import message_of
@@ -32,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "summed in fp16": {"mp_policy": FP16_SUMMED},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
+TOLERANCES = {"bf16": 1e-2, "summed in fp16": 1e-2}  # gloo rounds each partial sum, we round once
 
 
 class Model(nn.Module):
@@ -123,11 +127,8 @@ def train_all_cases() -> dict[str, tuple[float, str]]:
 def test_the_same_as_fsdp2_with_its_own_collectives(size: int) -> None:
     for results in run_ranks(train_all_cases, size):
         for name, (difference, way) in results.items():
-            assert way == "parameters and gradients go through shared memory"
-            tolerance = 1e-6
-            if name in ("bf16", "summed in fp16"):  # gloo rounds each partial sum, we round once
-                tolerance = 1e-2
-            assert difference <= tolerance, (name, difference)
+            assert way == "shared memory"
+            assert difference <= TOLERANCES.get(name, 1e-6), (name, difference)
         assert results["full"][0] == 0.0 or size > 2
 
 
@@ -136,12 +137,93 @@ def train_replicas(shape: tuple[int, int]) -> tuple[float, str]:
     return differences(mesh)
 
 
-@pytest.mark.parametrize("nodes", ["aabb", "aaaa", "abab"])
-def test_replicas_of_sharded_parameters(nodes: str) -> None:
+BETWEEN_NODES = "shared memory in each node, the backend between ranks of equal local rank"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("aabb", "shared memory; replicas by hierarchical"),
+        ("aaaa", "shared memory; replicas by shared_memory"),
+        ("abab", f"{BETWEEN_NODES}; replicas by shared_memory"),
+    ],
+)
+def test_replicas_of_sharded_parameters(nodes: str, expected: str) -> None:
     """Shares inside a node and replicas between nodes, all on one node, and shares between nodes."""
     for difference, way in run_ranks(train_replicas, 4, (2, 2), node_ids=list(nodes)):
         assert difference <= 1e-6
-        assert way.endswith("shared memory") == (nodes != "abab")
+        assert way == expected
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "abba", "abc"])
+def test_parameters_that_are_sharded_over_nodes(nodes: str) -> None:
+    for results in run_ranks(train_all_cases, len(nodes), node_ids=list(nodes)):
+        for name, (difference, way) in results.items():
+            assert way == BETWEEN_NODES
+            assert difference <= TOLERANCES.get(name, 1e-6), (name, difference)
+
+
+def train_unevenly() -> tuple[float, str, str]:
+    mesh = init_device_mesh("cpu", (3,))
+    message = message_of(ValueError, lambda: ShardedCollectives(mesh, PATIENCE, Compression("int8")))
+    return *differences(mesh), message
+
+
+def test_nodes_with_other_numbers_of_ranks() -> None:
+    for difference, way, message in run_ranks(train_unevenly, 3, node_ids=["a", "a", "b"]):
+        assert difference == 0.0
+        assert way == "FSDP2's own collectives"
+        assert "these have 2, 1. Start as many on each, or set `compression=None`" in message
+
+
+def train_compressed(shape: tuple[int, ...], method: str) -> tuple[float, float]:
+    """How far compressed training is from an exact one, and from where it began."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    expected = train(shard(mesh), steps=12)
+    begun = [whole(parameter) for parameter in shard(mesh).parameters()]
+    collectives = ShardedCollectives(mesh, PATIENCE, Compression(method, block_size=16))  # type: ignore[arg-type]
+    assert collectives.notes == []
+    model = shard(collectives.fsdp_mesh)
+    collectives.attach(model)
+    found = train(model, steps=12)
+    collectives.close()
+    return distance(found, expected), distance(begun, expected)
+
+
+def distance(first: list[Tensor], second: list[Tensor]) -> float:
+    return float(sum((a - b).square().sum() for a, b in zip(first, second, strict=True))) ** 0.5
+
+
+@pytest.mark.parametrize("method", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["shares over nodes", "replicas on nodes"])
+def test_compressed_between_nodes(shape: tuple[int, ...], method: str) -> None:
+    for error, moved in run_ranks(train_compressed, 4, shape, method, node_ids=list("aabb")):
+        assert 0 < error < 0.02 * moved
+
+
+def compress_on_one_node() -> list[str]:
+    collectives = ShardedCollectives(init_device_mesh("cpu", (2,)), PATIENCE, Compression("bf16"))
+    collectives.close()
+    return collectives.notes
+
+
+def test_compression_has_nothing_to_do_on_one_node() -> None:
+    for notes in run_ranks(compress_on_one_node, 2):
+        assert notes == ["compression='bf16' applies between nodes, and there is one node"]
+
+
+@pytest.mark.parametrize(
+    ("compression", "said"),
+    [
+        (Compression("powersgd"), "needs whole matrices of gradients, and sharded parameters have shares of them. Use"),
+        (Compression("bf16", scope="all"), "Use scope='inter_node' with sharded parameters."),
+    ],
+    ids=["powersgd", "all"],
+)
+def test_compressions_that_do_not_fit(compression: Compression, said: str) -> None:
+    mesh = SimpleNamespace(ndim=1, device_type="cpu")
+    with pytest.raises(ValueError, match=re.escape(said)):
+        ShardedCollectives(mesh, PATIENCE, compression)  # type: ignore[arg-type]
 
 
 def train_with_factor() -> float:
@@ -183,9 +265,9 @@ def prefetch_everything() -> tuple[float, int, int]:
     for unit in units:
         unit.reshard()
     found = train(model, steps=2)
-    memory = collectives._segments.total_bytes
+    memory = collectives.shared_bytes
     found = train(model, steps=2)
-    later = collectives._segments.total_bytes
+    later = collectives.shared_bytes
     stock = shard(mesh)
     expected = train(stock, steps=2)
     expected = train(stock, steps=2)
