@@ -120,9 +120,10 @@ class OptimizerShards:
         if self._copies is not None and self._whole is None and not self._allows_state:
             name = type(self.optimizer).__name__
             raise RuntimeError(
-                f"With shard='optimizer' this rank has a share of {name}'s state. Call "
-                "`trainer.strategy.optimizer_state(optimizer)` on all ranks for the whole, which the first rank gets, "
-                "or save and load by `trainer.save_checkpoint` and `trainer.fit(..., ckpt_path=...)`."
+                f"With shard='optimizer' this rank has a share of {name}'s state. Save and load it by "
+                "`trainer.save_checkpoint` and `trainer.fit(..., ckpt_path=...)`, or by `fabric.save` and "
+                "`fabric.load`, on all ranks. `trainer.strategy.optimizer_state(optimizer)`, or `state_dict()` of what "
+                "`fabric.setup` returned, gives the whole to the first rank if all ranks call it."
             )
 
     def _take_pieces(self) -> None:

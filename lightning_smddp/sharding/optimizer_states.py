@@ -84,7 +84,8 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
         groups.append({**saved, "params": numbers if is_as_long else [None, *numbers]})
     groups += whole["param_groups"][len(groups) :]
     with shards.as_pieces():
-        shards.optimizer.load_state_dict({**whole, "state": state, "param_groups": groups})
+        optimizer = shards.optimizer
+        type(optimizer).load_state_dict(optimizer, {**whole, "state": state, "param_groups": groups})  # not Fabric's
         loaded = [{key: value for key, value in group.items() if key != "params"} for group in _groups(shards)]
     for group, words in zip(_groups(shards), loaded, strict=True):
         group.update(words)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.pipeline.capture.patches import set_within
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
+from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
-from lightning_smddp.strategies.options import GROUPS, CommunicationOptions, GradientOptions, ReliabilityOptions
+from lightning_smddp.strategies.options import (
+    GROUPS,
+    CommunicationOptions,
+    GradientOptions,
+    ReliabilityOptions,
+    require_shard,
+)
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.session import GradientCommunication, check_devices, finish_wrapping
 from lightning_smddp.strategies.start import start_process_group
@@ -46,11 +59,13 @@ class FabricDataParallel(_Base):
         algorithm: AlgorithmName = "auto",
         compression: Method | Compression | None = None,
         bucket_cap_mb: float | None = None,
+        shard: Literal["optimizer"] | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
         require_known(self, kwargs, self._option_groups)
+        require_shard(shard)
         self._reliability = group_of("reliability", ReliabilityOptions, reliability)
         _refuse_of_trainer(self._reliability)
         gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
@@ -59,6 +74,9 @@ class FabricDataParallel(_Base):
         self._session = GradientCommunication(gradients)
         self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
+        self._shard = shard
+        self._modules: list[nn.Module] = []  # that were set up
+        self._sharded: list[ShardedOptimizers] = []  # of one optimizer each
         self._frozen: list[FrozenParameters] = []  # of each module that was set up
 
     @property
@@ -101,7 +119,14 @@ class FabricDataParallel(_Base):
         if now is not None and dist.group.WORLD is not None:  # as on all ranks: gradients are averages
             found = after_changes(brought, now, dist.group.WORLD, self.root_device)
             self._guard.check(optimizer, found, "this step", self.root_device)
-        return super().optimizer_step(optimizer, *args, **kwargs)
+        shards = self._shards_of(optimizer)
+        if shards is None:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        shards.stand_next_to_step()
+        try:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        finally:
+            shards.restore()
 
     def _name_of(self, parameter: nn.Parameter) -> str:
         watches = [synchronizer.watch for synchronizer in self._session.synchronizers]
@@ -123,9 +148,62 @@ class FabricDataParallel(_Base):
         model = super().setup_module(module)
         finish_wrapping(self.root_device)
         self._session.attach(model)
-        if self._session.options.communication.verbose and self.global_rank == 0:
-            print_table("smddp: data parallelism", self._session.summary())
+        self._modules.append(module)
+        self._print(self._session.summary())
         return model
+
+    def _print(self, rows: list[tuple[str, str]]) -> None:
+        if self._session.options.communication.verbose and self.global_rank == 0:
+            print_table("smddp: data parallelism", rows)
+
+    # ---- a sharded optimizer ----
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """With ``shard="optimizer"`` each rank steps a share from here on. Collective then.
+
+        Raises:
+            ValueError: on every rank: the optimizer cannot be sharded, or its module was not set up before.
+        """
+        optimizer = super().setup_optimizer(optimizer)
+        if self._shard is None:
+            return optimizer
+        if self._session.communicator is None:
+            raise ValueError(
+                "With shard='optimizer' the module comes first: call `fabric.setup(module, optimizer)`, or "
+                "`fabric.setup_module(module)` before `fabric.setup_optimizers(optimizer)`."
+            )
+        inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        named = []
+        for number, module in enumerate(self._modules):
+            prefix = f"{type(module).__name__} {number}: " if len(self._modules) > 1 else ""
+            named += [(f"{prefix}{name}", p) for name, p in module.named_parameters() if id(p) in inside]
+        self._sharded.append(ShardedOptimizers(named, [OptimizerShards(optimizer)], self._session.communicator))
+        self._print(self._sharded[-1].describe())
+        return optimizer
+
+    def _shards_of(self, optimizer: Optimizer) -> OptimizerShards | None:
+        for sharded in self._sharded:
+            shards = sharded.shards[0]
+            if shards.optimizer is optimizer:
+                return shards
+        return None
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of a whole optimizer; of a sharded one it is on the first rank alone. Collective then."""
+        shards = self._shards_of(optimizer)
+        if shards is None:
+            return super().get_optimizer_state(optimizer)
+        assert dist.group.WORLD is not None
+        return whole_state_dict(shards, dist.group.WORLD, self.root_device)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load states of whole optimizers: of a sharded one this rank's share."""
+        with ExitStack() as stack:
+            for sharded in self._sharded:
+                shards = sharded.shards[0]
+                load = partial(load_whole_state_dict, shards)
+                stack.enter_context(set_within(shards.optimizer, "load_state_dict", load))
+            return super().load_checkpoint(*args, **kwargs)
 
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
         """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
