@@ -186,7 +186,7 @@ class FullySharded:
         if not self.plan.reshard:
             when = "gathered for forward, kept for backward"
         rows = [
-            ("ranks", f"{self.plan.mesh.size()} on {self.plan.mesh.device_type}"),
+            ("ranks", f"{dist.get_world_size()} on {self.plan.mesh.device_type}, {self.shard_group.size()} to a copy"),
             ("parameters", f"{total:,}, of which each rank keeps about {total // self.shard_group.size():,}"),
             ("units", f"{len(self.units.names)} ({_shown(self.units.names)}), {when}"),
             ("outside of units", f"{(total - in_units) / max(1, total):.0%} of the parameters, whole in each step"),

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
+from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.gradients.clipping import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.partition.room import fits_on_hosts
 from lightning_smddp.pipeline.state.full_state import broadcast_initial
@@ -50,13 +51,14 @@ from lightning_smddp.strategies.options import (
 )
 from lightning_smddp.strategies.pipeline_checks import callbacks_of
 from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Sharding = Literal["full", "grad_op"]
-_SHARDINGS = ("full", "grad_op")
+Sharding = Literal["full", "grad_op", "hybrid"]
+_SHARDINGS = ("full", "grad_op", "hybrid")
 _STEP_CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
@@ -88,7 +90,9 @@ class FullyShardedParallel(TrainerStrategy):
         *args: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io`` and
             ``precision_plugin``, as of ``DDPStrategy``.
         sharding: ``"full"`` frees a unit's parameters behind its forward and gathers them again for its backward pass
-            (ZeRO-3); ``"grad_op"`` keeps them in between (ZeRO-2): fewer messages, more memory.
+            (ZeRO-3); ``"grad_op"`` keeps them in between (ZeRO-2): fewer messages, more memory; ``"hybrid"`` is
+            ``"full"`` within groups of ``shard_size`` ranks, each of which has a copy of everything (HSDP).
+        shard_size: with ``"hybrid"``: ranks that have one copy among them; None is the ranks of a node.
         wrap: the units: names of modules, classes (themselves or by name), or a function of name and module that
             returns whether it is one; None finds them.
         meta_init: layers made in ``configure_model`` get no memory until they are divided; their first values come
@@ -103,6 +107,7 @@ class FullyShardedParallel(TrainerStrategy):
 
     _notebook_name = "smddp_fsdp_notebook"
     _sharded: FullySharded | None = None  # from setup to teardown
+    _collectives: ShardedCollectives | None = None  # likewise
     _broadcasts_buffers = True
     _loss: Tensor | None = None  # of the latest backward pass
     _option_groups: ClassVar[OptionGroups] = GROUPS
@@ -111,6 +116,7 @@ class FullyShardedParallel(TrainerStrategy):
         self,
         *args: Any,
         sharding: Sharding = "full",
+        shard_size: int | None = None,
         wrap: Wrap = None,
         meta_init: bool = False,
         communication: CommunicationOptions = CommunicationOptions(),
@@ -122,20 +128,39 @@ class FullyShardedParallel(TrainerStrategy):
         require_resume(resume)
         if sharding not in _SHARDINGS:
             raise ValueError(f"sharding={sharding!r} is unknown. Valid: {', '.join(map(repr, _SHARDINGS))}.")
+        if shard_size is not None and sharding != "hybrid":
+            raise ValueError(f"shard_size={shard_size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         if reliability.sharded:
             raise ValueError(
                 f"{type(self).__name__} saves one file, and not yet a directory of parts: leave out sharded=True."
             )
         super().__init__(**by_name(super().__init__, args, kwargs))
-        self._sharding, self._wrap, self._meta_init = sharding, wrap, meta_init
+        self._sharding, self._shard_size, self._wrap, self._meta_init = sharding, shard_size, wrap, meta_init
         self._hold_parts(GradientOptions.of("native", None, None, communication), reliability, resume)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
-        return {**super().__getstate__(), "_sharded": None}
+        return {**super().__getstate__(), "_sharded": None, "_collectives": None, "_loss": None}
 
     # ---- start and end ----
+
+    @override
+    def _require_layout(self) -> None:
+        ranks = self.num_nodes * self.num_processes
+        size = self._ranks_of_copy
+        if not (isinstance(size, int) and size > 1 and ranks % size == 0) and self._sharding == "hybrid":
+            raise ValueError(
+                f"shard_size={size!r} has to be a number above 1 that divides the number of ranks, which is {ranks}."
+            )
+
+    @property
+    def _ranks_of_copy(self) -> int:
+        if self._sharding != "hybrid":
+            return self.num_nodes * self.num_processes
+        if self._shard_size is None:
+            return self.num_processes
+        return self._shard_size
 
     @property
     @override
@@ -188,15 +213,28 @@ class FullyShardedParallel(TrainerStrategy):
             if self._meta_init:
                 materialize(module, names, self.root_device, seed)
 
+        self._collectives = ShardedCollectives(self._make_mesh(), self._limit)
         plan = ShardingPlan(
-            mesh=init_device_mesh(self.root_device.type, (self.world_size,)),
-            reshard=self._sharding == "full",
+            mesh=self._collectives.fsdp_mesh,
+            reshard=self._sharding != "grad_op",
             unit_precision=unit_precision(self.precision_plugin),
             fill=fill,
         )
         self._sharded = FullySharded(module, units, plan)
+        self._collectives.attach(module)
         self._broadcasts_buffers = True
         self.model_to_device()
+
+    def _make_mesh(self) -> DeviceMesh:
+        size = self._ranks_of_copy
+        if size == self.world_size:
+            return init_device_mesh(self.root_device.type, (size,), mesh_dim_names=("shard",))
+        copies = self.world_size // size
+        return init_device_mesh(self.root_device.type, (copies, size), mesh_dim_names=("replicate", "shard"))
+
+    @property
+    def _limit(self) -> timedelta:
+        return self._session.options.communication.limit or self._timeout or DEFAULT_TIMEOUT
 
     @override
     def _shard_optimizers(self) -> None:
@@ -211,8 +249,13 @@ class FullyShardedParallel(TrainerStrategy):
         """Give back a whole module, if there is room for it and no rank has gone."""
         sharded, self._sharded = self._sharded, None
         give_back_clipping(self.precision_plugin)
-        if sharded is None or self._interrupted:
-            return
+        if sharded is not None and not self._interrupted:
+            self._make_whole(sharded)
+        if self._collectives is not None:
+            self._collectives.close()
+            self._collectives = None
+
+    def _make_whole(self, sharded: FullySharded) -> None:
         module, world = sharded.root, dist.group.WORLD
         assert world is not None
         sharded.reshard()
@@ -365,7 +408,10 @@ class FullyShardedParallel(TrainerStrategy):
         module, sharded = self.lightning_module, self._require_sharded()
         assert module is not None
         if self._session.options.communication.verbose and self.is_global_zero:
-            print_table("smddp_fsdp: fully sharded data parallelism", sharded.describe(), module.trainer)
+            assert self._collectives is not None
+            rows = [*sharded.describe(), ("communication", self._collectives.describe())]
+            rows += [("note", note) for note in self._collectives.notes]
+            print_table("smddp_fsdp: fully sharded data parallelism", rows, module.trainer)
 
     def _require_sharded(self) -> FullySharded:
         assert self._sharded is not None, "setup() comes first"

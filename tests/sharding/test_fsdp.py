@@ -172,10 +172,14 @@ def assert_same(results: dict[str, list[Outcome]]) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-@pytest.mark.parametrize(("ranks", "sharding"), [(2, "full"), (3, "grad_op")])
+@pytest.mark.parametrize(("ranks", "sharding"), [(2, "full"), (3, "grad_op"), (4, "hybrid")])
 def test_the_same_numbers_as_data_parallelism(ranks, sharding):
     cases = [case for case in CASES if case != "a skipped step"]
-    for results in run_trainer_ranks(train_both, ranks, cases, {"sharding": sharding}, timeout=110.0):
+    options: dict[str, Any] = {"sharding": sharding}
+    if sharding == "hybrid":
+        cases = ["tied weights", "clipping by norm", "accumulation"]
+        options["shard_size"] = 2
+    for results in run_trainer_ranks(train_both, ranks, cases, options, timeout=110.0):
         assert_same(results)
 
 
