@@ -59,15 +59,15 @@ def watch_loss(root: nn.Module, loss: Tensor) -> None:
         loss.register_hook(_state(root)._pre_backward)
 
 
-def late_gradients(root: nn.Module) -> Iterator[str]:
-    """Names of parameters that have got a gradient behind the end of their module's backward pass.
+def whole_parameters(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that stand for parameters in forward and backward passes, with their names, once they were gathered.
 
-    They would be lost: FSDP2 sums the gradients over ranks there. Remove when FSDP2 raises by itself.
+    Those that hooks on ``root.parameters()`` are registered on get no gradient. Remove when there is a public way.
     """
     for parameter in _parameters(root):
         whole = getattr(parameter, "_unsharded_param", None)
-        if whole is not None and whole.grad is not None:
-            yield parameter._param_fqn or "a parameter"
+        if whole is not None:
+            yield parameter._param_fqn, whole
 
 
 def _parameters(root: nn.Module) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lightning_smddp._compat.fsdp import forward_of, late_gradients, match_trained, start, undo, watch_loss
+from lightning_smddp._compat.fsdp import forward_of, match_trained, start, undo, watch_loss, whole_parameters
 from lightning_smddp._compat.torch import swap_contents
+from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.sharding.units import Units
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
@@ -74,6 +76,9 @@ class FullySharded:
         self._divide(root, plan.root_precision)
         self._modules = [cast(FSDPModule, module) for module in root.modules() if isinstance(module, FSDPModule)]
         self._root = cast(FSDPModule, root)
+        self._used: set[str] = set()  # parameters with a gradient since the last average
+        self._had: set[str] = set()  # and those that had one, of an earlier average
+        self._noted: set[str] = set()
         self.synchronizes = True
         start(root)
 
@@ -91,6 +96,8 @@ class FullySharded:
             offload_policy=self.plan.offload,
             ignored_params=set(self.replicated.values()),
         )
+        # Ranks may use different parameters of a unit: all average the same ones, see `after_backward`.
+        cast(FSDPModule, module).set_reduce_scatter_unused_params(True, recurse=False)
         for name, parameter in own.items():
             if name not in self.replicated:
                 # Whoever still has this object would keep the whole in memory, and compute with it to no effect.
@@ -131,26 +138,62 @@ class FullySharded:
     def before_backward(self, loss: Tensor) -> None:
         """The root's gradients are averaged when the backward pass of ``loss`` ends."""
         watch_loss(self.root, loss)
+        for name, parameter in whole_parameters(self.root):
+            if parameter.requires_grad and name not in self._noted:
+                self._noted.add(name)
+                parameter.register_post_accumulate_grad_hook(partial(self._note, name))
+        self._had = {name for name, p in self.root.named_parameters() if p.grad is not None}
 
-    def after_backward(self) -> None:
-        """Average what is not divided. Collective, unless gradients are only accumulated.
+    def _note(self, name: str, _: Tensor) -> None:
+        self._used.add(name)
+
+    def after_backward(self, flag: bool, device: torch.device) -> bool:
+        """Average what is not divided, and take back what nobody has computed. Collective, unless it accumulates only.
+
+        Args:
+            flag: what ranks want to tell each other at this occasion.
+            device: for messages.
+
+        Returns:
+            Whether any rank has given ``flag``; without the others, if gradients are only accumulated.
 
         Raises:
             RuntimeError: a gradient came too late to be averaged.
         """
-        late = next(late_gradients(self.root), None)
-        if late is not None and self.synchronizes:
-            raise RuntimeError(
-                f"{late} is used outside of the forward of its unit, and got a gradient there when the unit's own "
-                "had been averaged already. Leave that unit with the root: give `wrap=` the other modules."
-            )
-        gradients = [p.grad for p in self.replicated.values() if p.grad is not None]
-        if self.synchronizes:
-            world = dist.group.WORLD
-            assert world is not None
-            for gradient in gradients:
-                dist.all_reduce(gradient, group=world)
-                gradient.div_(world.size())
+        if not self.synchronizes:
+            return flag
+        self._require_in_time()
+        for parameter in self.replicated.values():
+            if parameter.grad is not None:
+                self._used.add(self._names[id(parameter)])
+        # A gradient of zeros, where a rank has none, is part of an average. But if no rank has one, there is none.
+        names = list(self._originals)
+        told = from_numbers([flag, *(name in self._used for name in names)], torch.uint8, device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        self._used.clear()
+        flagged, *used = told.tolist()
+        divided = dict(self.root.named_parameters())
+        for name, is_used in zip(names, used, strict=True):
+            if name in self.replicated:
+                if is_used:
+                    self._average(self.replicated[name])
+            elif not is_used and name not in self._had:
+                divided[name].grad = None
+        return bool(flagged)
+
+    def _average(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)
+        parameter.grad.div_(dist.get_world_size())
+
+    def _require_in_time(self) -> None:
+        for name, parameter in whole_parameters(self.root):
+            if parameter.grad is not None:
+                raise RuntimeError(
+                    f"{name} is used outside of the forward of its unit, and got a gradient there when the unit's own "
+                    "had been averaged already. Leave that unit with the root: give `wrap=` the other modules."
+                )
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -40,7 +40,6 @@ from lightning_smddp.strategies.fsdp_checks import (
     require_supported,
     unit_precision,
 )
-from lightning_smddp.strategies.nonfinite import by_asking
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
 from lightning_smddp.strategies.options import (
     GROUPS,
@@ -110,6 +109,8 @@ class FullyShardedParallel(TrainerStrategy):
     _collectives: ShardedCollectives | None = None  # likewise
     _broadcasts_buffers = True
     _loss: Tensor | None = None  # of the latest backward pass
+    _bad: Mapping[str, str] | None = None  # what it left on this rank that is not finite
+    _is_bad = False  # on any rank
     _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
@@ -317,23 +318,27 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """See that all gradients were averaged."""
+        """See that all gradients were averaged, and are numbers."""
         super().post_backward(closure_loss)
-        self._require_sharded().after_backward()
+        sharded = self._require_sharded()
+        self._bad = None
+        if self._checks.watches_gradients and sharded.synchronizes:
+            self._bad = bad_gradients(sharded.root.named_parameters())
+        self._is_bad = sharded.after_backward(self._bad is not None, self.root_device)
 
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        assert self.lightning_module is not None
-        found = by_asking(bad_gradients(self.lightning_module.named_parameters()), self.root_device)
-        if found is None or self._loss is None:
-            return found
-        group = dist.group.WORLD
-        assert group is not None
+        if not self._is_bad:
+            return None
         # What each rank brought is in the average already, but its loss may tell.
-        text = None if bool(self._loss.isfinite().all()) else str(float(self._loss.sum()))
+        group, text = dist.group.WORLD, None
+        assert group is not None
+        assert self._loss is not None
+        if not bool(self._loss.isfinite().all()):
+            text = str(float(self._loss.sum()))
         if agreed(text is not None, group, self.root_device):
             return {} if text is None else {"the loss": text}
-        return {f"the average of {name}": text for name, text in found.items()}
+        return {f"the average of {name}": text for name, text in (self._bad or {}).items()}
 
     @override
     def _bad_before_averaging(self) -> Mapping[str, str]:

@@ -82,6 +82,34 @@ class Convolution(Learner):
         self.losses += self.conv[1].running_mean.tolist()
 
 
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.maybe = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Any, more: bool) -> Any:
+        return self.always(x) + self.maybe(x) if more else self.always(x)
+
+
+class Unused(Learner):
+    """Parameters that one rank uses and the others not, and some that no rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Sometimes() for _ in range(2))
+        self.never = nn.Linear(8, 8)
+
+    def loss(self, batch: Any) -> Any:
+        x = batch[0]
+        for block in self.blocks:
+            x = block(x, self.trainer.global_rank == 0)
+        return super().loss([x, batch[1]])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5)
+
+
 class Regularized(AdamLearner):
     """Uses all parameters outside of their modules, in the loss and in hooks."""
 
@@ -135,6 +163,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "mixed": (AdamLearner, {"precision": "bf16-mixed"}),
     "hooks that write": (Regularized, {}),
     "unfreezing": (Learner, {"callbacks": Unfreezing}),
+    "unused parameters": (Unused, {}),
     "a skipped step": (BadBatch, {}),
     "validation": (Validating, {}),
 }
@@ -159,7 +188,7 @@ def train_both(cases: list[str], options: dict[str, Any]) -> dict[str, list[Outc
     found = {}
     for case in cases:
         mode = "skip" if case == "a skipped step" else "error"
-        reference = silent(on_nonfinite=mode, find_unused_parameters=CASES[case][0] in (Tied, Learner))
+        reference = silent(on_nonfinite=mode, find_unused_parameters=CASES[case][0] in (Tied, Learner, Unused))
         found[case] = [train(case, reference), train(case, fully_sharded(on_nonfinite=mode, **options))]
     return found
 

@@ -1,0 +1,86 @@
+"""``smddp_fsdp`` with layers that get memory when they are divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import seed_everything
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_smddp.strategies import fsdp
+from tests.ranks import run_trainer_ranks
+from tests.sharding.test_fsdp import Block, fully_sharded
+from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome
+
+BLOCKS = 8
+
+
+class Late(Learner):
+    """Makes its layers in ``configure_model``."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            self.blocks = nn.ModuleList(Block(8) for _ in range(BLOCKS))
+            self.head = nn.Linear(8, 3)
+            self.register_buffer("offset", torch.ones(8))
+
+    def loss(self, batch: Any) -> Any:
+        x = batch[0] + self.offset
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x) + self.net(x), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+def held(module: nn.Module) -> int:
+    """Elements of parameters that this rank has memory for."""
+    parts = (getattr(p, "to_local", lambda p=p: p)() for p in module.parameters())
+    return sum(part.numel() for part in parts if not part.is_meta)
+
+
+def fit_late(meta_init: bool, path: str | None = None, save: str | None = None) -> tuple[Outcome, int, int]:
+    """What training left, the most elements that were held in setup, and how many the module has."""
+    seed_everything(5, verbose=False)
+    fill, most = fsdp.materialize, [0]
+
+    def watched(module: nn.Module, *args: Any) -> None:
+        fill(module, *args)
+        most.append(held(module))
+
+    fsdp.materialize = watched
+    model = Late()
+    trainer = make_trainer(fully_sharded(meta_init=meta_init), max_epochs=2 if path else 1)
+    try:
+        trainer.fit(model, ckpt_path=path)
+    finally:
+        fsdp.materialize = fill
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return outcome(model, trainer), max(most), sum(p.numel() for p in model.parameters())
+
+
+def test_no_rank_ever_holds_the_whole(tmp_path):
+    path = str(tmp_path / "late.ckpt")
+    results = run_trainer_ranks(fit_late, 2, True, None, path)
+    for _, most, total in results:
+        assert most < 0.75 * total  # its half, what has memory from the start, and a block
+    torch.testing.assert_close(results[0][0].weights, results[1][0].weights, rtol=0, atol=0)
+    plain, meta = (run_trainer_ranks(fit_late, 2, meta_init, path)[0][0] for meta_init in (False, True))
+    assert_equal(meta, plain)
+
+
+def test_first_values_do_not_depend_on_the_number_of_ranks():
+    two, three = (run_trainer_ranks(first_values, ranks)[0] for ranks in (2, 3))
+    torch.testing.assert_close(two, three, rtol=0, atol=0)
+    assert all(value.abs().sum() > 0 for name, value in two.items() if "mix" in name)
+
+
+def first_values() -> Any:
+    seed_everything(5, verbose=False)
+    model = Late()
+    make_trainer(fully_sharded(meta_init=True)).predict(model, model.train_dataloader())
+    return {name: p.detach() for name, p in model.named_parameters()}
