@@ -7,7 +7,7 @@ top of their ``DeepSpeedStrategy``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_smddp._compat.trainer import will_step
 from lightning_smddp.checkpoint.compatibility import OptimizerOutline, compare_optimizers, require_none
+from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.nonfinite import agreed, diagnosis
 from lightning_smddp.deepspeed import config as configuration
 from lightning_smddp.deepspeed.start import require_deepspeed, take_hooks_off, use_device
@@ -34,12 +35,21 @@ from lightning_smddp.strategies.options import (
     require_resume,
 )
 from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
+from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DeepSpeedStrategy as _Base
 else:
     _Base = object
+
+_STAGES = {
+    1: "1: optimizer states are sharded",
+    2: "2: optimizer states and gradients are sharded",
+    3: "3: optimizer states, gradients and parameters are sharded",
+}
 
 
 class DeepSpeedEngineStrategy(_Base):
@@ -224,7 +234,15 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         super().__init__(**kwargs)
         self.config = configuration.own(self.config)
         self._groups, self._outline = [], None
+        self._links = ExitStack()
+        self._travel: list[tuple[str, str]] = []
         self._hold_parts(gradients, reliability, resume)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        ended = {"_links": ExitStack(), "_engine": None, "_loss": None}
+        return {**super().__getstate__(), **ended}
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
@@ -235,6 +253,38 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     @override
     def _layout_rank(self) -> LayoutRank:
         return LayoutRank(self.global_rank, 0, self.world_size, 1)
+
+    # ---- communication ----
+
+    @override
+    def _make_groups(self) -> None:
+        self._close_links()
+        if self.world_size == 1 or self.root_device.type != "cpu":
+            return
+        from lightning_smddp.deepspeed.collectives import NodeCollectives, carried_by
+
+        assert dist.group.WORLD is not None
+        limit = self._session.options.communication.limit or self._timeout or DEFAULT_TIMEOUT
+        communicator = Communicator(dist.group.WORLD, self.root_device, limit)
+        self._links.callback(communicator.close)
+        backend = NodeCollectives(communicator, limit)
+        self._links.enter_context(carried_by(backend))
+        self._travel = [("communication", backend.describe())]
+        self._travel += [("note", note) for note in communicator.notes]
+
+    def _close_links(self) -> None:
+        self._links.close()
+        self._travel = [("communication", "the backend's")]
+
+    @override
+    def _training_starts(self) -> None:
+        if self._session.options.communication.verbose and self.is_global_zero:
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            ranks = f"{counted(self.world_size, 'rank')} on {self.root_device.type}"
+            stage = self.deepspeed_engine.zero_optimization_stage()
+            rows = [("stage", _STAGES[stage]), ("cluster size", ranks), *self._travel]
+            print_table("smddp_deepspeed: DeepSpeed's ZeRO", rows, trainer)
 
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
@@ -271,6 +321,7 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         if self._engine is not None:
             take_hooks_off(self._engine)
             self.model = self.lightning_module
+        self._close_links()
 
 
 def _why_left_out(loss: Tensor, where: str, device: torch.device) -> str:

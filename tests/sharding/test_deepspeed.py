@@ -18,6 +18,8 @@ from torch.nn import functional as F
 
 from lightning_smddp import SMDDPDeepSpeedStrategy
 from lightning_smddp.communication.nonfinite import NonFiniteGradientError
+from lightning_smddp.communication.shared_memory import SharedMemory
+from lightning_smddp.communication.shared_segments import SharedSegments
 from lightning_smddp.deepspeed import start
 from lightning_smddp.strategies.deepspeed_checks import require_elementwise, require_supported_module
 from tests.ranks import run_trainer_ranks
@@ -99,6 +101,16 @@ class Tied(AdamLearner):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Wide(AdamLearner):
+    """Large enough for the collectives of this package."""
+
+    def build(self, batch_size: int = BATCH, count: int = 40) -> None:
+        super().build(batch_size, count)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Linear(8, 1001), nn.Tanh(), nn.Linear(1001, 3))
+
+
 class BadBatch(AdamLearner):
     """The loss of one batch of the second rank is NaN."""
 
@@ -115,6 +127,7 @@ CASES: dict[str, tuple[type[AdamLearner], dict[str, Any], float]] = {
     "clipping": (AdamLearner, {"gradient_clip_val": 0.1}, 1e-5),
     "evaluation": (Evaluating, {}, 1e-5),
     "configure_model": (Configured, {}, 1e-5),
+    "wide": (Wide, {"accumulate_grad_batches": 2}, 1e-5),
     "tied": (Tied, {}, 1e-5),
     "16-bit": (SgdLearner, {"precision": "bf16-mixed"}, 3e-2),
 }
@@ -179,11 +192,28 @@ def meet_nan(stage: int) -> tuple[str, list[str], int]:
 
 
 def train_all(directory: str) -> dict[int, dict[str, Any]]:
-    """Everything with each stage."""
+    """Everything with each stage; and how often tensors of the wide one went through shared memory."""
     found: dict[int, dict[str, Any]] = {}
+    shared = 0
+    kernels = SharedSegments.lend, SharedMemory.all_reduce
+
+    def counting(kernel: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal shared
+            shared += 1
+            return kernel(*args, **kwargs)
+
+        return call
+
+    SharedSegments.lend, SharedMemory.all_reduce = (counting(kernel) for kernel in kernels)
     for stage in STAGES:
         folder = Path(directory, str(stage))
-        results = {case: train(SMDDPDeepSpeedStrategy(stage=stage), case, BATCH, folder) for case in CASES}
+        results: dict[str, Any] = {}
+        for case in CASES:
+            shared = 0
+            results[case] = train(SMDDPDeepSpeedStrategy(stage=stage), case, BATCH, folder)
+            if case == "wide":
+                results["shared"] = shared
         found[stage] = {**results, "going on": go_on(stage, folder), "nan": meet_nan(stage)}
     return found
 
@@ -215,6 +245,10 @@ class TestOnRanks:
                     atol=tolerance / 10,
                     msg=lambda text, where=(stage, rank): f"stage, rank {where}: {text}",
                 )
+
+    def test_large_tensors_go_through_shared_memory(self, results):
+        for result in results:
+            assert all(result[stage]["shared"] > 10 for stage in STAGES)
 
     @pytest.mark.parametrize("stage", STAGES)
     def test_checkpoints_go_to_and_from_other_strategies(self, results, stage):
