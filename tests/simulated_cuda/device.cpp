@@ -120,6 +120,18 @@ const at::Tensor& resize_(const at::Tensor& tensor, c10::SymIntArrayRef sizes, s
   return tensor;
 }
 
+// As the host frees and gets the memory of a parameter that is gathered and let go. The tensor is all of its storage.
+void resize_storage(const at::Tensor& tensor, size_t bytes) {
+  auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  OnDevice on(tensor.device());
+  come_to_its_turn();
+  auto fresh = memory.allocate(bytes);
+  size_t kept = std::min(bytes, storage->nbytes());
+  if (kept > 0) std::memcpy(fresh.get(), storage->data(), kept);
+  storage->set_data_ptr_noswap(std::move(fresh));
+  storage->set_nbytes(bytes);
+}
+
 void record_stream(at::Tensor&, c10::Stream) {}
 
 // Their results' sizes depend on values: the host waits for them.
@@ -337,6 +349,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
     return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
   });
+  m.def("resize_storage", &resize_storage);
   m.def("default_generator", [](int64_t index) { return default_generator(c10::DeviceIndex(index)); });
   m.def("current_device", [] { return int64_t(current_device); });
   m.def("exchange_device", [](int64_t index) {

@@ -260,16 +260,21 @@ class SimulatedNCCL(Communicators):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         memory = [_memory(tensor) for tensor in tensors]
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        finish = None
-        if options.reduceOp == dist.ReduceOp.AVG:
-            options.reduceOp = dist.ReduceOp.SUM
-
-            def finish() -> None:
-                for tensor in memory:
-                    tensor.div_(self._size)
-
+        options.reduceOp, finish = self._operation(opts, memory)
         return self._do(Call("all_reduce", lambda: self._gloo.allreduce(memory, options), [], tensors, tensors, finish))
+
+    def _operation(self, opts: Any, results: list[Tensor]) -> tuple[Any, Callable[[], None] | None]:
+        """What gloo is asked for, and what is done to the results after it: gloo has no mean."""
+        if opts is None or opts.reduceOp == dist.ReduceOp.SUM:
+            return dist.ReduceOp.SUM, None
+        if opts.reduceOp != dist.ReduceOp.AVG:
+            return opts.reduceOp, None
+
+        def finish() -> None:
+            for tensor in results:
+                tensor.div_(self._size)
+
+        return dist.ReduceOp.SUM, finish
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         self._start_coalescing(None)
@@ -297,7 +302,13 @@ class SimulatedNCCL(Communicators):
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         own, parts = _memory(output), list(_memory(tensor).chunk(self._size))
-        return self._single("reduce_scatter_single", lambda: self._gloo.reduce_scatter([own], [parts]), tensor, output)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp, finish = self._operation(opts, [own])
+
+        def begin() -> Any:
+            return self._gloo.reduce_scatter([own], [parts], options)
+
+        return self._do(Call("reduce_scatter_single", begin, [tensor], [output], [output], finish))
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, to: Any, of: Any, opts: Any = None) -> Any:
         own, memory = _memory(output), _memory(tensor)

@@ -44,6 +44,11 @@ def run_out_of_memory() -> None:
         [tensor + index for index in range(3)]
     assert torch.cuda.mem_get_info()[0] == 6 << 20
     assert torch.cuda.max_memory_allocated() >= 8 << 20
+    tensor.untyped_storage().resize_(0)
+    assert torch.cuda.memory_allocated() == 0
+    tensor.untyped_storage().resize_(4 << 20)
+    assert tensor.fill_(2).sum().item() == 2 << 20
+    assert torch.cuda.memory_allocated() == 4 << 20
     del tensor
     assert torch.cuda.memory_allocated() == 0
 
@@ -196,6 +201,9 @@ def host_does_not_wait(own: torch.device) -> float:
     mean = torch.full((3,), float(rank), device=own)
     dist.all_reduce(mean, dist.ReduceOp.AVG)
     assert mean.tolist() == [0.5] * 3
+    share = torch.empty(2, device=own)
+    dist.reduce_scatter_single(share, torch.arange(4.0, device=own) * (1 + rank), op=dist.ReduceOp.AVG)
+    assert share.tolist() == [3.0 * rank, 1.5 + 3.0 * rank]
     return enqueued
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 _device: ModuleType  # the compiled device, once it is installed
+_cpu_resize = torch.UntypedStorage.resize_
 
 
 class Stream(torch.Stream):
@@ -116,6 +117,14 @@ def _storage_clone(storage: torch.UntypedStorage) -> Any:
     return _copied(storage, storage.device)
 
 
+def _storage_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """``UntypedStorage.resize_``, with which FSDP frees parameters and gets memory for them again."""
+    if storage.device.type != "cuda":
+        return _cpu_resize(storage, size)
+    _device.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), size)
+    return storage
+
+
 def _copied(storage: torch.UntypedStorage, device: torch.device, non_blocking: bool = False) -> Any:
     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
     return copy.copy_(storage, non_blocking)
@@ -155,6 +164,7 @@ def install(module: ModuleType, devices: int) -> None:
         setattr(cuda, name, value)
     torch.storage._to = _storage_to
     torch.UntypedStorage.clone = _storage_clone  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _storage_resize  # type: ignore[method-assign]
     torch.cuda.nccl.version = lambda: (2, 27, 0)  # type: ignore[assignment]
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment]
