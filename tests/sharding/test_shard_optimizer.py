@@ -9,13 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_smddp.sharding import sharded_optimizers
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, silent
+from tests.strategies.resuming import Scenario, resume_from_each
+from tests.strategies.test_pipeline_features import scaled
 
 BOTH = (None, "optimizer")
 
@@ -95,6 +103,16 @@ class TwoOptimizers(Learner):
 
             second.step(closure=closure)
         self.losses.append(loss.item())
+
+
+class Overflowing(AdamLearner):
+    """A gradient overflows in the third batch: a scaler leaves that step out."""
+
+    def on_train_start(self) -> None:
+        def overflow(gradient: Any) -> Any:
+            return gradient * float("inf") if self.trainer.fit_loop.batch_idx == 2 else gradient
+
+        self.net[0].weight.register_hook(overflow)
 
 
 class BadBatch(AdamLearner):
@@ -193,12 +211,17 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "16-bit": (AdamLearner, {"precision": "bf16-mixed"}),
     "hooks that write": (WritingLearner, {}),
     "steps that write": (ClippingLearner, {}),
+    "a gradient scaler": (
+        Overflowing,
+        {"plugins": lambda: [scaled(init_scale=2.0**12, growth_interval=3)], "gradient_clip_val": 0.5},
+    ),
     "two optimizers": (TwoOptimizers, {}),
     "a skipped step": (BadBatch, {}),
     "hooks of the optimizer": (StepHooks, {}),
     "unfreezing": (LastLayer, {"callbacks": Unfreezing}),
     "weights swapped for validation": (Validating, {"callbacks": SwapsForValidation}),
     "an average of weights": (Validating, {"callbacks": WeightAveraging}),
+    "an exponential average of weights": (Validating, {"callbacks": lambda: EMAWeightAveraging(decay=0.9)}),
     "stochastic weight averaging": (
         Validating,
         {"callbacks": lambda: StochasticWeightAveraging(0.02, swa_epoch_start=1), "max_epochs": 3},
@@ -213,6 +236,8 @@ def train(case: str, shard: str | None) -> tuple[Outcome, int]:
     options = {"max_epochs": 2, **options}
     if "callbacks" in options:
         options["callbacks"] = [options["callbacks"]()]
+    if "plugins" in options:
+        options["plugins"] = options["plugins"]()
     model = make()
     mode = "skip" if case == "a skipped step" else "error"
     strategy = silent(shard=shard, on_nonfinite=mode, find_unused_parameters=case == "unfreezing")
@@ -295,6 +320,17 @@ def go_on(path: str, shard: str | None) -> Outcome:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The run is not continued exactly: 2 replicas")
         return outcome(*fit_some(shard, 2, AdamLearner, path))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")  # resumed without callbacks
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
+@pytest.mark.parametrize(("kind", "ranks"), [("sharded", 2), ({"pipeline_parallel_size": 2, "shard": "optimizer"}, 4)])
+def test_a_run_goes_on_to_the_bit(kind: Any, ranks: int, tmp_path: Path) -> None:
+    """From within an epoch, within accumulation, and at its end; with dropout."""
+    scenario = Scenario(accumulate=2, validate=3)
+    assert run_trainer_ranks(resume_from_each, ranks, kind, scenario, str(tmp_path), 3, timeout=110) == [{}] * ranks
 
 
 class OneRankWrites(AdamLearner):

@@ -169,6 +169,8 @@ def make_strategy(kind: Any) -> Any:
         return kind
     if isinstance(kind, dict):
         return PipelineStrategy(**grouped(verbose=False, tuning_cache=False, algorithm="native", **kind))
+    if kind == "sharded":
+        return SMDDPStrategy(**grouped(verbose=False, algorithm="native", shard="optimizer"))
     algorithm = "native" if kind == "smddp" else kind
     return SMDDPStrategy(**grouped(verbose=False, algorithm=algorithm, gradient_as_bucket_view=True))
 
@@ -182,8 +184,8 @@ def run(
     checkpoint_class: Any = ModelCheckpoint,
     **options: Any,
 ) -> Run:
-    """Train under the strategy ``kind``: "smddp", "ddp", arguments of a pipeline, an algorithm of ``smddp``, or
-    a strategy.
+    """Train under the strategy ``kind``: "smddp", "ddp", "sharded" (``smddp`` with a sharded optimizer), arguments of a
+    pipeline, an algorithm of ``smddp``, or a strategy.
 
     With a ``directory`` it saves after each step, epoch and validation.
     """
