@@ -5,7 +5,7 @@ Written against torch 2.11 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,15 +38,28 @@ def forward_of(root: nn.Module) -> Iterator[None]:
         state._post_forward(root, (), None)
 
 
-def match_trained(root: nn.Module) -> None:
+def match_trained(parameters: Iterable[Any]) -> None:
     """Let whole parameters need a gradient where their parts do, which user code may have changed.
 
     FSDP2 looks once, when it first gathers a parameter. Remove when it looks each time.
+
+    Args:
+        parameters: FSDP2's own objects, see :func:`parameters_of`.
     """
-    for parameter in _parameters(root):
+    for parameter in parameters:
         whole = getattr(parameter, "_unsharded_param", None)
         if whole is not None and whole.requires_grad != parameter.sharded_param.requires_grad:
             whole.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+def parameters_of(root: nn.Module) -> dict[nn.Module, list[Any]]:
+    """FSDP2's objects for the parameters that each module has as its own. Remove when there is a public way."""
+    found: dict[nn.Module, list[Any]] = {}
+    for parameter in _parameters(root):
+        place = parameter._module_info
+        for module in {place.module, *place.shared_modules}:
+            found.setdefault(module, []).append(parameter)
+    return found
 
 
 def watch_loss(root: nn.Module, loss: Tensor) -> None:

@@ -19,8 +19,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
 
-from lightning_smddp._compat.fsdp import forward_of, match_trained, start, undo, watch_loss, whole_parameters
+from lightning_smddp._compat.fsdp import (
+    forward_of,
+    match_trained,
+    parameters_of,
+    start,
+    undo,
+    watch_loss,
+    whole_parameters,
+)
 from lightning_smddp._compat.torch import swap_contents
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.sharding.units import Units
@@ -81,6 +90,9 @@ class FullySharded:
         self._noted: set[str] = set()
         self.synchronizes = True
         start(root)
+        self._parameters = parameters_of(root)
+        self._in_step = False
+        self._handles: list[RemovableHandle] = []
 
     def _divide(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         own = {self._names[id(p)]: p for p in module.parameters() if id(p) in self._names}
@@ -117,15 +129,33 @@ class FullySharded:
         Args:
             trains: a backward pass may follow. Else parameters are divided again at the end.
         """
-        match_trained(self.root)
+        for parameters in self._parameters.values():
+            match_trained(parameters)
+        self._in_step = True
         self._keep_whole(trains)
         try:
             with forward_of(self.root):
                 yield
         finally:
+            self._in_step = False
             self._keep_whole(None)
         if not trains:
             self.reshard()
+
+    def watch_calls(self) -> None:
+        """For steps that do backward passes themselves: what they call behind one is whole again, and frozen or not.
+
+        FSDP2 divides the root's parameters again behind each backward pass, for the optimizer.
+        """
+        for module, parameters in self._parameters.items():
+            if module is not self.root:
+                hook = partial(self._before_call, parameters)
+                self._handles.append(module.register_forward_pre_hook(hook))
+
+    def _before_call(self, parameters: Sequence[Any], *_: Any) -> None:
+        if self._in_step:
+            self._root.unshard()
+            match_trained(parameters)
 
     def _keep_whole(self, trains: bool | None) -> None:
         """What stays whole behind a forward pass: the root in steps, the units where they are not to be freed."""
@@ -177,8 +207,13 @@ class FullySharded:
             if name in self.replicated:
                 if is_used:
                     self._average(self.replicated[name])
-            elif not is_used and name not in self._had:
+            elif name not in self._had and not (is_used and divided[name].requires_grad):
                 divided[name].grad = None
+            elif is_used and not divided[name].requires_grad:
+                raise RuntimeError(
+                    f"{name} was frozen within a step, where it was whole already, and has a gradient of an earlier "
+                    "backward pass. Freeze it before the step, or use it by calling the module that it is in."
+                )
         return bool(flagged)
 
     def _average(self, parameter: nn.Parameter) -> None:
@@ -246,6 +281,8 @@ class FullySharded:
             whole: values of all parameters by name, for the objects that they were before; None leaves them divided.
         """
         self.reshard()
+        for handle in self._handles:
+            handle.remove()
         divided = dict(self.root.named_parameters())
         undo(self.root)
         if whole is None:

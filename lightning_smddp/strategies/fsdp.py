@@ -203,6 +203,8 @@ class FullyShardedParallel(TrainerStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         take_over_clipping(self.precision_plugin, self._clip_by_norm)
+        if is_fit and not module.automatic_optimization:
+            self._require_sharded().watch_calls()
 
     def _divide(self) -> None:
         module = self.lightning_module
@@ -300,7 +302,10 @@ class FullyShardedParallel(TrainerStrategy):
         self._broadcasts_buffers = trains and sharded.synchronizes
         precision = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
         with precision, sharded.step(trains), explained_misuse(module):
-            return getattr(module, hook)(*args, **kwargs)
+            output = getattr(module, hook)(*args, **kwargs)
+        if not module.automatic_optimization:  # its backward passes are behind it
+            sharded.reshard()
+        return output
 
     @override
     @contextmanager

@@ -32,11 +32,6 @@ def require_supported(module: LightningModule, callbacks: Iterable[Any], is_fit:
             "module divides them itself, in `configure_model`. Make a new module, and leave the dividing to "
             "strategy='smddp_fsdp'."
         )
-    if is_fit and not module.automatic_optimization:
-        raise ValueError(
-            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), which "
-            "strategy='smddp_fsdp' cannot do yet. Use strategy='smddp', with shard='optimizer' to save memory."
-        )
     for callback in callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}
         if is_fit and names.intersection(_AVERAGING):

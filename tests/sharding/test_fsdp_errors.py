@@ -15,12 +15,6 @@ from tests.sharding.test_fsdp import Block, fully_sharded
 from tests.strategies.learners import Learner, make_trainer
 
 
-class Manual(Learner):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class OwnOptimizer(Learner):
     """Made before the module is divided."""
 
@@ -68,7 +62,6 @@ class Stale(Learner):
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "manual": (Manual, {}, "uses manual optimization"),
     "averaging": (Learner, {"callbacks": [WeightAveraging()]}, "keeps a whole copy of the module"),
     "pruning": (Learner, {"callbacks": [ModelPruning("l1_unstructured", amount=0.1)]}, "replaces parameters"),
     "an early optimizer": (OwnOptimizer, {}, "it would train nothing"),

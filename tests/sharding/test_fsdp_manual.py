@@ -1,0 +1,111 @@
+"""``smddp_fsdp`` with manual optimization: several optimizers and backward passes in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.ranks import run_trainer_ranks
+from tests.sharding.test_fsdp import Block, fully_sharded
+from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, silent
+
+
+class Adversaries(Learner):
+    """A GAN: two optimizers, modules in units and in the root, frozen in turn."""
+
+    toggles = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(3)
+        self.generator = nn.Sequential(Block(8), Block(8))
+        self.out = nn.Linear(8, 8)
+        self.critic = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.head = nn.Linear(4, 1)
+
+    def judged(self, x: Tensor) -> Tensor:
+        return self.head(self.critic(x))
+
+    def made(self, x: Tensor) -> Tensor:
+        return self.out(self.generator(x.flip(1)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, (making, judging) = batch[0], self.optimizers()
+        if self.toggles:
+            self.toggle_optimizer(making)
+        loss = F.softplus(-self.judged(self.made(x))).mean()
+        making.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(making, 0.5, "norm")
+        making.step()
+        if self.toggles:
+            self.untoggle_optimizer(making)
+            self.toggle_optimizer(judging)
+        other = F.softplus(self.judged(self.made(x).detach())).mean()
+        judging.zero_grad()
+        self.manual_backward(other)
+        self.manual_backward(F.softplus(-self.judged(x)).mean())
+        judging.step()
+        if self.toggles:
+            self.untoggle_optimizer(judging)
+        self.losses += [loss.item(), other.item()]
+
+    def configure_optimizers(self) -> Any:
+        making = [*self.generator.parameters(), *self.out.parameters()]
+        judging = [*self.critic.parameters(), *self.head.parameters()]
+        return torch.optim.AdamW(making, lr=0.01), torch.optim.RMSprop(judging, lr=0.01)
+
+
+class WithoutTurns(Adversaries):
+    toggles = False
+
+
+class Closures(Adversaries):
+    """Accumulates by hand, and steps with a closure."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, _ = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(self.made(batch[0]), batch[0])
+            self.manual_backward(loss)
+            self.losses.append(loss.item())
+            return loss
+
+        optimizer.step(closure=closure)
+        with optimizer.toggle_model(sync_grad=False):
+            self.manual_backward(F.mse_loss(self.made(batch[0] + 1), batch[0]))
+        self.manual_backward(F.mse_loss(self.made(batch[0] - 1), batch[0]))
+        optimizer.step()
+
+
+CASES = [Adversaries, WithoutTurns, Closures]
+
+
+def fit_each(sharding: str | None) -> list[Outcome]:
+    found = []
+    for make in CASES:
+        strategy = silent(find_unused_parameters=True)
+        if sharding is not None:
+            strategy = fully_sharded(sharding=sharding)
+        model = make()
+        trainer = make_trainer(strategy)
+        trainer.fit(model)
+        found.append(outcome(model, trainer))
+    return found
+
+
+def test_the_same_numbers_as_data_parallelism():
+    expected, full, kept = (run_trainer_ranks(fit_each, 2, sharding) for sharding in (None, "full", "grad_op"))
+    for actual in (full, kept):
+        for one, other in zip(actual, expected, strict=True):
+            for case, mine, theirs in zip(CASES, one, other, strict=True):
+                try:
+                    assert_equal(mine, theirs, tolerance=1e-5)
+                except AssertionError as error:
+                    raise AssertionError(f"{case.__name__}: {error}") from None
