@@ -14,6 +14,7 @@ from lightning_smddp._registration import install
 if TYPE_CHECKING:
     from lightning_smddp.bridge.pipeline_options import PartitionOptions
     from lightning_smddp.checkpoint.errors import CheckpointError
+    from lightning_smddp.choice.training_plan import plan
     from lightning_smddp.communication.compression import Compression
     from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
     from lightning_smddp.communication.report import CommunicationReport
@@ -54,6 +55,7 @@ __all__ = [
     "SafeCheckpointIO",
     "SageMakerEnvironment",
     "from_sagemaker",
+    "plan",
 ]
 
 _HOMES = {
@@ -76,6 +78,7 @@ _HOMES = {
     "SafeCheckpointIO": "strategies.{namespace}",
     "SageMakerEnvironment": "strategies.{fabric}",
     "from_sagemaker": "sagemaker",
+    "plan": "choice.training_plan",
 }
 
 

@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_verify(commands)
     _add_conversions(commands)
     _add_doctor(commands)
+    _add_plan(commands)
     options = parser.parse_args(arguments)
     command: int = options.run(options)
     return command
@@ -78,6 +79,39 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.add_argument("--no-measure", action="store_true", help="only look: start and send nothing")
     doctor.set_defaults(run=_examine)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="say which strategy trains a LightningModule: memory and time of each",
+        description="Run one training batch of a LightningModule here, on the CPU, and print for each strategy "
+        "whether the module fits, what a rank holds, how long a step takes, and the `Trainer(...)` line to write. The "
+        "exit code is 1 if no strategy fits.",
+    )
+    plan.add_argument("module", help="module:Class of the LightningModule, or of a function that returns one")
+    plan.add_argument("--devices", type=int, required=True, help="ranks, on one node")
+    plan.add_argument("--memory", type=float, required=True, help="GiB of a rank, beside what a process has anyway")
+    plan.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
+    plan.add_argument("--datamodule", help="module:Class of a LightningDataModule")
+    plan.add_argument("--precision", help="of the Trainer, such as bf16-mixed")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path.cwd()))
+    module = _load(options.module)(**options.kwargs)
+    data = None if options.datamodule is None else _load(options.datamodule)()
+    from lightning_smddp.choice.first_batch import UnplannableError
+    from lightning_smddp.choice.training_plan import plan
+
+    try:
+        found = plan(module, options.devices, options.memory, datamodule=data, precision=options.precision)
+    except UnplannableError as error:
+        print(f"lightning-smddp plan: {error}", file=sys.stderr)
+        return 1
+    print(found)
+    return int(found.best is None)
 
 
 def _examine(options: argparse.Namespace) -> int:

@@ -112,7 +112,7 @@ def _whole_and_halves(optimizer: Optimizer, in_double: bool) -> tuple[list[Tenso
 def _stepped(optimizer: Optimizer, originals: Sequence[Tensor], chosen: range, in_double: bool) -> list[Tensor]:
     """The values of the ``chosen`` parameters of a small copy after some steps on them alone."""
     small = [_small(parameter, number, in_double) for number, parameter in enumerate(originals)]
-    clone = _copied(optimizer, dict(zip(map(id, originals), small, strict=True)))
+    clone = copy_with(optimizer, dict(zip(map(id, originals), small, strict=True)))
     if chosen.stop > len(small):  # a second one beside the only one
         small.append(_small(originals[0], 1, in_double))
         next(group for group in clone.param_groups if group["params"])["params"].append(small[1])
@@ -157,7 +157,7 @@ def _stepped_trial(
     trial = nn.Parameter(values.to(device, dtype, copy=True))
     everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parameters = {id(parameter): _small(parameter, 0, in_double=False) for parameter in everyone}
-    clone = _copied(optimizer, {**parameters, id(original): trial})
+    clone = copy_with(optimizer, {**parameters, id(original): trial})
     for index, group in enumerate(clone.param_groups):
         group["params"] = [trial] if index == number else []
     _step(clone, [trial], [{id(trial): gradient.to(device, dtype, copy=True)} for gradient in gradients])
@@ -204,7 +204,7 @@ def _step(clone: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Ma
             type(clone).step(clone)  # an instance's own may be a scheduler's, bound to the original
 
 
-def _copied(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:
+def copy_with(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:
     """A copy of ``optimizer`` in its first state, without hooks, with other parameters, and a learning rate not zero.
 
     Args:

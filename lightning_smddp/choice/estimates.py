@@ -1,0 +1,114 @@
+"""What a rank of each strategy holds at most: sums of the same few sizes, each with the moment at which it is so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from lightning_smddp.choice.step_profile import StepProfile
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a whole module.
+
+    Attributes:
+        parameters, buffers: as they are.
+        gradients: of all parameters that are trained.
+        state: that optimizers keep.
+        optimizer_temporary: that a step of an optimizer needs for a moment.
+        batch: one batch of a rank.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    state: int
+    optimizer_temporary: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank holds at its fullest moment, in parts. Memory that ranks share is counted once a node.
+
+    Attributes:
+        parameters: with buffers.
+        gradients: in ``smddp`` they lie in the buckets that ranks exchange.
+        optimizer_state: of all optimizers.
+        activations: what the forward keeps for the backward; of a pipeline for all micro-batches in flight.
+        communication: second buckets, received tensors.
+        temporary: for a moment, while the rest is there.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    activations: int = 0
+    communication: int = 0
+    temporary: int = 0
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One strategy.
+
+    Attributes:
+        name: what is shown.
+        strategy: the Python expression for ``Trainer(strategy=...)``.
+        memory: of the rank with most; None where the strategy cannot run the module.
+        step_s: predicted seconds of a step; None where nothing was measured.
+        rows: that a step of all ranks trains on.
+        fits: whether ``memory`` is no more than there is.
+        notes: what to know; why it cannot run the module.
+    """
+
+    name: str
+    strategy: str
+    memory: Memory | None = None
+    step_s: float | None = None
+    rows: int = 0
+    fits: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows_per_s(self) -> float | None:
+        """Rows that all ranks train on in a second."""
+        if not self.step_s:
+            return None
+        return self.rows / self.step_s
+
+
+def data_parallel(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
+    """``smddp``: everything on every rank.
+
+    The fullest moment is in the second step. DDP then makes its buckets anew, in the order in which gradients came in
+    the first, and the old ones stay until the new ones are exchanged.
+    """
+    return _fullest(sizes, profile, ranks, sizes.parameters, sizes.state)
+
+
+def sharded_optimizer(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
+    """``smddp`` with ``shard="optimizer"`` on the CPUs of a node: a share of the state, one copy of the parameters."""
+    parameters = -(-sizes.parameters // ranks)
+    state = -(-sizes.state // ranks)
+    return _fullest(sizes, profile, ranks, parameters, state)
+
+
+def _fullest(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, state: int) -> Memory:
+    second_buckets = sizes.gradients
+    if ranks == 1:
+        second_buckets = 0
+    held = {"parameters": parameters + sizes.buffers, "gradients": sizes.gradients, "optimizer_state": state}
+    in_step = Memory(
+        **held,
+        activations=sizes.batch + profile.kept,
+        communication=second_buckets,
+        temporary=profile.peak - profile.kept,
+    )
+    stepping = Memory(**held, activations=sizes.batch, temporary=sizes.optimizer_temporary)
+    return max(in_step, stepping, key=lambda memory: memory.total)

@@ -1,0 +1,260 @@
+"""What a rank of ``smddp_pipeline`` holds, and how long a step takes: stages are cut and run here, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_smddp.bridge.capture import StepCapture
+from lightning_smddp.bridge.partition_table import in_flight, looks_at_other_rows, resources_for
+from lightning_smddp.bridge.pipeline_options import PartitionOptions, PipelineOptions
+from lightning_smddp.bridge.step import LightningStep, loss_of
+from lightning_smddp.bridge.weighing import Weighing
+from lightning_smddp.choice.estimates import Estimate, Memory, Sizes
+from lightning_smddp.choice.first_batch import FirstBatch
+from lightning_smddp.choice.stage_profile import profile_stages
+from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_graph
+from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
+from lightning_smddp.pipeline.capture.records import Trace
+from lightning_smddp.pipeline.capture.tracer import trace
+from lightning_smddp.pipeline.partition.cuts import StageCuts, choose_units, homes_of, is_within, partition
+from lightning_smddp.pipeline.partition.links import LOOPBACK
+from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
+from lightning_smddp.pipeline.partition.plan import CHECK_SEED
+from lightning_smddp.pipeline.partition.reference import fastest, run_reference
+from lightning_smddp.pipeline.partition.splitter import Splitter
+from lightning_smddp.pipeline.runtime.remote import ReplayError
+from lightning_smddp.pipeline.runtime.schedules import orders, parse
+from lightning_smddp.planner.microbatches import auto_num_microbatches
+from lightning_smddp.planner.schedules import parse_action, simulated_bound
+from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions
+
+_CPU = torch.device("cpu")
+_FEW = 4  # rows are enough to compare with their halves
+_CASES = (("1f1b", False), ("1f1b", True), ("interleaved_1f1b", False), ("zbv_zero_bubble", False))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A schedule, with or without activation checkpointing."""
+
+    schedule: str
+    checkpointing: bool
+
+    @property
+    def name(self) -> str:
+        """As it is shown."""
+        words = f"smddp_pipeline, {self.schedule}"
+        return f"{words}, checkpointing" if self.checkpointing else words
+
+    def options(self) -> PipelineOptions:
+        """As ``PipelineStrategy`` would have them."""
+        return PipelineOptions(
+            pipeline_parallel_size=None,
+            num_microbatches=None,
+            schedule=parse(self.schedule),
+            split=None,
+            activation_checkpointing=self.checkpointing,
+            meta_init=False,
+            partition=PartitionOptions(),
+            gradients=GradientOptions.of("auto", None, None, CommunicationOptions()),
+        )
+
+    def strategy(self, meta_init: bool) -> str:
+        """The expression to write."""
+        arguments = []
+        if self.schedule != "1f1b":
+            arguments.append(f'schedule="{self.schedule}"')
+        if self.checkpointing:
+            arguments.append("activation_checkpointing=True")
+        if meta_init:
+            arguments.append("meta_init=True")
+        return f"PipelineStrategy({', '.join(arguments)})"
+
+
+def estimate_pipelines(
+    first: FirstBatch, sizes: Sizes, state: Mapping[int, int], ranks: int, limit: float
+) -> list[Estimate]:
+    """Pipelines of ``ranks`` stages or more, one estimate for each schedule.
+
+    Args:
+        first: the module at its first batch.
+        sizes: of the whole module.
+        state: bytes that optimizers keep, by parameter's id.
+        ranks: of the pipeline.
+        limit: bytes of a rank.
+    """
+    estimates = []
+    whole: bool | None = None  # what the first case finds holds for the others, too
+    for schedule, checkpointing in _CASES:
+        case = _Case(schedule, checkpointing)
+        try:
+            pipeline = _Pipeline(first, case, ranks, whole)
+        except (SplitError, ReplayError, UnclearBatchError) as error:
+            estimates.append(Estimate(case.name, case.strategy(meta_init=False), notes=(str(error),)))
+        else:
+            whole = pipeline.whole
+            estimates.append(pipeline.estimate(sizes, state, limit))
+    return estimates
+
+
+class _Pipeline:
+    """One case: cut into stages as the strategy would.
+
+    Args:
+        first: the module at its first batch.
+        case: which.
+        ranks: of the pipeline.
+        whole: whether each batch is one micro-batch, as no weights of losses are right; None is to find it out.
+    """
+
+    def __init__(self, first: FirstBatch, case: _Case, ranks: int, whole: bool | None) -> None:
+        self.first, self.case, self.ranks, self.module, self.whole = first, case, ranks, first.module, whole
+        self.options = case.options()
+        self.num_stages = ranks * self.options.stages_per_rank
+        self.rank_of_stage = self.options.schedule.rank_of_stage(self.num_stages, ranks)
+        hook = getattr(self.module, "split_batch", None)
+        self.splitter = Splitter(None, hook if callable(hook) else None)
+        self.microbatches = self._cut()
+        self.pair = self._pair()
+        capture = StepCapture(first.module)
+        self.step = LightningStep(first.module, "training_step", first.arguments, first.precision, capture)
+        self._divide()
+
+    def _cut(self) -> list[MicroBatch]:
+        rows = rows_of(self.first.batch)
+        least = 1
+        if looks_at_other_rows(self.module):
+            least = 2  # BatchNorm refuses a single row
+
+        def allowed(count: int) -> bool:
+            fits = self.options.schedule.microbatches_ok(count, self.ranks, self.num_stages)
+            return fits and rows // count >= least
+
+        count = rows
+        if any(map(allowed, range(1, rows + 1))):
+            count = auto_num_microbatches(rows, self.ranks, allowed)
+        return self.splitter.cut(self.first.batch, count)
+
+    def _pair(self) -> MicroBatch:
+        """As many rows as two micro-batches have, and four if there are; see :meth:`BatchCutter.pair`."""
+        count, rows = len(self.microbatches), sum(microbatch.size for microbatch in self.microbatches)
+        parts = min(count // 2, rows // _FEW)
+        if parts > 1:
+            return self.splitter.cut(self.first.batch, parts, rows)[0]
+        return MicroBatch(self.first.batch, rows, 1.0, self.microbatches[0].paths, self.microbatches[0].cuts)
+
+    def _stays_whole(self) -> bool:
+        """What the strategy's first rank finds by running some rows, and their halves."""
+        if len(self.microbatches) == 1:
+            return True
+        floating = [value.dtype for value in self.graph.values if value.dtype.is_floating_point]
+        buffers = sorted({name for node in self.graph.nodes for name in node.buffers})
+        exact = all(dtype.itemsize >= 4 for dtype in floating)
+        return Weighing(self.module, _CPU, self.step, self.pair, exact, buffers, may_be_whole=True).run().whole
+
+    def _divide(self) -> None:
+        """Cut by the times of a run on the first micro-batch, as the strategy's first rank does."""
+        links = (LOOPBACK,) * (self.num_stages - 1)
+        count, checkpointing = len(self.microbatches), self.case.checkpointing
+        resources = resources_for(self.module, self.options, self.first.optimizers, self.rank_of_stage, count, links)
+        run = self.step.alone(self.microbatches[0])
+        traced = self._traced(run)
+        modules = Modules(traced, self.module)
+        units = choose_units(traced, modules, resources, None, checkpointing).units
+        self.graph = build_graph(traced, modules, is_within(units))
+        with preserve_state(self.module, _CPU):
+            runs = [run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED) for _ in range(2)]
+        found = partition(self.graph, resources, fastest(runs), None, checkpointing)
+        self.cuts = StageCuts.at(self.graph, found.cuts)
+        if self.whole is None:
+            self.whole = self._stays_whole()
+        if self.whole:
+            self.microbatches = [self.splitter.whole(self.first.batch)]
+            run = self.step.alone(self.microbatches[0])
+            traced = self._traced(run)  # shapes of all rows
+            self.graph = build_graph(traced, Modules(traced, self.module), is_within(units))
+        plans = self.cuts.plans(len(self.graph.nodes))
+        self.profiles = profile_stages(self.graph, plans, run, self._loss, self.module, checkpointing)
+
+    def _traced(self, run: Callable[[], Any]) -> Trace:
+        with preserve_state(self.module, _CPU), kept_parameters(self.module):
+            return trace(run, self.module, _CPU)
+
+    def _loss(self, result: Any) -> Tensor:
+        return loss_of(result, "training_step")
+
+    def estimate(self, sizes: Sizes, state: Mapping[int, int], limit: float) -> Estimate:
+        """Of the rank with most."""
+        count = len(self.microbatches)
+        training = max((self._rank(rank, sizes, state) for rank in range(self.ranks)), key=lambda memory: memory.total)
+        start = self._start(sizes)
+        notes = []
+        if self.whole:
+            notes.append(
+                "each batch is one micro-batch, as those of parts do not make up its loss: stages do not overlap"
+            )
+        memory, meta_init = max(training, start, key=lambda memory: memory.total), False
+        if training.total <= limit < start.total:
+            memory, meta_init = training, True
+            notes.append("layers have to be made in `configure_model`: at the start each rank would have all of them")
+        rows = sum(microbatch.size for microbatch in self.microbatches)
+        return Estimate(
+            self.case.name,
+            self.case.strategy(meta_init),
+            memory,
+            self._seconds(count),
+            rows,
+            memory.total <= limit,
+            tuple(notes),
+        )
+
+    def _rank(self, rank: int, sizes: Sizes, state: Mapping[int, int]) -> Memory:
+        """Its fullest moment in training."""
+        here = [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
+        homes = homes_of(self.graph, self.cuts, list(dict(self.module.named_parameters())))
+        named = dict(self.module.named_parameters())
+        own = [named[name] for name, stages in homes.items() if set(stages) & set(here)]
+        gradients = sum(parameter.nbytes for parameter in own if parameter.requires_grad)
+        held = Memory(
+            parameters=sum(parameter.nbytes for parameter in own) + sizes.buffers,
+            gradients=gradients,
+            optimizer_state=sum(state.get(id(parameter), 0) for parameter in own),
+        )
+        profiles = [self.profiles[stage] for stage in here]
+        flights = in_flight(self.options, self.rank_of_stage, len(self.microbatches))
+        kept = sum(flights[stage] * self.profiles[stage].kept for stage in here)
+        for_a_moment = max(profile.peak - profile.kept for profile in profiles)
+        running = replace(held, activations=sizes.batch + kept, temporary=for_a_moment)
+        # In the second step one micro-batch is compared with a plain step, beside the gradients of the first step. The
+        # plain step's are there twice when they are brought home.
+        single = sum(profile.kept for profile in profiles)
+        checking = replace(held, activations=sizes.batch + single, temporary=for_a_moment + gradients)
+        bringing = replace(held, activations=sizes.batch, temporary=2 * gradients)
+        stepping = replace(held, activations=sizes.batch, temporary=sizes.optimizer_temporary)
+        return max(running, checking, bringing, stepping, key=lambda memory: memory.total)
+
+    def _start(self, sizes: Sizes) -> Memory:
+        """The first rank's before training: the whole module, and gradients of some rows to find weights by."""
+        kept = sum(profile.kept for profile in self.profiles)
+        for_a_moment = max(profile.peak - profile.kept for profile in self.profiles)
+        share = self.pair.size / self.microbatches[0].size
+        return Memory(
+            parameters=sizes.parameters + sizes.buffers,
+            gradients=sizes.gradients,
+            activations=sizes.batch + round(share * kept),
+            temporary=round(share * for_a_moment),
+        )
+
+    def _seconds(self, count: int) -> float:
+        """All micro-batches through the slowest rank, and the time in which it waits for others."""
+        of_rank = [0.0] * self.ranks
+        for profile, rank in zip(self.profiles, self.rank_of_stage, strict=True):
+            of_rank[rank] += profile.seconds
+        played = orders(self.options.schedule, self.ranks, self.num_stages, count)
+        bound = simulated_bound({rank: [parse_action(text) for text in actions] for rank, actions in played.items()})
+        return count * max(of_rank) / bound

@@ -1,0 +1,78 @@
+"""The memory and time of each stage of a pipeline on one micro-batch, found by running one after the other here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_smddp._compat.torch_memory import MemoryRecord, recorded_memory
+from lightning_smddp.choice.step_profile import StepProfile, dropped_gradients, profile_of
+from lightning_smddp.pipeline.capture.graph import StepGraph
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+from lightning_smddp.pipeline.runtime.remote import Shapes
+from lightning_smddp.pipeline.runtime.replay import Replay, patched_units
+from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
+
+_CPU = torch.device("cpu")
+_Messages = tuple[Tensor, ...]
+
+
+def profile_stages(
+    graph: StepGraph,
+    plans: Sequence[StagePlan],
+    step: Callable[[], Any],
+    loss_of: Callable[[Any], Tensor],
+    root: nn.Module,
+    checkpointing: bool,
+) -> list[StepProfile]:
+    """Each stage's forward and backward of the micro-batch that ``step`` runs on, without other ranks.
+
+    What a stage receives comes from the one before; the gradients of what it sends are ones, which are as large as the
+    right ones. Nothing of it stays.
+    """
+    profiles = []
+    received: _Messages = ()
+    with preserve_state(root, _CPU), dropped_gradients(root):
+        for plan in plans:
+            replay = Replay(graph, plan, root, _CPU, checkpointing)
+            with recorded_memory() as record:
+                _train(replay, step, loss_of, received)
+            start = time.perf_counter()
+            _train(replay, step, loss_of, received)
+            profiles.append(replace(profile_of(record), seconds=time.perf_counter() - start))
+            received = tuple(tensor.detach() for tensor in _forward(replay, step, loss_of, received))
+    return profiles
+
+
+def _train(replay: Replay, step: Callable[[], Any], loss_of: Callable[[Any], Tensor], received: _Messages) -> None:
+    sent = _forward(replay, step, loss_of, received)
+    # As in training, outputs are let go when they are sent: gradient edges are enough for the backward.
+    differentiable = [tensor for tensor in sent if tensor.requires_grad]
+    edges = [get_gradient_edge(tensor) for tensor in differentiable]
+    shapes = [(tensor.shape, tensor.dtype) for tensor in differentiable]
+    del sent, differentiable
+    MemoryRecord.mark("backward")
+    if edges:
+        torch.autograd.backward(edges, [torch.ones(shape, dtype=dtype) for shape, dtype in shapes])
+
+
+def _forward(
+    replay: Replay, step: Callable[[], Any], loss_of: Callable[[Any], Tensor], received: _Messages
+) -> _Messages:
+    """What goes to the next stage; of the last one the loss."""
+    shapes = Shapes.of(replay.graph)
+    values = replay.plan.receives
+    leaves = []
+    for value, tensor in zip(values, received, strict=False):
+        leaves.append(tensor.clone().requires_grad_(shapes.values[value].requires_grad))
+    with patched_units(replay.root, replay.graph.units):
+        sent, result = replay.run(step, (*leaves, *received[len(values) :]), shapes)
+    if replay.stage.is_last:
+        return (loss_of(result),)
+    return sent

@@ -1,0 +1,84 @@
+"""The memory and time of one training step in one process, from which those of strategies follow.
+
+Gradients are dropped as soon as they are complete: they are counted by themselves, and this process need not hold all
+of them. So what is recorded is the rest: what the forward keeps for the backward, and what both need for a moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_smddp._compat.torch_memory import MemoryRecord, recorded_memory
+from lightning_smddp.pipeline.capture.preserve_state import preserve_state
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Bytes above what was there before the step, gradients not counted; seconds.
+
+    Attributes:
+        kept: when the forward is over: what the backward needs.
+        peak: the most at any time.
+        seconds: of forward and backward.
+    """
+
+    kept: int
+    peak: int
+    seconds: float = 0.0
+
+
+def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepProfile:
+    """Run a step's forward and backward twice: once to see its memory, once for its time. Nothing of it stays.
+
+    Args:
+        loss_of_step: runs the forward and returns the loss.
+        root: the module.
+    """
+    with preserve_state(root, _CPU), dropped_gradients(root):
+        with recorded_memory() as record:
+            loss = loss_of_step()
+            record.mark("backward")
+            loss.backward()
+            del loss
+        start = time.perf_counter()
+        loss_of_step().backward()
+        seconds = time.perf_counter() - start
+    return replace(profile_of(record), seconds=seconds)
+
+
+def profile_of(record: MemoryRecord) -> StepProfile:
+    """The profile of a record with the mark ``"backward"``."""
+    now, kept, peak = 0, 0, 0
+    for entry in record.entries:
+        if isinstance(entry, int):
+            now += entry
+            peak = max(peak, now)
+        elif entry == "backward":
+            kept = now
+    return StepProfile(kept, peak)
+
+
+@contextmanager
+def dropped_gradients(root: nn.Module) -> Iterator[None]:
+    """Within it a parameter's gradient is freed when it is complete, as DDP does when it has it in its bucket."""
+    handles = []
+    for parameter in root.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(_drop))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None

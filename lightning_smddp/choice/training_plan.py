@@ -1,0 +1,194 @@
+"""``lightning_smddp.plan``: for each strategy whether a module fits, what a rank holds, how long a step takes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_smddp.bridge.step import loss_of
+from lightning_smddp.choice.estimates import Estimate, Sizes, data_parallel, sharded_optimizer
+from lightning_smddp.choice.first_batch import FirstBatch, UnplannableError, look_at_first_batch
+from lightning_smddp.choice.optimizer_profile import OptimizerProfile, profile_optimizers
+from lightning_smddp.choice.pipelines import estimate_pipelines
+from lightning_smddp.choice.report import as_text
+from lightning_smddp.choice.step_profile import StepProfile, profile_step
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.partition.microbatches import rows_of
+from lightning_smddp.wire.pytree import tensors
+from lightning_smddp.wording import counted
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What was predicted; ``print`` shows it as a table.
+
+    Attributes:
+        module: name of the module's class.
+        devices: ranks, on one node.
+        memory_gb: GiB that a rank may use.
+        estimates: of each strategy.
+        notes: what holds for all of them.
+        process_bytes: what this process held before the module was looked at, without files.
+    """
+
+    module: str
+    devices: int
+    memory_gb: float
+    estimates: tuple[Estimate, ...]
+    notes: tuple[str, ...] = ()
+    process_bytes: int = 0
+
+    @property
+    def best(self) -> Estimate | None:
+        """Of the strategies that fit the one that trains on most rows in a second; None if none fits."""
+        fitting = [estimate for estimate in self.estimates if estimate.fits]
+        return max(fitting, key=lambda estimate: estimate.rows_per_s or 0.0, default=None)
+
+    @property
+    def trainer(self) -> str | None:
+        """The line to write for :attr:`best`."""
+        if self.best is None:
+            return None
+        return f"Trainer(strategy={self.best.strategy}, devices={self.devices})"
+
+    def __str__(self) -> str:
+        title = (
+            f"{self.module} on {counted(self.devices, 'rank')} of {self.memory_gb:g} GiB, predicted from a CPU trace"
+        )
+        text = as_text(title, self.estimates, self.notes, self.process_bytes)
+        return f"{text}\n\n{self._advice()}"
+
+    def _advice(self) -> str:
+        if self.trainer is not None:
+            return self.trainer
+        needed = [estimate.memory.total for estimate in self.estimates if estimate.memory is not None]
+        return (
+            f"No strategy fits {self.memory_gb:g} GiB a rank; the least is {min(needed) / _GIB:.2f} GiB. Use more "
+            "devices, or a smaller batch."
+        )
+
+
+def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, precision: Any = None) -> TrainingPlan:
+    """Say which strategy trains ``module``: what a rank of each holds, and how long a step takes.
+
+    The module's first training batch is run here, in this process and on its CPU, forward and backward; nothing of that
+    stays, and no optimizer steps. This process needs the parameters and one batch's activations, no gradients and no
+    optimizer state.
+
+    Args:
+        module: a LightningModule.
+        devices: ranks, on one node.
+        memory_gb: GiB of a rank for everything but what a process has before training: Python, torch, Lightning.
+        datamodule: gives the batch, if the module has no ``train_dataloader``.
+        precision: of the Trainer.
+
+    Raises:
+        UnplannableError: a ``ValueError``: an argument is not possible, or there is no step to look at; with the cure.
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise UnplannableError(f"devices={devices!r} has to be a number from 1: the ranks to train on.")
+    if not isinstance(memory_gb, (int, float)) or not 0 < memory_gb < math.inf:
+        raise UnplannableError(f"memory_gb={memory_gb!r} has to be positive: the GiB that a rank may use.")
+    found: list[TrainingPlan] = []
+    # What the module's parameters take is no part of what each process has anyway.
+    held = _bytes(list(module.parameters())) if isinstance(module, nn.Module) else 0
+    before = _anonymous_bytes()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, _cores() // devices))
+    try:
+        look_at_first_batch(
+            module, datamodule, precision, lambda first: found.append(_planned(first, devices, memory_gb))
+        )
+    finally:
+        torch.set_num_threads(threads)
+    return replace(found[0], process_bytes=max(0, before - held))
+
+
+def _anonymous_bytes() -> int:
+    """Of this process's memory what no file has."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    return 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
+    limit = memory_gb * _GIB
+    step = _profile(first)
+    optimizers = profile_optimizers(first.optimizers)
+    sizes = _sizes(first, optimizers)
+    rows = devices * rows_of(first.batch)
+    crowded = max(1.0, devices / _cores())
+    estimates = [
+        Estimate(
+            "smddp",
+            '"smddp"',
+            data_parallel(sizes, step, devices),
+            crowded * (step.seconds + optimizers.seconds),
+            rows,
+        ),
+        Estimate(
+            "smddp, shard='optimizer'",
+            'SMDDPStrategy(shard="optimizer")',
+            sharded_optimizer(sizes, step, devices),
+            crowded * (step.seconds + optimizers.seconds / devices),
+            rows,
+        ),
+    ]
+    estimates = [_judged(estimate, limit) for estimate in estimates]
+    if devices > 1:
+        for estimate in estimate_pipelines(first, sizes, optimizers.state, devices, limit):
+            seconds = None
+            if estimate.step_s is not None:
+                seconds = crowded * (estimate.step_s + optimizers.seconds / devices)
+            estimates.append(replace(estimate, step_s=seconds))
+    name = type(first.module).__name__
+    return TrainingPlan(name, devices, memory_gb, tuple(estimates), optimizers.notes)
+
+
+def _judged(estimate: Estimate, limit: float) -> Estimate:
+    assert estimate.memory is not None
+    return replace(estimate, fits=estimate.memory.total <= limit)
+
+
+def _profile(first: FirstBatch) -> StepProfile:
+    def run() -> torch.Tensor:
+        with first.precision():
+            result = first.module.training_step(first.batch, *first.arguments)
+        return loss_of(result)
+
+    try:
+        return profile_step(run, first.module)
+    except SplitError as error:  # of `loss_of`
+        raise UnplannableError(str(error)) from None
+
+
+def _sizes(first: FirstBatch, optimizers: OptimizerProfile) -> Sizes:
+    parameters = list(first.module.parameters())
+    return Sizes(
+        parameters=_bytes(parameters),
+        buffers=_bytes(list(first.module.buffers())),
+        gradients=_bytes([parameter for parameter in parameters if parameter.requires_grad]),
+        state=sum(optimizers.state.values()),
+        optimizer_temporary=optimizers.temporary,
+        batch=_bytes(tensors(first.batch)),
+    )
+
+
+def _bytes(found: Sequence[torch.Tensor]) -> int:
+    """Memory that several share is counted once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in found}.values())

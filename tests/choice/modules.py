@@ -1,0 +1,83 @@
+"""LightningModules to plan for; what they hold is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+WIDTH, ROWS = 1280, 256
+
+
+class Wide(LightningModule):
+    """Eight layers of 6 MiB, and activations of 1.3 MiB each."""
+
+    def __init__(self, width: int = WIDTH, rows: int = ROWS) -> None:
+        super().__init__()
+        self.rows, self.width = rows, width
+        layers = [layer for _ in range(8) for layer in (nn.Linear(width, width), nn.Tanh())]
+        self.net = nn.Sequential(*layers, nn.Linear(width, 3))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self) -> Any:
+        x = torch.randn(self.rows, self.width, generator=torch.Generator().manual_seed(0))
+        return DataLoader([[x, x[:, :3].argmax(1)]] * 8, batch_size=None)  # one batch: a data set takes memory, too
+
+
+class Small(Wide):
+    """For what needs no size."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width, 8)
+
+
+class WithoutData(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 3)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return Small().train_dataloader()
+
+
+class ByHand(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Empty(Small):
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(0, 16)), batch_size=1)
+
+
+class Reading(Small):
+    """No pipeline can follow it."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.net[0](batch[0])
+        if x.sum().item() > 1e9:
+            x = -x
+        return F.cross_entropy(self.net[1:](x), batch[1])
+
+
+def make(width: int = 16) -> Small:
+    """A factory."""
+    return Small(width)

@@ -1,0 +1,73 @@
+"""What is predicted is what ranks then hold, within 15 %. ``benchmarks/plan_accuracy.py`` has more models."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_smddp import PipelineStrategy, SMDDPStrategy, plan
+from tests.choice.modules import Wide
+from tests.ranks import run_trainer_ranks
+from tests.strategies.grouped import grouped
+from tests.strategies.learners import make_trainer
+
+STRATEGIES = {
+    "smddp": (SMDDPStrategy, {}),
+    "smddp, shard='optimizer'": (SMDDPStrategy, {"shard": "optimizer"}),
+    "smddp_pipeline, 1f1b": (PipelineStrategy, {}),
+}
+RANKS, STEPS = 2, 3
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+
+
+def held() -> int:
+    """Bytes of this process that are no file's; of memory that ranks share each has its part."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith("Rss")}
+    return sizes["RssAnon"] + sizes["RssShmem"] // RANKS
+
+
+@contextmanager
+def watched(most: list[int]) -> Iterator[None]:
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.002):
+            most[0] = max(most[0], held())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def measure(strategy: str) -> int:
+    """What training adds at most to what a process has."""
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)  # what is freed is given back
+    torch.set_num_threads(1)
+    made, options = STRATEGIES[strategy]
+    trainer = make_trainer(made(**grouped(verbose=False, tuning_cache=False, **options)), max_steps=STEPS)
+    most = [0]
+    before = held()
+    with watched(most):
+        trainer.fit(Wide())
+    return most[0] - before
+
+
+@pytest.mark.slow
+def test_ranks_hold_what_was_predicted() -> None:
+    found = plan(Wide(), RANKS, 4.0)
+    predicted = {estimate.name: estimate.memory for estimate in found.estimates}
+    for strategy in STRATEGIES:
+        memory = predicted[strategy]
+        assert memory is not None
+        assert memory.total == pytest.approx(max(run_trainer_ranks(measure, RANKS, strategy)), rel=0.15), strategy

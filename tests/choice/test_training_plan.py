@@ -1,0 +1,161 @@
+"""``lightning_smddp.plan`` and ``lightning-smddp plan``: sizes that are known, the choice, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_smddp
+from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, data_parallel, sharded_optimizer
+from lightning_smddp.choice.first_batch import UnplannableError
+from lightning_smddp.choice.optimizer_profile import profile_optimizers
+from lightning_smddp.choice.step_profile import StepProfile, profile_step
+from lightning_smddp.choice.training_plan import TrainingPlan
+from lightning_smddp.cli import main
+from tests.choice.modules import ByHand, Empty, Reading, Small, WithoutData
+
+MODULES = "tests.choice.modules"
+
+
+# ---- sizes that are known ----
+
+
+def test_a_step_keeps_what_its_backward_needs() -> None:
+    root = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Tanh(), nn.Linear(256, 64, bias=False), nn.Tanh())
+    x = torch.zeros(1000, 64)
+    profile = profile_step(lambda: root(x).sum(), root)
+    inner, outer = 4 * 1000 * 256, 4 * 1000 * 64
+    assert profile.kept == pytest.approx(inner + outer, rel=0.01)  # what both tanh have returned
+    # The inner tanh's backward has the gradient of its result and makes that of its input.
+    assert profile.peak == pytest.approx(inner + 2 * inner, rel=0.1)
+    assert all(parameter.grad is None for parameter in root.parameters())
+
+
+def test_a_step_changes_nothing() -> None:
+    root = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout())
+    before = {name: value.clone() for name, value in root.state_dict().items()}
+    gradient = torch.ones(8, 8)
+    root[0].weight.grad = gradient
+    state = torch.get_rng_state()
+    profile_step(lambda: root(torch.ones(4, 8)).sum(), root)
+    torch.testing.assert_close(root.state_dict(), before)
+    assert root[0].weight.grad is gradient
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p, lr=0.0), 2),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+        (lambda p: torch.optim.RMSprop(p, centered=True), 2),
+        (lambda p: torch.optim.Adafactor(p), 0.02),
+    ],
+)
+def test_what_optimizers_keep(make: Any, numbers: float) -> None:
+    frozen = nn.Parameter(torch.zeros(7), requires_grad=False)
+    parameters = [nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(100, 100)), frozen]
+    optimizer = make(parameters)
+    state = profile_optimizers([optimizer]).state
+    assert set(state) == {id(parameter) for parameter in parameters[:2]}
+    assert sum(state.values()) == pytest.approx(numbers * 80000, abs=100)
+    assert not optimizer.state
+
+
+def test_an_optimizer_that_cannot_be_tried_is_said() -> None:
+    parameter = nn.Parameter(torch.zeros(100))
+    profile = profile_optimizers([torch.optim.LBFGS([parameter])])
+    assert profile.state == {id(parameter): 800}
+    assert "LBFGS cannot be tried on one parameter" in profile.notes[0]
+
+
+SIZES = Sizes(parameters=100, buffers=1, gradients=90, state=180, optimizer_temporary=60, batch=5)
+
+
+def test_memory_of_data_parallel_ranks() -> None:
+    profile = StepProfile(kept=30, peak=40)
+    assert data_parallel(SIZES, profile, 4) == Memory(101, 90, 180, 35, 90, 10)
+    assert data_parallel(SIZES, profile, 1) == Memory(101, 90, 180, 5, 0, 60)  # in the optimizer's step
+    assert sharded_optimizer(SIZES, profile, 4) == Memory(26, 90, 45, 35, 90, 10)
+
+
+# ---- the choice ----
+
+
+def estimate(name: str, fits: bool, rows: int, seconds: float | None = 1.0) -> Estimate:
+    return Estimate(name, f'"{name}"', Memory(parameters=2**30), seconds, rows, fits)
+
+
+def test_the_fastest_of_those_that_fit_is_taken() -> None:
+    estimates = (estimate("a", False, 30), estimate("b", True, 10), estimate("c", True, 20), Estimate("d", "d"))
+    found = TrainingPlan("M", 2, 1.5, estimates)
+    assert found.trainer == 'Trainer(strategy="c", devices=2)'
+    none = TrainingPlan("M", 2, 0.5, (estimate("a", False, 30), Estimate("d", "d", notes=("of this",))))
+    assert none.best is None
+    assert none.trainer is None
+    assert "No strategy fits 0.5 GiB a rank; the least is 1.00 GiB." in str(none)
+    assert "d cannot train it: of this" in str(none)
+
+
+def test_a_plan_of_a_small_module() -> None:
+    found = lightning_smddp.plan(Small(), 2, 1.0)
+    names = [estimate.name for estimate in found.estimates if estimate.memory is not None]
+    assert names[:3] == ["smddp", "smddp, shard='optimizer'", "smddp_pipeline, 1f1b"]
+    assert len(names) == 6
+    assert all(estimate.fits for estimate in found.estimates)
+    parts = found.estimates[0].memory
+    whole = 4 * (8 * (16 * 16 + 16) + 16 * 3 + 3)
+    assert (parts.parameters, parts.gradients, parts.communication) == (whole, whole, whole)
+    assert parts.optimizer_state == 2 * whole + 18 * 4  # and a count for each parameter
+    assert [estimate.rows for estimate in found.estimates[:3]] == [16, 16, 8]
+    of_stages = found.estimates[2].memory
+    assert of_stages.parameters <= whole
+    assert "predicted from a CPU trace" in str(found)
+
+
+def test_what_no_pipeline_can_follow_is_said() -> None:
+    found = lightning_smddp.plan(Reading(), 2, 1.0)
+    assert [estimate.memory is None for estimate in found.estimates] == [False] * 2 + [True] * 4
+    assert "reads the value of a tensor" in str(found)
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("make", "devices", "memory", "text"),
+    [
+        (Small, 0, 1.0, "devices=0 has to be a number from 1"),
+        (Small, 2, 0.0, "memory_gb=0.0 has to be positive"),
+        (Small, 2, float("nan"), "memory_gb=nan has to be positive"),
+        (WithoutData, 2, 1.0, "WithoutData has no train_dataloader, so there is no batch to trace: give a datamodule"),
+        (ByHand, 2, 1.0, "ByHand optimizes by hand"),
+        (Empty, 2, 1.0, "The train_dataloader of Empty gave no batch"),
+        (lambda: Small, 2, 1.0, "the class Small is no LightningModule. Give an instance"),
+        (lambda: nn.Linear(1, 1), 2, 1.0, "a Linear is no LightningModule. Put it into a LightningModule"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Total length of")
+def test_what_cannot_be_planned(make: Any, devices: int, memory: float, text: str) -> None:
+    with pytest.raises(UnplannableError, match=text):
+        lightning_smddp.plan(make(), devices, memory)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--devices", "1", "--memory", "1"]
+    assert main(["plan", f"{MODULES}:make", "--kwargs", '{"width": 8}', *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "Small on 1 rank of 1 GiB" in printed
+    assert printed.splitlines()[-1].startswith("Trainer(strategy=")
+    assert main(["plan", f"{MODULES}:WithoutData", "--datamodule", f"{MODULES}:Data", *arguments]) == 0
+    assert main(["plan", f"{MODULES}:Small", "--devices", "1", "--memory", "1e-9"]) == 1
+    assert "No strategy fits" in capsys.readouterr().out
+    assert main(["plan", f"{MODULES}:Small", "--devices", "0", "--memory", "1"]) == 1
+    assert "lightning-smddp plan: devices=0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="There is no module 'tests.nowhere'"):
+        main(["plan", "tests.nowhere:Net", *arguments])
