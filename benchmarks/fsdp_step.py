@@ -1,7 +1,8 @@
 """A training step with sharded parameters: torch's FSDP2 on gloo, and the same with this package's collectives.
 
 A step is zero_grad, forward, backward, clipping by norm and AdamW. All arms train the same model on the same data in
-the same processes, in rotation; their parameters are compared afterwards.
+the same processes, in rotation; their parameters are compared afterwards. Then the same through a ``Trainer``:
+Lightning's ``ModelParallelStrategy`` against ``smddp_fsdp``, whose jobs take turns.
 """
 
 from __future__ import annotations
@@ -9,23 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import Record, Stats, interleave, launch, parser, relative_error, table, target
 from ddp_step import _proportional_set_size
+from lightning.pytorch import LightningModule
 from models import WORKLOADS, Block
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from trainer_turns import Job, train_in_turns
 
 NO_SYNC = "unsharded, no communication"
 SHARDINGS = {"full": True, "grad_op": False}  # whether parameters are freed after forward
 STOCK = {sharding: f"FSDP2, {sharding}" for sharding in SHARDINGS}
 OURS = {sharding: f"FSDP2 + ours, {sharding}" for sharding in SHARDINGS}
 ARMS = [NO_SYNC, *STOCK.values(), *OURS.values()]
+LIGHTNING = {sharding: f"ModelParallelStrategy, {sharding}" for sharding in SHARDINGS}
+SMDDP = {sharding: f"smddp_fsdp, {sharding}" for sharding in SHARDINGS}
 BLOCK = 3
 MEMORY_STEPS = 4
 
@@ -50,6 +56,7 @@ def main() -> None:
     for ranks in args.ranks:
         for model in args.models:
             _case(record, args, ranks, model)
+            _trainer_case(record, args, ranks, model)
     record.finish()
 
 
@@ -79,6 +86,78 @@ def _case(record: Record, args: Any, ranks: int, model: str) -> None:
         "it was before the model was built.",
         "\n".join(lines),
     )
+
+
+def _trainer_case(record: Record, args: Any, ranks: int, model: str) -> None:
+    jobs = {}
+    for sharding, reshard in SHARDINGS.items():
+        jobs[LIGHTNING[sharding]] = Job(partial(SelfSharded, model, reshard), partial(_lightnings, ranks))
+        jobs[SMDDP[sharding]] = Job(partial(Training, model), partial(_ours, sharding))
+    samples, memory, losses = train_in_turns(jobs, ranks, args.rounds, block=BLOCK)
+    first, *others = losses.values()
+    error = max(relative_error(torch.tensor(other), torch.tensor(first)) for other in others)
+    assert error < 1e-4, f"the strategies train differently: {losses}"
+    name = f"{model}, {ranks} ranks, through a Trainer"
+    record.data["cases"][name] = {"samples": samples, "memory_mib": memory, "error": error}
+    stats = {arm: Stats.of(of_arm) for arm, of_arm in samples.items()}
+    headings = ["arm", "best ms", "median ms", "cpu ms", "MiB a rank"]
+    rows = [[arm, s.best, s.median, s.cpu, memory[arm]] for arm, s in stats.items()]
+    lines = []
+    for sharding in SHARDINGS:
+        ours, lightnings = stats[SMDDP[sharding]], stats[LIGHTNING[sharding]]
+        lines.append(target(f"{SMDDP[sharding]} / {LIGHTNING[sharding]}, cpu", ours.cpu / lightnings.cpu, 0.65, False))
+        lines.append(f"- the same, wall: {ours.median / lightnings.median:.2f}")
+    record.section(
+        name,
+        "`configure_model` calls `fully_shard` for Lightning's strategy; `smddp_fsdp` finds the units by itself. Each "
+        "arm has its own processes, which wait while another arm trains.",
+        table(headings, rows),
+        f"{args.rounds} turns of each arm, of {BLOCK} steps each; a step includes Lightning's loop. Losses of the "
+        f"first steps differ by at most {error:.0e} (relative). *MiB a rank* is the largest proportional set size at "
+        "the end of a backward pass, less what it was before the model was built.",
+        "\n".join(lines),
+    )
+
+
+class Training(LightningModule):
+    """A workload as a LightningModule: the same batch in every step."""
+
+    def __init__(self, model: str, rank: int) -> None:
+        super().__init__()
+        workload = WORKLOADS[model](rank)
+        self.net, self.inputs, self.target, self.loss = workload.module, workload.inputs, workload.target, workload.loss
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        """The workload's loss."""
+        return self.loss(self.net(self.inputs), self.target)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW for all parameters."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class SelfSharded(Training):
+    """As Lightning's ``ModelParallelStrategy`` wants it."""
+
+    def __init__(self, model: str, reshard: bool, rank: int) -> None:
+        super().__init__(model, rank)
+        self.reshard = reshard
+
+    def configure_model(self) -> None:
+        """Shard each unit."""
+        _fully_shard(self.net, self.device_mesh["data_parallel"], self.reshard)
+
+
+def _lightnings(ranks: int) -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+
+
+def _ours(sharding: Any) -> Any:
+    from lightning_smddp import CommunicationOptions, SMDDPFSDPStrategy
+
+    return SMDDPFSDPStrategy(sharding=sharding, communication=CommunicationOptions(verbose=False))
 
 
 def rank_main(model: str, rounds: int) -> dict[str, Any]:
@@ -147,16 +226,20 @@ def _shard(module: nn.Module, reshard: bool, with_ours: bool) -> Callable[[], No
     from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    units = [part for part in module.modules() if isinstance(part, Block)]
-    if not units:
-        units = [part for part in module if isinstance(part, nn.Linear)]
-    for unit in [*units, module]:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    _fully_shard(module, mesh, reshard)
     if not with_ours:
         return _nothing
     collectives = ShardedCollectives(mesh, timedelta(minutes=5))
     collectives.attach(module)
     return collectives.close
+
+
+def _fully_shard(module: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
+    units = [part for part in module.modules() if isinstance(part, Block)]
+    if not units:
+        units = [part for part in module if isinstance(part, nn.Linear)]
+    for unit in [*units, module]:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
 
 
 def _nothing() -> None:
