@@ -26,6 +26,7 @@ def own(config: dict[str, Any] | None) -> dict[str, Any] | None:
             f"Trainer(accumulate_grad_batches={steps!r})."
         )
     config.setdefault("zero_allow_untested_optimizer", True)
+    config.setdefault("zero_force_ds_cpu_optimizer", False)  # DeepSpeed's own compiles; torch's can be offloaded, too
     return config
 
 

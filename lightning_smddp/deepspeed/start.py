@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,6 +36,29 @@ def use_device(device: torch.device) -> None:
 
             set_accelerator(CPU_Accelerator())
         deepspeed.ops.__compatible_ops__[_SHARED_MEMORY_OP] = False
+
+
+def require_precision(config: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if the device does not compute in the precision that ``config`` asks for."""
+    from deepspeed.accelerator import get_accelerator
+
+    if config.get("fp16", {}).get("enabled") and not get_accelerator().is_fp16_supported():
+        raise ValueError(
+            f"DeepSpeed does not compute in fp16 on {get_accelerator().device_name()}. Use precision='bf16-mixed', or "
+            "'32-true'."
+        )
+
+
+def take_up_writes(engine: Any) -> None:
+    """What the user's code has written to parameters since the last step holds, as in one process.
+
+    Stages 1 and 2 step a copy of each rank's part in fp32, and would undo it. Where parameters are in 16 bits, the copy
+    knows more than they do, and stays.
+    """
+    zero = engine.optimizer
+    flat = getattr(zero, "bit16_groups_flat", ())  # stage 3 has none
+    if flat and all(group.dtype == torch.float32 for group in flat) and not zero.cpu_offload:
+        zero.refresh_fp32_params()
 
 
 def take_hooks_off(engine: Any) -> None:

@@ -6,6 +6,8 @@ top of their ``DeepSpeedStrategy``.
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -21,12 +23,25 @@ from lightning_smddp.checkpoint.compatibility import OptimizerOutline, compare_o
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.nonfinite import agreed, diagnosis
 from lightning_smddp.deepspeed import config as configuration
-from lightning_smddp.deepspeed.start import require_deepspeed, take_hooks_off, use_device
+from lightning_smddp.deepspeed.directories import is_deepspeeds
+from lightning_smddp.deepspeed.gradients_seen import GradientsSeen
+from lightning_smddp.deepspeed.start import (
+    require_deepspeed,
+    require_precision,
+    take_hooks_off,
+    take_up_writes,
+    use_device,
+)
 from lightning_smddp.deepspeed.whole_states import WholeStates, parameter_groups
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
-from lightning_smddp.strategies.deepspeed_checks import require_elementwise, require_supported_module
-from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, refuse_moved
+from lightning_smddp.strategies.deepspeed_checks import (
+    require_checkpoint,
+    require_elementwise,
+    require_known_to_deepspeed,
+    require_supported_module,
+)
+from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of
 from lightning_smddp.strategies.options import (
     GROUPS,
     CommunicationOptions,
@@ -34,8 +49,10 @@ from lightning_smddp.strategies.options import (
     ReliabilityOptions,
     require_resume,
 )
+from lightning_smddp.strategies.pipeline_checks import callbacks_of
 from lightning_smddp.strategies.reductions import mean_by_sum
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
+from lightning_smddp.strategies.suppress_warning import without_warning
 from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wording import counted
 
@@ -59,6 +76,7 @@ class DeepSpeedEngineStrategy(_Base):
     _groups: list[list[torch.nn.Parameter]]
     _outline: OptimizerOutline | None
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
+    _gradients_seen: GradientsSeen | None = None  # until the first step
     _loss: Tensor | None = None  # of the last backward pass
 
     # ---- devices ----
@@ -90,6 +108,7 @@ class DeepSpeedEngineStrategy(_Base):
         assert self.config is not None
         if self.root_device.type == "cpu":
             configuration.for_cpu(self.config)
+        require_precision(self.config)
 
     # ---- training ----
 
@@ -116,8 +135,17 @@ class DeepSpeedEngineStrategy(_Base):
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """DeepSpeed leaves a step out, without a word, if a gradient is not finite: what that means is asked for."""
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
         engine = self.deepspeed_engine
+
+        def written() -> Any:
+            result = closure()
+            if self._gradients_seen is not None:
+                self._gradients_seen.look(self.is_global_zero)
+                self._gradients_seen = None
+            take_up_writes(engine)
+            return result
+
+        result = super().optimizer_step(optimizer, written, model, **kwargs)
         if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
             self._step_left_out()
         return result
@@ -141,6 +169,7 @@ class DeepSpeedEngineStrategy(_Base):
         self._groups, self._outline = parameter_groups(None, model), None
         super()._initialize_deepspeed_train(model)
         self._engine = self.model
+        self._gradients_seen = GradientsSeen(model)
 
     @override
     def _initialize_deepspeed_inference(self, model: Any) -> None:
@@ -155,6 +184,12 @@ class DeepSpeedEngineStrategy(_Base):
             self._engine, self.optimizers = None, []
 
     # ---- checkpoints ----
+
+    @property
+    @override
+    def deepspeed_engine(self) -> Any:
+        """That of the last run, also behind its end."""
+        return self._engine
 
     @property
     def _states(self) -> WholeStates:
@@ -174,25 +209,32 @@ class DeepSpeedEngineStrategy(_Base):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """One file, by the ``CheckpointIO``, of what is whole already."""
         super(self._lightnings, self).save_checkpoint(checkpoint, filepath, storage_options)
+
+    def save_directory(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        """DeepSpeed's directory, of each rank's part. Collective."""
+        with without_warning("When saving the DeepSpeed Stage 3 checkpoint"):  # it was asked for
+            super().save_checkpoint(checkpoint, path, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """One file, by the ``CheckpointIO``."""
         loaded: dict[str, Any] = super(self._lightnings, self).load_checkpoint(checkpoint_path, weights_only)
         return loaded
 
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        """A plain file has the optimizer's state."""
-        return True
+    def load_directory(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """DeepSpeed's directory: model and optimizer at once; returns the rest. Collective."""
+        return super().load_checkpoint(path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the whole module's state."""
         self._states.load_module_state(checkpoint["state_dict"], strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the whole optimizer's state."""
         self._states.load_optimizer_state(checkpoint["optimizer_states"][0])
 
 
@@ -202,6 +244,8 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     Args:
         *args: arguments of ``DeepSpeedStrategy``, in its order.
         config: DeepSpeed's configuration: a dict, the path of a JSON file, or None for one made of the arguments.
+        checkpoint: ``"file"``, one plain file that any strategy loads; or ``"directory"``, DeepSpeed's own, of each
+            rank's part, which nothing is gathered for. Both are loaded, whichever is saved.
         resume: ``"auto"`` continues from the newest valid checkpoint when ``fit`` is not given one; None is ``"auto"``
             in a SageMaker job, else ``"never"``.
         communication: timeouts, what is printed.
@@ -215,33 +259,39 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     """
 
     _option_groups: ClassVar[OptionGroups] = GROUPS
+    _loaded_directory = False
 
     def __init__(
         self,
         *args: Any,
+        checkpoint: Literal["file", "directory"] = "file",
         resume: Literal["auto", "never"] | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
         reliability: ReliabilityOptions = ReliabilityOptions(),
         **kwargs: Any,
     ) -> None:
         require_deepspeed()
-        refuse_moved(self, kwargs, self._option_groups)
+        require_known_to_deepspeed(self, kwargs, self._option_groups)
         require_resume(resume)
         reliability = group_of("reliability", ReliabilityOptions, reliability)
+        require_checkpoint(checkpoint, resume, reliability)
         gradients = GradientOptions.of("native", None, None, communication)
         kwargs = by_name(super().__init__, args, kwargs)
         configuration.require_stage(kwargs.get("stage", 2))
         super().__init__(**kwargs)
         self.config = configuration.own(self.config)
         self._groups, self._outline = [], None
+        self._saves_directories = checkpoint == "directory"
         self._links = ExitStack()
         self._travel: list[tuple[str, str]] = []
+        if self._saves_directories:
+            resume = "never"
         self._hold_parts(gradients, reliability, resume)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
-        ended = {"_links": ExitStack(), "_engine": None, "_loss": None}
+        ended = {"_links": ExitStack(), "_engine": None, "_loss": None, "_gradients_seen": None}
         return {**super().__getstate__(), **ended}
 
     @override
@@ -290,7 +340,7 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     def _set_up_model(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
-            require_supported_module(self.lightning_module, trainer)
+            require_supported_module(self.lightning_module, trainer, callbacks_of(trainer))
         super()._set_up_model(trainer)
 
     # ---- gradients, which DeepSpeed keeps to itself ----
@@ -308,13 +358,77 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         assert self._loss is not None
         self._checks.guard.left_out(_why_left_out(self._loss, self._checks.where(), self.root_device))
 
-    # ---- optimizers ----
+    # ---- checkpoints ----
+
+    @override
+    def _can_save(self, filepath: Any) -> bool:
+        if self._interrupted and self.is_global_zero:
+            warnings.warn(
+                f"{filepath} is not saved: an exception ended the run, and DeepSpeed's states are on all ranks, which "
+                "may be gone. Go on from the last checkpoint before it.",
+                stacklevel=3,
+            )
+        return not self._interrupted
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole module's, on the first rank, for a file. Collective."""
+        if self._interrupted or self._saves_directories:
+            return {}
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's, on the first rank, for a file. Collective."""
+        if self._interrupted or self._saves_directories:
+            return {}
+        return super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a file as all strategies do, or DeepSpeed's directory. Collective."""
+        if not self._saves_directories:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self._can_save(filepath):
+            with self._supervision.saves():
+                self.save_directory(checkpoint, filepath, storage_options)
+            self._sagemaker.saved(checkpoint, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a file or sharded directory of any strategy of this package, or DeepSpeed's directory. Collective."""
+        self._loaded_directory = is_deepspeeds(checkpoint_path)
+        if self._loaded_directory:
+            return self.load_directory(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or a directory."""
+        if not is_deepspeeds(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            shutil.rmtree(filepath)
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether the optimizer's state is in what was loaded: DeepSpeed has read that of a directory itself."""
+        return not self._loaded_directory
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's state, after a look at whether it fits; of a directory it is there already."""
+        if not self._loaded_directory:
+            super().load_model_state_dict(checkpoint, strict)
 
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if self._outline is not None:
             require_none(compare_optimizers([self._outline], checkpoint["optimizer_states"]), self._saving.source)
         super()._load_optimizers(checkpoint)
+
+    # ---- end ----
 
     @override
     def _release_model(self) -> None:

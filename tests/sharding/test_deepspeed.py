@@ -6,6 +6,7 @@ DeepSpeed's import takes seconds: one start of ranks trains all cases, and each 
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 from torch.nn import functional as F
 
@@ -111,6 +113,26 @@ class Wide(AdamLearner):
             self.net = nn.Sequential(nn.Linear(8, 1001), nn.Tanh(), nn.Linear(1001, 3))
 
 
+class Writing(AdamLearner):
+    """Clips its weights in a hook, with and without autograd's knowledge."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.1, 0.1)
+        self.net[2].weight.data.clamp_(-0.1, 0.1)
+
+
+class Unused(AdamLearner):
+    """A layer gets no gradient."""
+
+    def build(self, batch_size: int = BATCH, count: int = 40) -> None:
+        super().build(batch_size, count)
+        self.forgotten = nn.Linear(2, 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
 class BadBatch(AdamLearner):
     """The loss of one batch of the second rank is NaN."""
 
@@ -128,6 +150,7 @@ CASES: dict[str, tuple[type[AdamLearner], dict[str, Any], float]] = {
     "evaluation": (Evaluating, {}, 1e-5),
     "configure_model": (Configured, {}, 1e-5),
     "wide": (Wide, {"accumulate_grad_batches": 2}, 1e-5),
+    "offload": (AdamLearner, {}, 1e-5),
     "tied": (Tied, {}, 1e-5),
     "16-bit": (SgdLearner, {"precision": "bf16-mixed"}, 3e-2),
 }
@@ -191,6 +214,36 @@ def meet_nan(stage: int) -> tuple[str, list[str], int]:
     return str(caught.value), [text for text in texts if "finite" in text], strategy._checks.guard.skipped
 
 
+def write(stage: int) -> dict[str, Any]:
+    """The weights of a module that writes to them; in stage 3 it has none to write to."""
+    model = Writing()
+    make_trainer(SMDDPDeepSpeedStrategy(stage=stage)).fit(model)
+    return model.state_dict()
+
+
+def forget(stage: int) -> list[str]:
+    """What is warned of."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.filterwarnings("always", message="No gradient")
+        make_trainer(SMDDPDeepSpeedStrategy(stage=stage)).fit(Unused())
+    texts = [str(warning.message) for warning in warned]
+    return [text for text in texts if text.startswith("No gradient")]
+
+
+def use_directories(stage: int, folder: Path) -> tuple[list[str], dict[str, Any], bool]:
+    """What is in DeepSpeed's directory, a file of the second epoch that goes on from it, whether it can be removed."""
+    path = str(folder / "directory")
+    fit(SMDDPDeepSpeedStrategy(stage=stage, checkpoint="directory"), 1).save_checkpoint(path)
+    inside = os.listdir(path)
+    trainer = fit(SMDDPDeepSpeedStrategy(stage=stage), 2, path)
+    trainer.save_checkpoint(str(folder / "file.ckpt"))
+    trainer.strategy.remove_checkpoint(path)
+    trainer.strategy.barrier()
+    loaded = torch.load(folder / "file.ckpt", weights_only=True)
+    parts = {key: loaded[key] for key in ("state_dict", "optimizer_states", "global_step")}
+    return inside, parts, os.path.exists(path)
+
+
 def train_all(directory: str) -> dict[int, dict[str, Any]]:
     """Everything with each stage; and how often tensors of the wide one went through shared memory."""
     found: dict[int, dict[str, Any]] = {}
@@ -211,10 +264,15 @@ def train_all(directory: str) -> dict[int, dict[str, Any]]:
         results: dict[str, Any] = {}
         for case in CASES:
             shared = 0
-            results[case] = train(SMDDPDeepSpeedStrategy(stage=stage), case, BATCH, folder)
+            strategy = SMDDPDeepSpeedStrategy(stage=stage, offload_optimizer=case == "offload")
+            results[case] = train(strategy, case, BATCH, folder)
             if case == "wide":
                 results["shared"] = shared
         found[stage] = {**results, "going on": go_on(stage, folder), "nan": meet_nan(stage)}
+        found[stage]["directory"] = use_directories(stage, folder)
+        found[stage]["unused"] = forget(stage)
+        if stage < 3:
+            found[stage]["writing"] = write(stage)
     return found
 
 
@@ -258,6 +316,26 @@ class TestOnRanks:
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
     @pytest.mark.parametrize("stage", STAGES)
+    def test_deepspeeds_directory_is_saved_and_loaded(self, results, stage):
+        inside, parts, is_left = results[0][stage]["directory"]
+        assert {"checkpoint", "latest"} <= set(inside)
+        assert not is_left
+        torch.testing.assert_close(parts, results[0][stage]["going on"]["smddp at once"], rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("stage", STAGES)
+    def test_parameters_without_a_gradient_are_named(self, results, stage):
+        (text,) = results[0][stage]["unused"]
+        assert text.startswith("No gradient came to forgotten.weight, forgotten.bias in the first step.")
+        assert results[1][stage]["unused"] == []
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_what_a_hook_writes_holds(self, results, stage):
+        model = Writing(RANKS * BATCH)
+        make_trainer("auto").fit(model)
+        for result in results:
+            torch.testing.assert_close(result[stage]["writing"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("stage", STAGES)
     def test_a_step_that_deepspeed_leaves_out_is_named(self, results, stage):
         for rank, result in enumerate(results):
             error, warned, skipped = result[stage]["nan"]
@@ -294,6 +372,7 @@ class OwnClipping(Learner):
     [
         (ByHand(), {}, "ByHand has automatic_optimization=False"),
         (OwnBackward(), {}, "OwnBackward.backward would not be used.* return the loss that you want"),
+        (Learner(), {"callbacks": [WeightAveraging()]}, "WeightAveraging averages or replaces whole parameters"),
         (Scaled(), {}, r"'scale' of Scaled has no dimension.*torch.tensor\(\[0.5\]\)"),
         (OwnClipping(), {}, "OwnClipping.configure_gradient_clipping would not be used.* a norm"),
         (
@@ -304,8 +383,9 @@ class OwnClipping(Learner):
     ],
 )
 def test_modules_that_ask_for_what_would_not_happen_are_refused(module, options, message):
+    trainer = make_trainer("auto", **options)
     with pytest.raises(ValueError, match=message):
-        require_supported_module(module, make_trainer("auto", **options))
+        require_supported_module(module, trainer, trainer.callbacks)
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused():
@@ -339,10 +419,26 @@ def test_without_deepspeed_the_error_says_what_to_install(monkeypatch):
             {"config": {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}},
             r"write Trainer\(accumulate_grad_batches=4\)",
         ),
+        ({"checkpoint": "dir"}, "checkpoint='dir' is unknown. Valid: 'file'"),
+        ({"reliability": {"sharded": True}}, "sharded=True is .* checkpoint='directory'"),
+        ({"checkpoint": "directory", "resume": "auto"}, "resume='auto' and async_save=False would have no effect"),
     ],
 )
 def test_what_shards_nothing_or_is_the_trainers_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
+        SMDDPDeepSpeedStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stages": 2}, "SMDDPDeepSpeedStrategy has no argument 'stages'. Did you mean 'stage'?"),
+        ({"find_unused_parameters": True}, "has no argument 'find_unused_parameters'. It takes those of Lightning's"),
+        ({"on_nonfinite": "skip"}, r"Write reliability=ReliabilityOptions\(on_nonfinite='skip'\)"),
+    ],
+)
+def test_arguments_that_there_are_not(arguments, message):
+    with pytest.raises(TypeError, match=message):
         SMDDPDeepSpeedStrategy(**arguments)
 
 
