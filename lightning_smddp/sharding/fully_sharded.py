@@ -274,24 +274,26 @@ class FullySharded:
 
     # ---- the end ----
 
-    def close(self, whole: Mapping[str, Tensor] | None) -> None:
-        """Leave the module alone. Not collective.
+    def close(self, whole: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Leave the module alone, with whole parameters, which are the objects that they were before. Not collective.
 
         Args:
-            whole: values of all parameters by name, for the objects that they were before; None leaves them divided.
+            whole: values of all parameters by name.
+
+        Returns:
+            These objects by the ``id`` of what they were while they were divided.
         """
         self.reshard()
         for handle in self._handles:
             handle.remove()
         divided = dict(self.root.named_parameters())
         undo(self.root)
-        if whole is None:
-            return
         for name, original in self._originals.items():
             if name not in self.replicated:
                 swap_contents(original, whole[name].detach().requires_grad_(divided[name].requires_grad))
         for module, key, original in self._places:
             module.register_parameter(key, original)
+        return {id(divided[name]): original for name, original in self._originals.items()}
 
 
 def _places(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,19 +26,64 @@ def whole(value: Tensor, device: torch.device) -> Tensor:
     return value.detach().cpu()
 
 
-def gathered(state: Any, keep: bool, device: torch.device) -> Any:
-    """``state``, a nested structure, with whole tensors on the CPU, or None for each on ranks that do not ``keep`` it.
+@dataclass(frozen=True)
+class Keepers:
+    """Which ranks keep what is gathered, so that it is in memory once.
 
-    Collective: all ranks have the same structure.
+    Attributes:
+        rank: this one.
+        size: of all.
+        spread: each rank keeps a share of the tensors; else the first keeps all.
     """
 
-    def of_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        value = whole(leaf, device)
-        return value if keep else None
+    rank: int
+    size: int
+    spread: bool = False
 
-    return map_leaves(of_leaf, state)
+    def keeps(self, number: int) -> bool:
+        """Whether this rank keeps tensor ``number``, or what is no tensor (0)."""
+        if self.spread:
+            return number % self.size == self.rank
+        return self.rank == 0
+
+
+def gathered_model(state: Mapping[str, Any], keepers: Keepers, device: torch.device) -> dict[str, Any]:
+    """What this rank keeps of a ``state_dict(keep_vars=True)``, with whole tensors on the CPU. Collective.
+
+    Tied weights are one tensor again.
+    """
+    numbers: dict[int, int] = {}
+    wholes: dict[int, Tensor] = {}
+    kept: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            if keepers.keeps(0):
+                kept[name] = value
+            continue
+        if id(value) not in numbers:
+            numbers[id(value)] = len(numbers)
+            gathered = whole(value, device)
+            if keepers.keeps(numbers[id(value)]):
+                wholes[id(value)] = gathered
+        if keepers.keeps(numbers[id(value)]):
+            kept[name] = wholes[id(value)]
+    return kept
+
+
+def gathered_optimizer(state: Mapping[str, Any], keepers: Keepers, device: torch.device) -> dict[str, Any]:
+    """What this rank keeps of an optimizer's ``state_dict()``, with whole tensors on the CPU. Collective."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return whole(leaf, device)
+        return leaf
+
+    kept = {}
+    for number, (parameter, values) in enumerate(state["state"].items()):
+        gathered = map_leaves(of_leaf, values)
+        if keepers.keeps(number):
+            kept[parameter] = gathered
+    return {**state, "state": kept}
 
 
 def own_part(value: Tensor, like: DTensor) -> DTensor:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
@@ -32,7 +33,14 @@ from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.units import Wrap, find_units
-from lightning_smddp.sharding.whole_states import divided_model_state, divided_optimizer_state, gathered, whole
+from lightning_smddp.sharding.whole_states import (
+    Keepers,
+    divided_model_state,
+    divided_optimizer_state,
+    gathered_model,
+    gathered_optimizer,
+    whole,
+)
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.fsdp_checks import (
     explained_misuse,
@@ -96,6 +104,8 @@ class FullyShardedParallel(TrainerStrategy):
             returns whether it is one; None finds them.
         meta_init: layers made in ``configure_model`` get no memory until they are divided; their first values come
             from ``reset_parameters``, the same for any number of ranks.
+        compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, or a
+            :class:`~lightning_smddp.Compression` with details.
         communication, resume, reliability: as of ``SMDDPStrategy``.
         **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout`` and ``start_method``.
 
@@ -120,6 +130,7 @@ class FullyShardedParallel(TrainerStrategy):
         shard_size: int | None = None,
         wrap: Wrap = None,
         meta_init: bool = False,
+        compression: Method | Compression | None = None,
         communication: CommunicationOptions = CommunicationOptions(),
         resume: Literal["auto", "never"] | None = None,
         reliability: ReliabilityOptions = ReliabilityOptions(),
@@ -132,17 +143,14 @@ class FullyShardedParallel(TrainerStrategy):
         if shard_size is not None and sharding != "hybrid":
             raise ValueError(f"shard_size={shard_size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
         reliability = group_of("reliability", ReliabilityOptions, reliability)
-        if reliability.sharded:
-            raise ValueError(
-                f"{type(self).__name__} saves one file, and not yet a directory of parts: leave out sharded=True."
-            )
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._sharding, self._shard_size, self._wrap, self._meta_init = sharding, shard_size, wrap, meta_init
-        self._hold_parts(GradientOptions.of("native", None, None, communication), reliability, resume)
+        self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
+        self._hold_parts(GradientOptions.of("auto", compression, None, communication), reliability, resume)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
-        return {**super().__getstate__(), "_sharded": None, "_collectives": None, "_loss": None}
+        return {**super().__getstate__(), "_sharded": None, "_collectives": None, "_loss": None, "_whole_again": {}}
 
     # ---- start and end ----
 
@@ -216,7 +224,7 @@ class FullyShardedParallel(TrainerStrategy):
             if self._meta_init:
                 materialize(module, names, self.root_device, seed)
 
-        self._collectives = ShardedCollectives(self._make_mesh(), self._limit)
+        self._collectives = ShardedCollectives(self._make_mesh(), self._limit, self._session.options.compression)
         plan = ShardingPlan(
             mesh=self._collectives.fsdp_mesh,
             reshard=self._sharding != "grad_op",
@@ -224,6 +232,7 @@ class FullyShardedParallel(TrainerStrategy):
             fill=fill,
         )
         self._sharded = FullySharded(module, units, plan)
+        self._whole_again = {}
         self._collectives.attach(module)
         self._broadcasts_buffers = True
         self.model_to_device()
@@ -270,7 +279,8 @@ class FullyShardedParallel(TrainerStrategy):
                     stacklevel=2,
                 )
             return
-        sharded.close({name: whole(parameter, self.root_device) for name, parameter in module.named_parameters()})
+        values = {name: whole(parameter, self.root_device) for name, parameter in module.named_parameters()}
+        self._whole_again = sharded.close(values)
 
     # ---- steps ----
 
@@ -364,20 +374,33 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state, on global rank 0. Collective."""
+        """The whole module's state, on global rank 0; with ``sharded`` of each rank its share. Collective."""
         assert self.lightning_module is not None
-        return self._gathered(self.lightning_module.state_dict)
+        if self._interrupted:
+            return {}
+        state = self.lightning_module.state_dict(keep_vars=True)
+        return gathered_model(state, self._keepers, self.root_device)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state, on global rank 0. Collective."""
-        return self._gathered(_plain(optimizer).state_dict)
-
-    def _gathered(self, state_dict: Any) -> dict[str, Any]:
+        """The whole optimizer's state, on global rank 0; with ``sharded`` of each rank its share. Collective."""
         if self._interrupted:
             return {}
-        state: dict[str, Any] = gathered(dict(state_dict()), self.is_global_zero, self.root_device)
-        return state if self.is_global_zero else {}
+        return gathered_optimizer(_plain(optimizer).state_dict(), self._keepers, self.root_device)
+
+    @property
+    def _keepers(self) -> Keepers:
+        return Keepers(self.global_rank, self.world_size, spread=self._reliability.sharded)
+
+    @property
+    @override
+    def _has_part_to_save(self) -> bool:
+        return True
+
+    @override
+    def _optimized(self, optimizer: Optimizer) -> list[Tensor]:
+        """Behind a run, whose module is whole again, the parameters that its optimizers had parts of."""
+        return [self._whole_again.get(id(parameter), parameter) for parameter in super()._optimized(optimizer)]
 
     @override
     def _load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.nn import functional as F
 
@@ -228,3 +230,44 @@ def fit_bad() -> None:
 def test_bad_gradients_end_the_run():
     with pytest.raises(RanksFailedError, match=r"on rank 0 .* the loss \(nan\)"):
         run_trainer_ranks(fit_bad, 2)
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_gradients_between_nodes(compression):
+    """Two nodes: within one through shared memory, between them through the network, compressed if asked for."""
+    options = {"compression": compression, "sharding": "hybrid", "shard_size": 2}
+    cases, nodes = ["groups and a schedule"], ["a", "a", "b", "b"]
+    for results in run_trainer_ranks(train_both, 4, cases, options, node_ids=nodes):
+        expected, actual = results[cases[0]]
+        assert_equal(actual, expected, tolerance=0.05 if compression else 1e-5)
+        differs = actual.weights["net.0.weight"].ne(expected.weights["net.0.weight"]).any()
+        assert differs or not compression
+
+
+def table(wrap: Any = None) -> str:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_smddp.strategies.tables.say", lambda text, _: said.append(text))
+        make_trainer(fully_sharded(verbose=True, wrap=wrap), max_epochs=1).fit(Tied())
+    return "\n".join(said)
+
+
+def test_the_table_says_what_is_whole_when():
+    first, other = run_trainer_ranks(table, 2)
+    assert other == ""
+    for text in ("2 on cpu, 2 to a copy", "net.0 ... blocks.2", "gathered for forward and again", "shared memory"):
+        assert text in first
+
+
+def test_units_that_are_given():
+    first, _ = run_trainer_ranks(table, 2, ["net.0", nn.Embedding])
+    assert "1 (net.0), gathered" in first
+    assert "embed stays with the root" in first
+
+
+def test_from_the_command_line(monkeypatch):
+    given = ["--trainer.strategy.class_path=SMDDPFSDPStrategy", "--trainer.strategy.init_args.wrap=[Linear]"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *given, "--trainer.accelerator=cpu", "--trainer.logger=false"])
+    cli = LightningCLI(Learner, run=False, save_config_callback=None, seed_everything_default=False)
+    assert type(cli.trainer.strategy).__name__ == "SMDDPFSDPStrategy"
+    assert cli.trainer.strategy._wrap == ["Linear"]

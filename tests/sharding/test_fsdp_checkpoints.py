@@ -108,3 +108,25 @@ def evaluate(strategy: str) -> list[Any]:
 def test_evaluation_and_one_module_in_several_runs():
     expected, actual = (run_trainer_ranks(evaluate, 2, strategy) for strategy in ("smddp", "smddp_fsdp"))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def save_directory(path: str) -> Outcome:
+    """In training, and behind it."""
+    learner = Tied()
+    trainer = make_trainer(fully_sharded(sharded=True), max_epochs=1)
+    trainer.fit(learner)
+    trainer.save_checkpoint(path)
+    return outcome(learner, trainer)
+
+
+@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
+def test_directories_go_on_in_each_layout(tmp_path):
+    path, plain = str(tmp_path / "parts.ckpt"), str(tmp_path / "plain.ckpt")
+    run_trainer_ranks(save_directory, 2, path)
+    assert sorted(child.name for child in Path(path).glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    run_trainer_ranks(fit_some, 2, "smddp", "adam", 1, None, plain)
+    for strategy, ranks in (("smddp", 2), ("smddp_fsdp", 2), ("smddp_fsdp", 3)):
+        from_parts, from_plain = (
+            run_trainer_ranks(fit_some, ranks, strategy, "adam", 2, source) for source in (path, plain)
+        )
+        assert_equal(from_parts[0], from_plain[0], tolerance=1e-4)

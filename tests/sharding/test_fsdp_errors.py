@@ -87,7 +87,5 @@ def test_it_is_refused_on_every_rank(case):
 def test_arguments():
     with pytest.raises(ValueError, match="sharding='zero' is unknown. Valid: 'full', 'grad_op', 'hybrid'"):
         fully_sharded(sharding="zero")
-    with pytest.raises(ValueError, match="not yet a directory"):
-        fully_sharded(sharded=True)
     with pytest.raises(TypeError, match="static_graph"):
         fully_sharded(static_graph=True)
