@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.nn import functional as F
 
@@ -265,9 +265,14 @@ def test_units_that_are_given():
     assert "embed stays with the root" in first
 
 
-def test_from_the_command_line(monkeypatch):
-    given = ["--trainer.strategy.class_path=SMDDPFSDPStrategy", "--trainer.strategy.init_args.wrap=[Linear]"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *given, "--trainer.accelerator=cpu", "--trainer.logger=false"])
-    cli = LightningCLI(Learner, run=False, save_config_callback=None, seed_everything_default=False)
-    assert type(cli.trainer.strategy).__name__ == "SMDDPFSDPStrategy"
-    assert cli.trainer.strategy._wrap == ["Linear"]
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_from_the_command_line(package, monkeypatch):
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    cli = import_module(f"{package}.cli").LightningCLI
+    model = import_module(f"{package}.demos.boring_classes").BoringModel
+    arguments = ["--trainer.strategy=SMDDPFSDPStrategy", "--trainer.strategy.wrap=[Linear]", "--trainer.logger=false"]
+    options = {"run": False, "save_config_callback": None, "seed_everything_default": False}
+    strategy = cli(model, args=[*arguments, "--trainer.accelerator=cpu"], **options).trainer.strategy
+    assert isinstance(strategy, import_module(f"{package}.strategies").DDPStrategy)
+    assert (type(strategy).__name__, strategy._wrap) == ("SMDDPFSDPStrategy", ["Linear"])
