@@ -113,28 +113,28 @@ def _build(
     arm: str, model: str, optimizer: str
 ) -> tuple[Callable[[], None], torch.nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     """The step of an arm, its module, its optimizer, and what ends it."""
-    from lightning_smddp.sharding.optimizer_shards import OptimizerShards
-    from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
-
     workload = WORKLOADS[model](dist.get_rank())
     adamw = torch.optim.AdamW(workload.module.parameters(), lr=1e-3, fused=OPTIMIZERS[optimizer])
     closers: list[Callable[[], None]] = []
     if arm == NO_SYNC:
         module = DistributedDataParallel(workload.module)
     else:
-        strategy = _strategy()
+        strategy = _strategy(shard=None if arm == OURS else "optimizer")
         module = strategy.setup_module(workload.module)
-        closers.append(strategy._session.close)
-        if arm == SHARDED:
-            named = list(workload.module.named_parameters())
-            shards = ShardedOptimizers(named, [OptimizerShards(adamw)], strategy._session.communicator)
-            closers.insert(0, shards.close)
+        strategy.setup_optimizer(adamw)
+        closers += [*(sharded.close for sharded in strategy._sharded), strategy._session.close]
+
+    def clip() -> None:
+        if arm == NO_SYNC:
+            torch.nn.utils.clip_grad_norm_(workload.module.parameters(), 1.0)
+        else:
+            strategy.clip_gradients_norm(workload.module, adamw, 1.0)
 
     def step() -> None:
         adamw.zero_grad()
         with module.no_sync() if arm == NO_SYNC else nullcontext():
             workload.loss(module(workload.inputs), workload.target).backward()
-        torch.nn.utils.clip_grad_norm_(workload.module.parameters(), 1.0)
+        clip()
         adamw.step()
 
     def close() -> None:

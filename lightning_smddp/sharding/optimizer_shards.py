@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp.sharding.copies import Copies
@@ -88,6 +88,20 @@ class OptimizerShards:
         """What this rank steps: pieces, and parameters that have no shares."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         return [part.parameter for parameter in parameters for part in self.parts_of(parameter)]
+
+    def gradients(self, of_all: bool) -> list[Tensor]:
+        """This rank's share of the gradients; with ``of_all`` also those of parameters that have no shares."""
+        found: list[Tensor] = []
+        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is None or not (of_all or self.has_pieces(parameter)):
+                continue
+            gradient = parameter.grad
+            if self.splits and self.has_pieces(parameter):
+                gradient = in_memory_order(parameter.grad, parameter)
+                found += [gradient[part.low : part.high] for part in self.parts_of(parameter)]
+            elif self.parts_of(parameter):
+                found.append(gradient)
+        return found
 
     def has_pieces(self, parameter: nn.Parameter) -> bool:
         """Whether ranks step shares of it; each steps all of a parameter that has no share."""

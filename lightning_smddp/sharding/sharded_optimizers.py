@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.sharding.copies import Copies, NodeCopies, RankCopies
 from lightning_smddp.sharding.flat_layout import lay_out, movable
 from lightning_smddp.sharding.node_memory import unsupported
@@ -109,6 +111,24 @@ class ShardedOptimizers:
                 communicator.topology, communicator.group, communicator.device, communicator.timeout
             )
         return reason
+
+    def clip_by_norm(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of an optimizer's parameters, for which each rank reads its share.
+
+        Gradients have to be equal on all ranks. Collective.
+        """
+        communicator = self._communicator
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(p.grad is not None and p.grad.dtype.itemsize < 4 for p in parameters):  # norms of parts would round more
+            return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        own = self.of(optimizer).gradients(of_all=communicator.rank == 0)
+        total = norm_over_ranks(own, communicator.group, norm_type, communicator.device, error_if_nonfinite)
+        # Most steps need no scaling. That is known where the norm is; of a device it would have to be waited for.
+        if communicator.device.type != "cpu" or not float(total) + 1e-6 <= max_norm:
+            clip_grads_with_norm_(parameters, max_norm, total)
+        return total
 
     def of(self, optimizer: Optimizer) -> OptimizerShards:
         """The shares of one of the optimizers."""

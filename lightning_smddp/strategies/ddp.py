@@ -217,6 +217,13 @@ class DataParallel(TrainerStrategy):
             shards = [OptimizerShards(getattr(optimizer, "optimizer", optimizer)) for optimizer in self.optimizers]
             named = list(self.lightning_module.named_parameters())
             self._sharded = ShardedOptimizers(named, shards, self._session.communicator)
+            plugin = self.precision_plugin
+            if type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):  # nobody's own
+                vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        assert self._sharded is not None
+        self._sharded.clip_by_norm(getattr(optimizer, "optimizer", optimizer), clip_val)
 
     @property
     @override
@@ -259,6 +266,7 @@ class DataParallel(TrainerStrategy):
         self._frozen = None
         if self._sharded is not None:
             self._sharded.close()
+            vars(self.precision_plugin).pop("clip_grad_by_norm", None)
 
     # ---- a run ----
 

@@ -188,6 +188,21 @@ class FabricDataParallel(_Base):
                 return shards
         return None
 
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by norm; with ``shard="optimizer"`` each rank reads its share for it. Collective then."""
+        for sharded in self._sharded:
+            if sharded.shards[0].optimizer is optimizer:
+                self.precision.unscale_gradients(optimizer)
+                return sharded.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
+        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of a whole optimizer; of a sharded one it is on the first rank alone. Collective then."""
         shards = self._shards_of(optimizer)

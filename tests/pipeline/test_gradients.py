@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.gradients.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.partition.ownership import Ownership, held_parameters
@@ -134,12 +135,12 @@ def refused(group: dist.ProcessGroup) -> str:
 
 
 def test_an_infinite_norm_can_be_refused_on_all_ranks() -> None:
-    assert all("total norm of order 2.0 of all stages' gradients is inf" in m for m in run_in_threads(refused, 2))
+    assert all("total norm of order 2.0 of all ranks' gradients is inf" in m for m in run_in_threads(refused, 2))
 
 
 def test_a_norm_that_is_none() -> None:
     with pytest.raises(ValueError, match="norm_type=0.0 has to be positive"):
-        clip_by_norm({}, OWNERSHIP, dist.group.WORLD, 1.0, norm_type=0)
+        norm_over_ranks([], dist.group.WORLD, 0, torch.device("cpu"))
 
 
 def no_gradients(group: dist.ProcessGroup) -> float:

@@ -115,3 +115,45 @@ def test_writes_by_one_rank_alone_are_an_error_with_their_parameters():
         assert "rank 0 (host" in message
         assert "): none; rank 1" in message
         assert "0.weight" in message
+
+
+def clipped(make: Any, norm_type: float, max_norm: float, dtype: torch.dtype) -> tuple[float, list[Tensor], float]:
+    """The norm, clipped gradients, and how much of them this rank has read for it."""
+    module = layers().to(dtype)
+    module[1].bias.requires_grad_(False)
+    optimizer = make(module)
+    assert dist.group.WORLD is not None
+    communicator = Communicator(dist.group.WORLD, CPU, timedelta(seconds=20))
+    sharded = ShardedOptimizers(list(module.named_parameters()), [OptimizerShards(optimizer)], communicator)
+    module(torch.ones(4, 30, dtype=dtype)).square().mean().backward()
+    total = sum(p.grad.numel() for p in module.parameters() if p.grad is not None)
+    read = sum(part.numel() for part in sharded.of(optimizer).gradients(of_all=communicator.rank == 0))
+    norm = sharded.clip_by_norm(optimizer, max_norm, norm_type)
+    found = float(norm), [p.grad.clone() for p in module.parameters() if p.grad is not None], read / total
+    sharded.close()
+    communicator.close()
+    return found
+
+
+@pytest.mark.parametrize("make", [adamw, adafactor])
+@pytest.mark.parametrize(
+    ("norm_type", "max_norm", "dtype"),
+    [
+        (2.0, 0.01, torch.float32),
+        (1.0, 0.01, torch.float32),
+        (float("inf"), 0.001, torch.float32),
+        (2.0, 1e6, torch.float32),
+        (2.0, 0.01, torch.bfloat16),
+    ],
+)
+def test_each_rank_reads_its_share_for_the_norm(make: Any, norm_type: float, max_norm: float, dtype: Any) -> None:
+    module = layers().to(dtype)
+    module[1].bias.requires_grad_(False)
+    module(torch.ones(4, 30, dtype=dtype)).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    results = run_ranks(clipped, 2, make, norm_type, max_norm, dtype)
+    for norm, found, _ in results:
+        assert norm == pytest.approx(float(expected), rel=1e-6)
+        torch.testing.assert_close(found, gradients, rtol=1e-6, atol=1e-12)
+    assert sum(read for *_, read in results) == 1.0

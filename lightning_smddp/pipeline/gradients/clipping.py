@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
+from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.partition.ownership import Ownership
 from lightning_smddp.wire.stream import CPU
 
@@ -44,33 +45,15 @@ def clip_by_norm(
     Raises:
         ValueError: ``norm_type`` is not positive.
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} has to be positive, or inf.")
-    # norm of all = (sum over ranks of norm(rank)^p)^(1/p). A tied parameter has the same summed gradient on several
-    # ranks, so its owner alone counts it; all of its holders scale it by the same factor below.
+    # A tied parameter has the same summed gradient on several ranks, so its owner alone counts it; all of its holders
+    # scale it by the same factor.
     rank = group.rank()
     counted = [
         parameter.grad
         for name, parameter in parameters.items()
         if parameter.grad is not None and ownership.owner(name) == rank
     ]
-    norm = get_total_norm(counted, norm_type).to(device=device, dtype=torch.float64, non_blocking=True)
-    if norm_type == inf:
-        # MAX of nan is not the same on every backend: an inf in its place, and the number of nans beside it
-        pair = torch.stack([norm.nan_to_num(inf, posinf=inf), norm.isnan().to(norm)])
-        dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-        norm = pair[0].where(pair[1] == 0, float("nan"))
-    else:
-        norm = norm**norm_type  # in fp64: the squares of large norms overflow fp32
-        dist.all_reduce(norm, group=group)
-        norm = norm ** (1.0 / norm_type)
-    total = norm.float()
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} of all stages' gradients is {float(total)}, so they cannot be "
-            "clipped. Set error_if_nonfinite=False to scale by it anyway."
-        )
+    total = norm_over_ranks(counted, group, norm_type, device, error_if_nonfinite)
     clip_grads_with_norm_(parameters.values(), max_norm, total)
     return total
 
