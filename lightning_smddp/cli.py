@@ -89,10 +89,15 @@ def _add_plan(commands: Any) -> None:
         "whether the module fits, what a rank holds, how long a step takes, and the `Trainer(...)` line to write. The "
         "exit code is 1 if no strategy fits.",
     )
-    plan.add_argument("module", help="module:Class of the LightningModule, or of a function that returns one")
+    plan.add_argument(
+        "module",
+        help="module:Class of the LightningModule, or of a function that returns one; or a LightningCLI's "
+        "configuration file (.yaml, .yml, .json)",
+    )
     plan.add_argument("--devices", type=int, required=True, help="ranks, on one node")
     plan.add_argument("--memory", type=float, required=True, help="GiB of a rank, beside what a process has anyway")
     plan.add_argument("--kwargs", type=json.loads, default={}, help="arguments of the class, as a JSON object")
+    plan.add_argument("--config", help="configuration file of a LightningCLI that is made for the class")
     plan.add_argument("--datamodule", help="module:Class of a LightningDataModule")
     plan.add_argument("--precision", help="of the Trainer, such as bf16-mixed")
     plan.set_defaults(run=_plan)
@@ -100,13 +105,21 @@ def _add_plan(commands: Any) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     sys.path.insert(0, str(Path.cwd()))
-    module = _load(options.module)(**options.kwargs)
-    data = None if options.datamodule is None else _load(options.datamodule)()
+    from lightning_smddp.choice import cli_config
     from lightning_smddp.choice.first_batch import UnplannableError
     from lightning_smddp.choice.training_plan import plan
 
+    data, precision = None, options.precision
     try:
-        found = plan(module, options.devices, options.memory, datamodule=data, precision=options.precision)
+        if options.module.endswith(cli_config.SUFFIXES):
+            module, data, configured = cli_config.from_config(options.module)
+        elif options.config is not None:
+            module, data, configured = cli_config.from_config(options.config, _load(options.module))
+        else:
+            module, configured = _load(options.module)(**options.kwargs), None
+        if options.datamodule is not None:
+            data = _load(options.datamodule)()
+        found = plan(module, options.devices, options.memory, datamodule=data, precision=precision or configured)
     except UnplannableError as error:
         print(f"lightning-smddp plan: {error}", file=sys.stderr)
         return 1

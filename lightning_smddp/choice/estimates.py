@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from lightning_smddp.choice.step_profile import StepProfile
 
@@ -25,6 +25,21 @@ class Sizes:
     state: int
     optimizer_temporary: int
     batch: int
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """Bytes of what full sharding gathers and frees together, as in :func:`~lightning_smddp.sharding.units.find_units`.
+
+    Attributes:
+        units: parameters of all units.
+        largest: of the largest one.
+        root: of all other parameters, which are whole for a whole step.
+    """
+
+    units: int
+    largest: int
+    root: int
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,38 @@ def sharded_optimizer(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
     parameters = -(-sizes.parameters // ranks)
     state = -(-sizes.state // ranks)
     return _fullest(sizes, profile, ranks, parameters, state)
+
+
+def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSizes, reshard: bool) -> Memory:
+    """``smddp_fsdp`` on the CPUs of one node: shares of everything, and what is gathered for a moment.
+
+    In the backward pass there are, beside a rank's shares: a unit's parameters and those of the next one, which is
+    gathered meanwhile (of all units without ``reshard``); the memory in which ranks gather these two, one for the node;
+    the unit's gradients, and the memory in which ranks bring them together, a part for each rank. The root's parameters
+    are whole all the time, and its gradients at the end.
+
+    Args:
+        sizes: of the whole module.
+        profile: of a step of one rank.
+        ranks: that share everything.
+        units: what is gathered.
+        reshard: units are freed behind their forward (ZeRO-3), else not (ZeRO-2).
+    """
+    gathered = units.units
+    if reshard:
+        gathered = min(gathered, 2 * units.largest)
+    segments = min(units.units, 2 * units.largest) // ranks
+    communication = gathered + segments + 2 * units.largest + 2 * units.root
+    parameters, gradients, state = (-(-size // ranks) for size in (sizes.parameters, sizes.gradients, sizes.state))
+    held = Memory(parameters + sizes.buffers, gradients, state, sizes.batch)
+    in_step = replace(
+        held,
+        activations=sizes.batch + profile.kept,
+        communication=communication,
+        temporary=profile.peak - profile.kept,
+    )
+    stepping = replace(held, temporary=sizes.optimizer_temporary // ranks)
+    return max(in_step, stepping, key=lambda memory: memory.total)
 
 
 def _fullest(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, state: int) -> Memory:

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from lightning_smddp.bridge.step import loss_of
-from lightning_smddp.choice.estimates import Estimate, Sizes, data_parallel, sharded_optimizer
+from lightning_smddp.choice.estimates import (
+    Estimate,
+    Sizes,
+    UnitSizes,
+    data_parallel,
+    fully_sharded,
+    sharded_optimizer,
+)
 from lightning_smddp.choice.first_batch import FirstBatch, UnplannableError, look_at_first_batch
 from lightning_smddp.choice.optimizer_profile import OptimizerProfile, profile_optimizers
 from lightning_smddp.choice.pipelines import estimate_pipelines
@@ -22,6 +29,7 @@ from lightning_smddp.choice.report import as_text
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.microbatches import rows_of
+from lightning_smddp.sharding.units import find_units
 from lightning_smddp.wire.pytree import tensors
 from lightning_smddp.wording import counted
 
@@ -133,36 +141,35 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     sizes = _sizes(first, optimizers)
     rows = devices * rows_of(first.batch)
     crowded = max(1.0, devices / _cores())
-    estimates = [
-        Estimate(
-            "smddp",
-            '"smddp"',
-            data_parallel(sizes, step, devices),
-            crowded * (step.seconds + optimizers.seconds),
-            rows,
-        ),
-        Estimate(
+    units = _units(first.module)
+    whole, share = step.seconds + optimizers.seconds, step.seconds + optimizers.seconds / devices
+    cases = [
+        ("smddp", '"smddp"', data_parallel(sizes, step, devices), whole),
+        (
             "smddp, shard='optimizer'",
             'SMDDPStrategy(shard="optimizer")',
             sharded_optimizer(sizes, step, devices),
-            crowded * (step.seconds + optimizers.seconds / devices),
-            rows,
+            share,
+        ),
+        ("smddp_fsdp, full", '"smddp_fsdp"', fully_sharded(sizes, step, devices, units, True), share),
+        (
+            "smddp_fsdp, grad_op",
+            'SMDDPFSDPStrategy(sharding="grad_op")',
+            fully_sharded(sizes, step, devices, units, False),
+            share,
         ),
     ]
-    estimates = [_judged(estimate, limit) for estimate in estimates]
+    estimates = []
+    for name, strategy, memory, seconds in cases:
+        estimates.append(Estimate(name, strategy, memory, crowded * seconds, rows, memory.total <= limit))
     if devices > 1:
         for estimate in estimate_pipelines(first, sizes, optimizers.state, devices, limit):
-            seconds = None
             if estimate.step_s is not None:
                 seconds = crowded * (estimate.step_s + optimizers.seconds / devices)
-            estimates.append(replace(estimate, step_s=seconds))
+                estimate = replace(estimate, step_s=seconds)
+            estimates.append(estimate)
     name = type(first.module).__name__
     return TrainingPlan(name, devices, memory_gb, tuple(estimates), optimizers.notes)
-
-
-def _judged(estimate: Estimate, limit: float) -> Estimate:
-    assert estimate.memory is not None
-    return replace(estimate, fits=estimate.memory.total <= limit)
 
 
 def _profile(first: FirstBatch) -> StepProfile:
@@ -187,6 +194,13 @@ def _sizes(first: FirstBatch, optimizers: OptimizerProfile) -> Sizes:
         optimizer_temporary=optimizers.temporary,
         batch=_bytes(tensors(first.batch)),
     )
+
+
+def _units(module: nn.Module) -> UnitSizes:
+    """What ``smddp_fsdp`` gathers together."""
+    sizes = [_bytes(list(module.get_submodule(name).parameters())) for name in find_units(module).names]
+    units = sum(sizes)
+    return UnitSizes(units, max(sizes, default=0), _bytes(list(module.parameters())) - units)
 
 
 def _bytes(found: Sequence[torch.Tensor]) -> int:

@@ -57,6 +57,11 @@ class Data(LightningDataModule):
         return Small().train_dataloader()
 
 
+class WideData(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return Small(24).train_dataloader()
+
+
 class ByHand(Small):
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ import torch
 from torch import nn
 
 import lightning_smddp
-from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, data_parallel, sharded_optimizer
+from lightning_smddp.choice.cli_config import from_config
+from lightning_smddp.choice.estimates import (
+    Estimate,
+    Memory,
+    Sizes,
+    UnitSizes,
+    data_parallel,
+    fully_sharded,
+    sharded_optimizer,
+)
 from lightning_smddp.choice.first_batch import UnplannableError
 from lightning_smddp.choice.optimizer_profile import profile_optimizers
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
@@ -83,6 +93,11 @@ def test_memory_of_data_parallel_ranks() -> None:
     assert data_parallel(SIZES, profile, 1) == Memory(101, 90, 180, 5, 0, 60)  # in the optimizer's step
     assert sharded_optimizer(SIZES, profile, 4) == Memory(26, 90, 45, 35, 90, 10)
 
+    units = UnitSizes(units=80, largest=20, root=20)
+    # 40 of two units, 10 in which they are gathered, 40 of a unit's gradients, 40 of the root.
+    assert fully_sharded(SIZES, profile, 4, units, reshard=True) == Memory(26, 23, 45, 35, 130, 10)
+    assert fully_sharded(SIZES, profile, 4, units, reshard=False) == Memory(26, 23, 45, 35, 170, 10)
+
 
 # ---- the choice ----
 
@@ -105,22 +120,23 @@ def test_the_fastest_of_those_that_fit_is_taken() -> None:
 def test_a_plan_of_a_small_module() -> None:
     found = lightning_smddp.plan(Small(), 2, 1.0)
     names = [estimate.name for estimate in found.estimates if estimate.memory is not None]
-    assert names[:3] == ["smddp", "smddp, shard='optimizer'", "smddp_pipeline, 1f1b"]
-    assert len(names) == 6
+    data_parallel = ["smddp", "smddp, shard='optimizer'", "smddp_fsdp, full", "smddp_fsdp, grad_op"]
+    assert names[:4] == data_parallel
+    assert [name.partition(",")[0] for name in names[4:]] == ["smddp_pipeline"] * 4
     assert all(estimate.fits for estimate in found.estimates)
     parts = found.estimates[0].memory
     whole = 4 * (8 * (16 * 16 + 16) + 16 * 3 + 3)
     assert (parts.parameters, parts.gradients, parts.communication) == (whole, whole, whole)
     assert parts.optimizer_state == 2 * whole + 18 * 4  # and a count for each parameter
-    assert [estimate.rows for estimate in found.estimates[:3]] == [16, 16, 8]
-    of_stages = found.estimates[2].memory
+    assert [estimate.rows for estimate in found.estimates] == [16] * 4 + [8] * 4
+    of_stages = found.estimates[4].memory
     assert of_stages.parameters <= whole
     assert "predicted from a CPU trace" in str(found)
 
 
 def test_what_no_pipeline_can_follow_is_said() -> None:
     found = lightning_smddp.plan(Reading(), 2, 1.0)
-    assert [estimate.memory is None for estimate in found.estimates] == [False] * 2 + [True] * 4
+    assert [estimate.memory is None for estimate in found.estimates] == [False] * 4 + [True] * 4
     assert "reads the value of a tensor" in str(found)
 
 
@@ -159,3 +175,28 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "lightning-smddp plan: devices=0" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="There is no module 'tests.nowhere'"):
         main(["plan", "tests.nowhere:Net", *arguments])
+
+
+@pytest.mark.filterwarnings("ignore")  # of LightningCLI's own calls of jsonargparse
+def test_configurations_of_lightning_cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--devices", "1", "--memory", "1"]
+    whole, of_one_class, wrong = tmp_path / "whole.yaml", tmp_path / "one.yaml", tmp_path / "wrong.yaml"
+    trainer = "trainer:\n  devices: 8\n  accelerator: gpu\n  precision: bf16-true\nckpt_path: null\n"
+    module = f"model:\n  class_path: {MODULES}.Small\n  init_args:\n    width: 24\n"
+    whole.write_text(f"{trainer}{module}data:\n  class_path: {MODULES}.WideData\n")
+    of_one_class.write_text(f"{trainer}model:\n  width: 32\n")
+    wrong.write_text("seed_everything: 1\n")
+    module, data, precision = from_config(str(whole))
+    assert (type(module).__name__, module.width, type(data).__name__, precision) == (
+        "Small",
+        24,
+        "WideData",
+        "bf16-true",
+    )
+    assert main(["plan", str(whole), *arguments]) == 0
+    assert main(["plan", f"{MODULES}:Small", "--config", str(of_one_class), *arguments]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(wrong), *arguments]) == 1
+    assert "has no section `model`" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "absent.yaml"), *arguments]) == 1
+    assert "cannot be read as a LightningCLI configuration" in capsys.readouterr().err
