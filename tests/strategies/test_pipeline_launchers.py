@@ -92,6 +92,7 @@ strategy:
     schedule: interleaved_1f1b
     split: [net.2, net.4, net.6]
     bucket_cap_mb: 3
+    shard: optimizer
     partition:
       stages_per_rank: 2
       placement: spread
@@ -128,6 +129,7 @@ def test_cli(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             assert options.split == ["net.2", "net.4", "net.6"]
             assert options.partition.placement == "spread"
             assert options.gradients.bucket_cap_mb == 3
+            assert options.shard == "optimizer"
             assert options.gradients.communication.limit == timedelta(seconds=45.5)
 
 
