@@ -44,7 +44,7 @@ def main() -> None:
         for model in args.models:
             for optimizer in OPTIMIZERS:
                 _case(record, args, ranks, model, optimizer)
-    record.finish()
+                record.finish()  # so that a run that is cut short leaves what it has measured
 
 
 def _case(record: Record, args: Any, ranks: int, model: str, optimizer: str) -> None:
