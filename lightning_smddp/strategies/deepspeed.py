@@ -39,6 +39,7 @@ from lightning_smddp.strategies.deepspeed_checks import (
     require_checkpoint,
     require_elementwise,
     require_known_to_deepspeed,
+    require_one_answer,
     require_supported_module,
 )
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of
@@ -341,6 +342,8 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
             require_supported_module(self.lightning_module, trainer, callbacks_of(trainer))
+            assert self.config is not None
+            require_one_answer(self.config, trainer)
         super()._set_up_model(trainer)
 
     # ---- gradients, which DeepSpeed keeps to itself ----

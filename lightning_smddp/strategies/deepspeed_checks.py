@@ -89,6 +89,22 @@ def require_supported_module(module: Any, trainer: Any, callbacks: Iterable[Any]
         )
 
 
+def require_one_answer(config: Mapping[str, Any], trainer: Any) -> None:
+    """Raise ``ValueError`` if DeepSpeed's configuration and the Trainer differ on what both can say."""
+    clipping, given = config.get("gradient_clipping"), trainer.gradient_clip_val
+    if clipping is not None and given is not None and clipping != given:
+        raise ValueError(
+            f"config={{'gradient_clipping': {clipping!r}}} and Trainer(gradient_clip_val={given!r}) differ. "
+            "Give one of them."
+        )
+    for bits, key in (("16", "fp16"), ("bf16", "bf16")):
+        if config.get(key, {}).get("enabled") is True and not str(trainer.precision).startswith(f"{bits}-"):
+            raise ValueError(
+                f"config={{{key!r}: {{'enabled': True}}}} and Trainer(precision={trainer.precision!r}) differ, so "
+                f"inputs would have another type than parameters. Write Trainer(precision='{bits}-mixed')."
+            )
+
+
 def require_elementwise(optimizer: Optimizer) -> None:
     """Raise ``ValueError`` unless an optimizer treats each element of a parameter by itself."""
     if type(optimizer).__module__.startswith("deepspeed."):

@@ -19,11 +19,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_smddp import SMDDPDeepSpeedStrategy
+from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.nonfinite import NonFiniteGradientError
 from lightning_smddp.communication.shared_memory import SharedMemory
 from lightning_smddp.communication.shared_segments import SharedSegments
 from lightning_smddp.deepspeed import start
-from lightning_smddp.strategies.deepspeed_checks import require_elementwise, require_supported_module
+from lightning_smddp.strategies.deepspeed_checks import (
+    require_elementwise,
+    require_one_answer,
+    require_supported_module,
+)
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
 
@@ -244,6 +249,19 @@ def use_directories(stage: int, folder: Path) -> tuple[list[str], dict[str, Any]
     return inside, parts, os.path.exists(path)
 
 
+class FailsOnOneRank(AdamLearner):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            raise ZeroDivisionError("a bad batch")
+        return super().training_step(batch, batch_idx)
+
+
+def fail() -> str:
+    with pytest.raises((RankFailedError, ZeroDivisionError)) as caught:
+        make_trainer(SMDDPDeepSpeedStrategy(stage=2)).fit(FailsOnOneRank())
+    return str(caught.value)
+
+
 def train_all(directory: str) -> dict[int, dict[str, Any]]:
     """Everything with each stage; and how often tensors of the wide one went through shared memory."""
     found: dict[int, dict[str, Any]] = {}
@@ -344,6 +362,12 @@ class TestOnRanks:
             assert skipped == 1
             assert len(warned) == (rank == 0)
 
+    def test_the_others_name_the_rank_that_fails(self):
+        first, second = run_trainer_ranks(fail, RANKS, timeout=100.0)
+        assert second == "a bad batch"
+        assert "Rank 1" in first
+        assert "failed at step 2 (forward): ZeroDivisionError: a bad batch" in first
+
 
 # ---- what is refused ----
 
@@ -427,6 +451,20 @@ def test_without_deepspeed_the_error_says_what_to_install(monkeypatch):
 def test_what_shards_nothing_or_is_the_trainers_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         SMDDPDeepSpeedStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"gradient_clipping": 1.0}, {"gradient_clip_val": 0.5}, r"1\.0} and Trainer\(gradient_clip_val=0\.5\) differ"),
+        ({"bf16": {"enabled": True}}, {}, r"precision='32-true'\) differ.* Write Trainer\(precision='bf16-mixed'\)"),
+    ],
+)
+def test_the_configuration_and_the_trainer_do_not_contradict(config, options, message):
+    trainer = make_trainer("auto", **options)
+    with pytest.raises(ValueError, match=message):
+        require_one_answer(config, trainer)
+    require_one_answer({"gradient_clipping": 0.5, "bf16": {"enabled": False}}, make_trainer("auto"))
 
 
 @pytest.mark.parametrize(
