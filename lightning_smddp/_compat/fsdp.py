@@ -5,14 +5,16 @@ Written against torch 2.11 to 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def start(root: nn.Module) -> None:
@@ -126,3 +128,27 @@ def _groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]
+
+
+@contextmanager
+def dtensor_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Within it ``handle(function, args, kwargs)`` is what operators on ``DTensor`` objects do, of all threads.
+
+    A mode would slow down operators on plain tensors too. Remove when DTensors can be told to compute so.
+    """
+
+    def ours(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return handle(function, args, kwargs or {})
+
+    before = vars(DTensor)["__torch_function__"]
+    DTensor.__torch_function__ = classmethod(ours)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        DTensor.__torch_function__ = before  # type: ignore[method-assign]
+
+
+def call_as_is(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator does when nobody handles it. Remove with :func:`dtensor_functions`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)

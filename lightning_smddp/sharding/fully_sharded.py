@@ -93,10 +93,14 @@ class FullySharded:
         self._parameters = parameters_of(root)
         self._in_step = False
         self._handles: list[RemovableHandle] = []
+        for name, parameter in root.named_parameters():
+            if parameter.requires_grad and name not in self.replicated:  # a use outside of its unit ends here
+                parameter.register_hook(partial(self._note, name))
 
     def _divide(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         own = {self._names[id(p)]: p for p in module.parameters() if id(p) in self._names}
         self.plan.fill(list(own))
+        _require_one_dtype(own)
         for parameter in own.values():
             if not parameter.is_contiguous():  # as FSDP2 needs it; a layout in memory is no part of the values
                 parameter.data = parameter.data.contiguous()
@@ -303,6 +307,20 @@ def _places(root: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.append((module, key, parameter))
     return found
+
+
+def _require_one_dtype(parameters: Mapping[str, nn.Parameter]) -> None:
+    """FSDP2 sums the gradients of a unit in one dtype."""
+    first: dict[torch.dtype, str] = {}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            first.setdefault(parameter.dtype, name)
+    if len(first) > 1:
+        texts = [f"{name} is {dtype}" for dtype, name in first.items()]
+        raise ValueError(
+            f"Parameters that are gathered together have several dtypes: {', '.join(texts)}. Give all of them one, or "
+            "make modules of one dtype units by `wrap=`."
+        )
 
 
 def _require_dividable(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from lightning_smddp._compat.fsdp import call_as_is
 from lightning_smddp.wire.pytree import map_leaves
 
 
@@ -21,9 +22,12 @@ def whole(value: Tensor, device: torch.device) -> Tensor:
         device: where messages are.
     """
     if isinstance(value, DTensor):
-        on_device: Any = value.detach().to(device)
-        value = on_device.full_tensor()
+        value = call_as_is(_gather, (value.detach(), device), {})
     return value.detach().cpu()
+
+
+def _gather(value: Any, device: torch.device) -> Any:
+    return value.to(device).full_tensor()
 
 
 @dataclass(frozen=True)
@@ -87,18 +91,11 @@ def gathered_optimizer(state: Mapping[str, Any], keepers: Keepers, device: torch
 
 
 def own_part(value: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a whole tensor that all ranks have, copied, divided as ``like`` is. Not collective.
-
-    A value of another shape, as optimizers have for whole rows or columns, stays whole on each rank.
-    """
+    """This rank's part of a whole tensor that all ranks have, copied, divided as ``like`` is. Not collective."""
     mesh = like.device_mesh
-    target = like.to_local()
-    if value.shape != like.shape:
-        local = value.detach().to(target.device, copy=True)
-        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
     size = -(-value.size(0) // mesh.size(mesh.ndim - 1))  # as torch.chunk: the last ranks may have less, or nothing
     low = min(size * mesh.get_local_rank(mesh.ndim - 1), value.size(0))
-    local = value.detach()[low : low + size].to(target.device, copy=True)
+    local = value.detach()[low : low + size].to(like.to_local().device, copy=True)
     return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
@@ -125,6 +122,8 @@ def divided_optimizer_state(parameters: Sequence[Tensor], state: Mapping[str, An
 
 
 def _divided(value: Any, like: DTensor) -> Any:
-    if isinstance(value, Tensor) and value.dim() > 0:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == like.shape:
         return own_part(value, like)
-    return value
+    return value.clone()  # as optimizers have it for whole rows or columns

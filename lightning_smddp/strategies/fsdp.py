@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
+from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
@@ -32,6 +33,7 @@ from lightning_smddp.pipeline.state.materialize import materialize, parameters_o
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
+from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import (
     Keepers,
@@ -41,9 +43,9 @@ from lightning_smddp.sharding.whole_states import (
     gathered_optimizer,
     whole,
 )
+from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.fsdp_checks import (
-    explained_misuse,
     require_optimizers_of_module,
     require_supported,
     unit_precision,
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 _SHARDINGS = ("full", "grad_op", "hybrid")
+_FOR_SHARES = frozenset({"configure_optimizers", "optimizer_step", "optimizer_zero_grad"})  # they run optimizers
 _STEP_CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
@@ -121,6 +124,7 @@ class FullyShardedParallel(TrainerStrategy):
     _loss: Tensor | None = None  # of the latest backward pass
     _bad: Mapping[str, str] | None = None  # what it left on this rank that is not finite
     _is_bad = False  # on any rank
+    _steps_whole = False
     _option_groups: ClassVar[OptionGroups] = GROUPS
 
     def __init__(
@@ -145,12 +149,20 @@ class FullyShardedParallel(TrainerStrategy):
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._sharding, self._shard_size, self._wrap, self._meta_init = sharding, shard_size, wrap, meta_init
+        self._view, self._changes = WholeView(), ExitStack()  # until teardown
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
         self._hold_parts(GradientOptions.of("auto", compression, None, communication), reliability, resume)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process."""
-        return {**super().__getstate__(), "_sharded": None, "_collectives": None, "_loss": None, "_whole_again": {}}
+        return {
+            **super().__getstate__(),
+            "_sharded": None,
+            "_collectives": None,
+            "_loss": None,
+            "_whole_again": {},
+            "_changes": ExitStack(),
+        }
 
     # ---- start and end ----
 
@@ -251,7 +263,10 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _shard_optimizers(self) -> None:
         assert self.lightning_module is not None
-        require_optimizers_of_module(self.lightning_module, [_plain(optimizer) for optimizer in self.optimizers])
+        optimizers = [_plain(optimizer) for optimizer in self.optimizers]
+        require_optimizers_of_module(self.lightning_module, optimizers)
+        # One that looks at more than single elements steps with whole values, each rank all of them.
+        self._steps_whole = any(granularity(optimizer)[0] is not Granularity.ELEMENT for optimizer in optimizers)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_by_norm(self._optimized(optimizer), clip_val, self._require_sharded().shard_group, self.root_device)
@@ -259,6 +274,7 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _release_model(self) -> None:
         """Give back a whole module, if there is room for it and no rank has gone."""
+        self._changes.close()
         sharded, self._sharded = self._sharded, None
         give_back_clipping(self.precision_plugin)
         if sharded is not None and not self._interrupted:
@@ -266,6 +282,27 @@ class FullyShardedParallel(TrainerStrategy):
         if self._collectives is not None:
             self._collectives.close()
             self._collectives = None
+
+    @override
+    def _watch_hooks(self, trainer: Trainer) -> None:
+        self._changes.enter_context(self._view.installed())
+        self._changes.enter_context(around_hooks(trainer, self._around_hook))
+
+    def _around_hook(self, hook: str, owner: Any) -> AbstractContextManager[None]:
+        """What Lightning enters around the call of ``owner``'s ``hook``: user code sees whole values."""
+        return self._view.inside(hook not in _FOR_SHARES)
+
+    @override
+    @contextmanager
+    def _averaging(self) -> Iterator[None]:
+        with self._view.inside(False):
+            yield
+
+    @override
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        with self._view.inside(self._steps_whole):
+            yield
 
     def _make_whole(self, sharded: FullySharded) -> None:
         module, world = sharded.root, dist.group.WORLD
@@ -311,7 +348,7 @@ class FullyShardedParallel(TrainerStrategy):
             sharded.broadcast_buffers(self.root_device)
         self._broadcasts_buffers = trains and sharded.synchronizes
         precision = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
-        with precision, sharded.step(trains), explained_misuse(module):
+        with precision, sharded.step(trains), self._view.inside():
             output = getattr(module, hook)(*args, **kwargs)
         if not module.automatic_optimization:  # its backward passes are behind it
             sharded.reshard()

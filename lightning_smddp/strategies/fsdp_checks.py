@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,34 +70,3 @@ def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
     # The user's step runs in autocast, which would keep a copy in 16 bits of each weight until the backward pass:
     # weights that come in 16 bits are not copied.
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-@contextmanager
-def explained_misuse(module: nn.Module) -> Iterator[None]:
-    """Around a step: FSDP2's error on a divided parameter says which one it was, and what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
-        name = _innermost(module, error.__traceback__)
-        raise RuntimeError(
-            f"{name} is used outside of the `forward` of the unit that it is in, where each rank has a part of its "
-            "parameters only. Leave that unit with the root, whose parameters are whole for all of a step: give "
-            f"`wrap=` the names or classes of the other modules. ({error})"
-        ) from error
-
-
-def _innermost(module: nn.Module, trace: TracebackType | None) -> str:
-    """The innermost module with divided parameters of its own whose code was running, in words."""
-    names = {id(child): name for name, child in module.named_modules()}
-    found = "A parameter"
-    for frame, _ in traceback.walk_tb(trace):
-        running = frame.f_locals.get("self")
-        if isinstance(running, nn.Module) and id(running) in names and _has_divided(running):
-            found = f"{type(running).__name__} {names[id(running)]!r}"
-    return found
-
-
-def _has_divided(module: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False))

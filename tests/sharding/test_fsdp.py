@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn import functional as F
 
@@ -112,8 +113,51 @@ class Unused(Learner):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5)
 
 
+class Outside(AdamLearner):
+    """Uses parameters outside of their units: by themselves, by a module in a unit, and all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.Sequential(Block(8), Block(8))
+
+    def loss(self, batch: Any) -> Any:
+        x = F.linear(batch[0], self.net[0].weight)[:, :8] + self.blocks[1].mix(batch[0])
+        penalty = sum(p.square().sum() for p in self.net.parameters())
+        return super().loss([self.blocks(x), batch[1]]) + 0.1 * penalty
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Looking(Outside):
+    """Measures gradients in a hook, as many do."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.losses.append(math.sqrt(sum(p.grad.norm().item() ** 2 for p in self.parameters())))
+        self.losses.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+        self.log_dict(grad_norm(self.net, 2))
+        with torch.no_grad():
+            self.net[0].weight[0] = 0.5
+            self.net[2].weight.copy_(torch.ones(3, 16))
+
+
+class Factored(AdamLearner):
+    """An optimizer that looks at whole parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+class AllAtOnce(AdamLearner):
+    """One that looks at all of them."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
 class Regularized(AdamLearner):
-    """Uses all parameters outside of their modules, in the loss and in hooks."""
+    """Changes gradients and parameters in hooks."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
@@ -164,6 +208,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "16-bit": (AdamLearner, {"precision": "bf16-true"}),
     "mixed": (AdamLearner, {"precision": "bf16-mixed"}),
     "hooks that write": (Regularized, {}),
+    "outside of units": (Outside, {}),
+    "looking at gradients": (Looking, {}),
+    "whole parameters": (Factored, {}),
+    "all parameters": (AllAtOnce, {}),
     "unfreezing": (Learner, {"callbacks": Unfreezing}),
     "unused parameters": (Unused, {}),
     "a skipped step": (BadBatch, {}),

@@ -8,10 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
 from torch import nn
-from torch.nn import functional as F
 
 from tests.ranks import RanksFailedError, run_trainer_ranks
-from tests.sharding.test_fsdp import Block, fully_sharded
+from tests.sharding.test_fsdp import fully_sharded
 from tests.strategies.learners import Learner, make_trainer
 
 
@@ -32,22 +31,11 @@ class Hooked(Learner):
         self.net[0].weight.register_hook(lambda gradient: gradient)
 
 
-class Outside(Learner):
-    """Uses a parameter without its module."""
-
-    def loss(self, batch: Any) -> Any:
-        return F.cross_entropy(self.net(F.linear(batch[0], self.net[0].weight)[:, :8]), batch[1])
-
-
-class InnerModule(Learner):
-    """Calls a module in a unit by itself."""
-
+class Mixed(Learner):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Block(8), Block(8))
-
-    def loss(self, batch: Any) -> Any:
-        return super().loss([self.blocks(self.blocks[1].mix(batch[0])), batch[1]])
+        self.one = nn.Parameter(torch.zeros(2))
+        self.other = nn.Parameter(torch.zeros(2, dtype=torch.float64))
 
 
 class Stale(Learner):
@@ -66,8 +54,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "pruning": (Learner, {"callbacks": [ModelPruning("l1_unstructured", amount=0.1)]}, "replaces parameters"),
     "an early optimizer": (OwnOptimizer, {}, "it would train nothing"),
     "a hook": (Hooked, {}, "net.0.weight has a hook of its own"),
-    "a parameter outside": (Outside, {}, "is used outside of the `forward` of the unit"),
-    "a module outside": (InnerModule, {}, r"Linear 'blocks.1.mix' is used outside"),
+    "two dtypes": (Mixed, {}, "one is torch.float32, other is torch.float64"),
     "an old object": (Stale, {}, "meta"),
 }
 

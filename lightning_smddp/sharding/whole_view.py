@@ -1,0 +1,120 @@
+"""What user code computes of divided tensors is what it would compute of the whole ones.
+
+By itself a ``DTensor`` is no drop-in for user code: ``parameter.grad.norm().item()`` is the norm of this rank's share,
+and a divided weight cannot be multiplied with a plain activation. Within the view, operators get whole tensors in their
+place, and give plain ones; what writes to a divided tensor (``parameter.mul_(0.99)``) writes each rank's share.
+
+It is collective: all ranks have to compute the same. Gradients that come back are averaged over ranks, as all are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_smddp._compat.fsdp import call_as_is, dtensor_functions
+from lightning_smddp.sharding.whole_states import own_part
+from lightning_smddp.wire.pytree import leaves, map_leaves
+
+# What is asked about a tensor, or does not look at its values.
+_AS_IT_IS = frozenset({
+    "__delete__", "__get__", "__hash__", "__len__", "__repr__", "__set__", "backward", "data_ptr", "detach", "dim",
+    "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_set_to", "ndimension",
+    "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size",
+    "storage_offset", "stride", "untyped_storage",
+})  # fmt: skip
+_WRITING = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__", "__imod__"})
+
+
+class WholeView:
+    """Lets operators of ``DTensor`` be handled by :meth:`inside`, while it is installed."""
+
+    def __init__(self) -> None:
+        self._on = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Until the end of a run: the view can be entered."""
+        with dtensor_functions(self._handle):
+            yield
+
+    @contextmanager
+    def inside(self, on: bool = True) -> Iterator[None]:
+        """User code runs in here; with ``on=False`` code that is written for shares, within it."""
+        before, self._on = self._on, on
+        try:
+            yield
+        finally:
+            self._on = before
+
+    def _handle(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(function, "__name__", "")
+        if not self._on or name in _AS_IT_IS:
+            return call_as_is(function, args, kwargs)
+        with self.inside(False):
+            if name == "__setitem__" and isinstance(args[0], DTensor):
+                return _set_item(*args)
+            if _writes(name) and _has_divided(args[0]):
+                return call_as_is(function, (args[0], *(_shares(value, args[0]) for value in args[1:])), kwargs)
+            return function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
+
+
+def _writes(name: str) -> bool:
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def _has_divided(written: Any) -> bool:
+    """Whether a divided tensor is written to, or a list with one."""
+    return any(isinstance(leaf, DTensor) for leaf in leaves(written))
+
+
+def _shares(value: Any, written: Any) -> Any:
+    """An operand of an operator that writes to ``written``: of a whole tensor of its shape this rank's share."""
+    if isinstance(value, (list, tuple)) and isinstance(written, (list, tuple)):
+        return [_shares(one, other) for one, other in zip(value, written, strict=True)]
+    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if is_plain and isinstance(written, DTensor) and value.dim() > 0:
+        return own_part(value.expand(written.shape), written)
+    return value
+
+
+def _set_item(divided: DTensor, index: Any, value: Any) -> None:
+    with torch.no_grad():
+        whole = _all_of(divided)
+        whole[map_leaves(_whole, index)] = _whole(value)
+        divided.to_local().copy_(own_part(whole, divided).to_local())
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    if value.requires_grad and torch.is_grad_enabled():
+        apply: Callable[[Any], Any] = _Whole.apply
+        return apply(value)
+    return _all_of(value.detach())
+
+
+def _all_of(divided: Any) -> Tensor:
+    whole: Tensor = divided.full_tensor()
+    return whole
+
+
+class _Whole(torch.autograd.Function):
+    """A divided tensor as a whole one. Gradients, which differ between ranks as their batches do, are averaged."""
+
+    @staticmethod
+    def forward(ctx: Any, divided: DTensor) -> Tensor:
+        ctx.like = divided.detach()
+        return _all_of(divided)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        mean = gradient.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(mean)
+        return own_part(mean.div_(dist.get_world_size()), ctx.like)
