@@ -49,16 +49,18 @@ def require_precision(config: Mapping[str, Any]) -> None:
         )
 
 
-def take_up_writes(engine: Any) -> None:
-    """What the user's code has written to parameters since the last step holds, as in one process.
+def take_up_writes(engine: Any) -> bool:
+    """What the user's code has written to parameters since the last step holds, as in one process. Whether it does.
 
     Stages 1 and 2 step a copy of each rank's part in fp32, and would undo it. Where parameters are in 16 bits, the copy
     knows more than they do, and stays.
     """
     zero = engine.optimizer
     flat = getattr(zero, "bit16_groups_flat", ())  # stage 3 has none
-    if flat and all(group.dtype == torch.float32 for group in flat) and not zero.cpu_offload:
+    takes = bool(flat) and all(group.dtype == torch.float32 for group in flat) and not zero.cpu_offload
+    if takes:
         zero.refresh_fp32_params()
+    return takes
 
 
 def take_hooks_off(engine: Any) -> None:

@@ -32,6 +32,7 @@ from lightning_smddp.deepspeed.start import (
     take_up_writes,
     use_device,
 )
+from lightning_smddp.deepspeed.unseen_writes import UnseenWrites
 from lightning_smddp.deepspeed.whole_states import WholeStates, parameter_groups
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
@@ -78,6 +79,7 @@ class DeepSpeedEngineStrategy(_Base):
     _outline: OptimizerOutline | None
     _engine: Any = None  # until the next run: what was trained can be saved behind its end
     _gradients_seen: GradientsSeen | None = None  # until the first step
+    _unseen_writes: UnseenWrites
     _loss: Tensor | None = None  # of the last backward pass
 
     # ---- devices ----
@@ -143,10 +145,12 @@ class DeepSpeedEngineStrategy(_Base):
             if self._gradients_seen is not None:
                 self._gradients_seen.look(self.is_global_zero)
                 self._gradients_seen = None
-            take_up_writes(engine)
+            if not take_up_writes(engine):
+                self._unseen_writes.require_none()
             return result
 
         result = super().optimizer_step(optimizer, written, model, **kwargs)
+        self._unseen_writes.note()
         if not engine.was_step_applied() and not engine.fp16_enabled():  # fp16 tries what is too large on purpose
             self._step_left_out()
         return result
@@ -170,7 +174,7 @@ class DeepSpeedEngineStrategy(_Base):
         self._groups, self._outline = parameter_groups(None, model), None
         super()._initialize_deepspeed_train(model)
         self._engine = self.model
-        self._gradients_seen = GradientsSeen(model)
+        self._gradients_seen, self._unseen_writes = GradientsSeen(model), UnseenWrites(model)
 
     @override
     def _initialize_deepspeed_inference(self, model: Any) -> None:
@@ -293,7 +297,9 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
         ended = {"_links": ExitStack(), "_engine": None, "_loss": None, "_gradients_seen": None}
-        return {**super().__getstate__(), **ended}
+        state = {**super().__getstate__(), **ended}
+        state.pop("_unseen_writes", None)
+        return state
 
     @override
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
@@ -329,6 +335,7 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
 
     @override
     def _training_starts(self) -> None:
+        self._unseen_writes.note()  # a checkpoint was loaded
         if self._session.options.communication.verbose and self.is_global_zero:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer

@@ -220,9 +220,14 @@ def meet_nan(stage: int) -> tuple[str, list[str], int]:
 
 
 def write(stage: int) -> dict[str, Any]:
-    """The weights of a module that writes to them; in stage 3 it has none to write to."""
+    """The weights of a module that writes to them; in stage 3 the error."""
     model = Writing()
-    make_trainer(SMDDPDeepSpeedStrategy(stage=stage)).fit(model)
+    trainer = make_trainer(SMDDPDeepSpeedStrategy(stage=stage))
+    if stage == 3:
+        with pytest.raises(ValueError, match="since the last step") as caught:
+            trainer.fit(model)
+        return {"error": str(caught.value)}
+    trainer.fit(model)
     return model.state_dict()
 
 
@@ -289,8 +294,7 @@ def train_all(directory: str) -> dict[int, dict[str, Any]]:
         found[stage] = {**results, "going on": go_on(stage, folder), "nan": meet_nan(stage)}
         found[stage]["directory"] = use_directories(stage, folder)
         found[stage]["unused"] = forget(stage)
-        if stage < 3:
-            found[stage]["writing"] = write(stage)
+        found[stage]["writing"] = write(stage)
     return found
 
 
@@ -352,6 +356,12 @@ class TestOnRanks:
         make_trainer("auto").fit(model)
         for result in results:
             torch.testing.assert_close(result[stage]["writing"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+    def test_what_a_hook_writes_where_deepspeed_does_not_see_it_is_an_error(self, results):
+        for result in results:
+            error = result[3]["writing"]["error"]
+            assert error.startswith("net.0.weight: written to since the last step")
+            assert "safe_set_full_fp32_param" in error
 
     @pytest.mark.parametrize("stage", STAGES)
     def test_a_step_that_deepspeed_leaves_out_is_named(self, results, stage):
