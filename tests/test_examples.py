@@ -18,7 +18,7 @@ from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SMALL = ["digits.py", "gpt.py", "fabric_digits.py", "cli.py", "resume.py"]
+SMALL = ["digits.py", "gpt.py", "fabric_digits.py", "cli.py", "resume.py", "fsdp_gpt.py"]
 PIPELINES = [
     "pipeline_mlp.py", "pipeline_gpt.py", "pipeline_transformers.py", "pipeline_unet.py", "pipeline_replicas.py",
     "pipeline_cli.py",
@@ -77,6 +77,15 @@ def test_example_learns_on_two_ranks(name: str, label: str, low: float, high: fl
     assert "2 ranks on cpu" in result.stdout
     assert "gradient communication over" in result.stdout
     assert low <= number_after(label, result.stdout) <= high
+
+
+@pytest.mark.slow
+def test_fully_sharded_example_learns_on_two_ranks(tmp_path: Path) -> None:
+    result = run(first_line_command("fsdp_gpt.py"), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "2 on cpu, 2 to a copy" in result.stdout
+    assert 1.0 <= number_after("train loss", result.stdout) <= 4.0
+    assert (tmp_path / "gpt.ckpt").is_file()
 
 
 @pytest.mark.slow

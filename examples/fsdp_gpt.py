@@ -1,0 +1,23 @@
+# python examples/fsdp_gpt.py
+"""A GPT of which each of two CPU ranks keeps a half: parameters, gradients and optimizer state."""
+
+import lightning as L
+from lightning.pytorch.utilities import grad_norm
+from models import GPT, standard_library
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+
+class Watched(GPT):
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.log_dict({name: norm for name, norm in grad_norm(self, 2).items() if "total" in name})  # of the whole
+
+
+if __name__ == "__main__":
+    L.seed_everything(0)
+    data = DataLoader(standard_library(samples=1024), batch_size=16, shuffle=True)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp_fsdp", max_epochs=1, gradient_clip_val=1.0)
+    trainer.fit(Watched(), data)
+    trainer.save_checkpoint("gpt.ckpt")  # one plain file, for any strategy
+    found = trainer.callback_metrics
+    trainer.print(f"train loss {found['train_loss']:.2f}, gradient norm {found['grad_2.0_norm_total']:.2f}")
