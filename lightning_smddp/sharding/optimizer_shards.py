@@ -109,7 +109,7 @@ class OptimizerShards:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The closure comes first: it computes gradients of the parameters."""
-        args, kwargs = _closure_called(args, kwargs)
+        args, kwargs = closure_called(args, kwargs)
         if self._copies is not None:
             self._copies.begin_step()
             self._take_pieces()
@@ -204,7 +204,7 @@ class ShardedPiece:
     parameter: nn.Parameter
 
 
-def _closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
+def closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a step whose closure has been called already. ``args`` begins with the optimizer."""
     closure: Callable[[], Any] | None = kwargs.get("closure")
     if len(args) > 1:

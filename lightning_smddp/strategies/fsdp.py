@@ -33,6 +33,7 @@ from lightning_smddp.pipeline.state.materialize import materialize, parameters_o
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
+from lightning_smddp.sharding.local_steps import LocalSteps
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import (
@@ -120,6 +121,7 @@ class FullyShardedParallel(TrainerStrategy):
     _notebook_name = "smddp_fsdp_notebook"
     _sharded: FullySharded | None = None  # from setup to teardown
     _collectives: ShardedCollectives | None = None  # likewise
+    _local_steps: Sequence[LocalSteps] = ()  # likewise
     _broadcasts_buffers = True
     _loss: Tensor | None = None  # of the latest backward pass
     _bad: Mapping[str, str] | None = None  # what it left on this rank that is not finite
@@ -159,6 +161,7 @@ class FullyShardedParallel(TrainerStrategy):
             **super().__getstate__(),
             "_sharded": None,
             "_collectives": None,
+            "_local_steps": (),
             "_loss": None,
             "_whole_again": {},
             "_changes": ExitStack(),
@@ -267,6 +270,14 @@ class FullyShardedParallel(TrainerStrategy):
         require_optimizers_of_module(self.lightning_module, optimizers)
         # One that looks at more than single elements steps with whole values, each rank all of them.
         self._steps_whole = any(granularity(optimizer)[0] is not Granularity.ELEMENT for optimizer in optimizers)
+        self._close_local_steps()
+        if not self._steps_whole:
+            self._local_steps = [LocalSteps(optimizer) for optimizer in optimizers]
+
+    def _close_local_steps(self) -> None:
+        for steps in self._local_steps:
+            steps.close()
+        self._local_steps = []
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_by_norm(self._optimized(optimizer), clip_val, self._require_sharded().shard_group, self.root_device)
@@ -275,6 +286,7 @@ class FullyShardedParallel(TrainerStrategy):
     def _release_model(self) -> None:
         """Give back a whole module, if there is room for it and no rank has gone."""
         self._changes.close()
+        self._close_local_steps()
         sharded, self._sharded = self._sharded, None
         give_back_clipping(self.precision_plugin)
         if sharded is not None and not self._interrupted:
@@ -301,8 +313,14 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        with self._view.inside(self._steps_whole):
-            yield
+        for steps in self._local_steps:
+            steps.stand_next_to_step()
+        try:
+            with self._view.inside(self._steps_whole):
+                yield
+        finally:
+            for steps in self._local_steps:
+                steps.restore()
 
     def _make_whole(self, sharded: FullySharded) -> None:
         module, world = sharded.root, dist.group.WORLD
