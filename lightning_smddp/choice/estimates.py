@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 from lightning_smddp.choice.step_profile import StepProfile
 
+_DEEPSPEED_BUCKET = 4 * 200_000_000  # bytes: Lightning's default
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -144,6 +146,29 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
     )
     stepping = replace(held, temporary=sizes.optimizer_temporary // ranks)
     return max(in_step, stepping, key=lambda memory: memory.total)
+
+
+def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Memory:
+    """``smddp_deepspeed`` with Lightning's default buckets, all parameters in 32 bits.
+
+    DeepSpeed trains a copy of each rank's share. With stages 1 and 2 gradients lie in a bucket, in a second one while
+    they are exchanged, and twice as shares; so they take the same memory, where one bucket holds all of them. With
+    stage 3 a model that is smaller than the buckets is gathered whole, too, and gradients are reduced whole. Shares of
+    gradients and buckets were found by measuring, not in a formula of DeepSpeed's.
+    """
+    share = -(-sizes.parameters // ranks)
+    bucket = min(sizes.gradients, _DEEPSPEED_BUCKET)
+    parameters, buckets = sizes.parameters + share, 2
+    if stage == 3:
+        parameters, buckets = 2 * share, 4
+    return Memory(
+        parameters=parameters + sizes.buffers,
+        gradients=2 * -(-sizes.gradients // ranks),
+        optimizer_state=-(-sizes.state // ranks),
+        activations=sizes.batch + profile.kept,
+        communication=buckets * bucket + share * (stage < 3),
+        temporary=profile.peak - profile.kept,
+    )
 
 
 def _fullest(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, state: int) -> Memory:

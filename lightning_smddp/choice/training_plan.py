@@ -7,11 +7,13 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import LBFGS
 
 from lightning_smddp.bridge.step import loss_of
 from lightning_smddp.choice.estimates import (
@@ -19,6 +21,7 @@ from lightning_smddp.choice.estimates import (
     Sizes,
     UnitSizes,
     data_parallel,
+    deepspeed,
     fully_sharded,
     sharded_optimizer,
 )
@@ -29,11 +32,13 @@ from lightning_smddp.choice.report import as_text
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.microbatches import rows_of
+from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import find_units
 from lightning_smddp.wire.pytree import tensors
 from lightning_smddp.wording import counted
 
 _GIB = 2**30
+_NEARLY = 0.9  # of the fastest one's rows in a second: times are not known better, and simple strategies come first
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class TrainingPlan:
         module: name of the module's class.
         devices: ranks, on one node.
         memory_gb: GiB that a rank may use.
-        estimates: of each strategy.
+        estimates: of each strategy, the simplest first.
         notes: what holds for all of them.
         process_bytes: what this process held before the module was looked at, without files.
     """
@@ -58,9 +63,10 @@ class TrainingPlan:
 
     @property
     def best(self) -> Estimate | None:
-        """Of the strategies that fit the one that trains on most rows in a second; None if none fits."""
+        """The one to take: of those that fit and train on nearly most rows in a second the first; None if none fits."""
         fitting = [estimate for estimate in self.estimates if estimate.fits]
-        return max(fitting, key=lambda estimate: estimate.rows_per_s or 0.0, default=None)
+        fastest = max([estimate.rows_per_s or 0.0 for estimate in fitting], default=0.0)
+        return next((estimate for estimate in fitting if (estimate.rows_per_s or 0.0) >= _NEARLY * fastest), None)
 
     @property
     def trainer(self) -> str | None:
@@ -159,9 +165,18 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
             share,
         ),
     ]
+    if _is_32_bit(first):
+        for stage in (1, 2, 3):
+            name = f"smddp_deepspeed_stage_{stage}"
+            cases.append((name, f'"{name}"', deepspeed(sizes, step, devices, stage), share))
+    reasons = _refusals(first)
     estimates = []
     for name, strategy, memory, seconds in cases:
-        estimates.append(Estimate(name, strategy, memory, crowded * seconds, rows, memory.total <= limit))
+        refused = next((why for prefix, why in reasons.items() if name.startswith(prefix)), None)
+        if refused is not None:
+            estimates.append(Estimate(name, strategy, notes=(refused,)))
+        else:
+            estimates.append(Estimate(name, strategy, memory, crowded * seconds, rows, memory.total <= limit))
     if devices > 1:
         for estimate in estimate_pipelines(first, sizes, optimizers.state, devices, limit):
             if estimate.step_s is not None:
@@ -170,6 +185,30 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
             estimates.append(estimate)
     name = type(first.module).__name__
     return TrainingPlan(name, devices, memory_gb, tuple(estimates), optimizers.notes)
+
+
+def _is_32_bit(first: FirstBatch) -> bool:
+    """DeepSpeed casts parameters by itself, so where they are not trained in 32 bits nothing is predicted of it."""
+    with first.precision():
+        casts = torch.is_autocast_enabled("cpu")
+    return not casts and all(parameter.dtype == torch.float32 for parameter in first.module.parameters())
+
+
+def _refusals(first: FirstBatch) -> dict[str, str]:
+    """By the begin of a strategy's name why the module's optimizers cannot be used with it."""
+    reasons = {}
+    for optimizer in first.optimizers:
+        found, why = granularity(optimizer)
+        name = type(optimizer).__name__
+        if found is Granularity.NONE or isinstance(optimizer, LBFGS):
+            reasons["smddp, shard"] = f"{name} cannot be shared: {why or 'it needs all gradients at once'}"
+        if found is not Granularity.ELEMENT:
+            reasons["smddp_deepspeed"] = f"DeepSpeed cuts parameters anywhere, and of {name} it is not known: {why}"
+    if len(first.optimizers) > 1:
+        reasons["smddp_deepspeed"] = f"DeepSpeed takes one optimizer, and there are {len(first.optimizers)}"
+    if find_spec("deepspeed") is None:
+        reasons["smddp_deepspeed"] = "it is not installed: pip install 'lightning-smddp[deepspeed]'"
+    return reasons
 
 
 def _profile(first: FirstBatch) -> StepProfile:

@@ -83,6 +83,11 @@ class Reading(Small):
         return F.cross_entropy(self.net[1:](x), batch[1])
 
 
+class WithLBFGS(Small):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 def make(width: int = 16) -> Small:
     """A factory."""
     return Small(width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_smddp.choice.estimates import (
     Sizes,
     UnitSizes,
     data_parallel,
+    deepspeed,
     fully_sharded,
     sharded_optimizer,
 )
@@ -25,7 +27,7 @@ from lightning_smddp.choice.optimizer_profile import profile_optimizers
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
 from lightning_smddp.choice.training_plan import TrainingPlan
 from lightning_smddp.cli import main
-from tests.choice.modules import ByHand, Empty, Reading, Small, WithoutData
+from tests.choice.modules import ByHand, Empty, Reading, Small, WithLBFGS, WithoutData
 
 MODULES = "tests.choice.modules"
 
@@ -97,6 +99,8 @@ def test_memory_of_data_parallel_ranks() -> None:
     # 40 of two units, 10 in which they are gathered, 40 of a unit's gradients, 40 of the root.
     assert fully_sharded(SIZES, profile, 4, units, reshard=True) == Memory(26, 23, 45, 35, 130, 10)
     assert fully_sharded(SIZES, profile, 4, units, reshard=False) == Memory(26, 23, 45, 35, 170, 10)
+    assert deepspeed(SIZES, profile, 4, stage=2) == Memory(126, 46, 45, 35, 205, 10)
+    assert deepspeed(SIZES, profile, 4, stage=3) == Memory(51, 46, 45, 35, 360, 10)
 
 
 # ---- the choice ----
@@ -107,7 +111,8 @@ def estimate(name: str, fits: bool, rows: int, seconds: float | None = 1.0) -> E
 
 
 def test_the_fastest_of_those_that_fit_is_taken() -> None:
-    estimates = (estimate("a", False, 30), estimate("b", True, 10), estimate("c", True, 20), Estimate("d", "d"))
+    slower, nearly = estimate("b", True, 10), estimate("c", True, 19)
+    estimates = (estimate("a", False, 30), slower, nearly, estimate("e", True, 20), Estimate("d", "d"))
     found = TrainingPlan("M", 2, 1.5, estimates)
     assert found.trainer == 'Trainer(strategy="c", devices=2)'
     none = TrainingPlan("M", 2, 0.5, (estimate("a", False, 30), Estimate("d", "d", notes=("of this",))))
@@ -121,22 +126,35 @@ def test_a_plan_of_a_small_module() -> None:
     found = lightning_smddp.plan(Small(), 2, 1.0)
     names = [estimate.name for estimate in found.estimates if estimate.memory is not None]
     data_parallel = ["smddp", "smddp, shard='optimizer'", "smddp_fsdp, full", "smddp_fsdp, grad_op"]
+    deepspeed = [f"smddp_deepspeed_stage_{stage}" for stage in (1, 2, 3)]
     assert names[:4] == data_parallel
-    assert [name.partition(",")[0] for name in names[4:]] == ["smddp_pipeline"] * 4
-    assert all(estimate.fits for estimate in found.estimates)
+    assert [name for name in names[4:] if "deepspeed" in name] == (deepspeed if find_spec("deepspeed") else [])
+    assert [name.partition(",")[0] for name in names[-4:]] == ["smddp_pipeline"] * 4
+    assert all(estimate.fits for estimate in found.estimates if estimate.memory is not None)
     parts = found.estimates[0].memory
     whole = 4 * (8 * (16 * 16 + 16) + 16 * 3 + 3)
     assert (parts.parameters, parts.gradients, parts.communication) == (whole, whole, whole)
     assert parts.optimizer_state == 2 * whole + 18 * 4  # and a count for each parameter
-    assert [estimate.rows for estimate in found.estimates] == [16] * 4 + [8] * 4
-    of_stages = found.estimates[4].memory
+    rows = {estimate.name: estimate.rows for estimate in found.estimates}
+    assert (rows["smddp"], rows["smddp_fsdp, full"], rows["smddp_pipeline, 1f1b"]) == (16, 16, 8)
+    of_stages = found.estimates[-4].memory
     assert of_stages.parameters <= whole
     assert "predicted from a CPU trace" in str(found)
 
 
+def test_optimizers_that_cannot_be_shared_are_said() -> None:
+    found = {estimate.name: estimate for estimate in lightning_smddp.plan(WithLBFGS(), 1, 1.0).estimates}
+    assert found["smddp, shard='optimizer'"].memory is None
+    assert "LBFGS cannot be shared" in found["smddp, shard='optimizer'"].notes[0]
+    assert found["smddp"].fits
+    assert found["smddp_deepspeed_stage_2"].memory is None
+
+
 def test_what_no_pipeline_can_follow_is_said() -> None:
     found = lightning_smddp.plan(Reading(), 2, 1.0)
-    assert [estimate.memory is None for estimate in found.estimates] == [False] * 4 + [True] * 4
+    named = {estimate.name: estimate for estimate in found.estimates}
+    refused = {name for name, estimate in named.items() if estimate.memory is None and "deepspeed" not in name}
+    assert refused == {name for name in named if "pipeline" in name}
     assert "reads the value of a tensor" in str(found)
 
 
