@@ -180,6 +180,9 @@ class _Pipeline:
             self.graph = build_graph(traced, Modules(traced, self.module), is_within(units))
         plans = self.cuts.plans(len(self.graph.nodes))
         self.profiles = profile_stages(self.graph, plans, run, self._loss, self.module, checkpointing)
+        self.plain_profiles = self.profiles  # of trials at the start, which keep all activations
+        if checkpointing:
+            self.plain_profiles = profile_stages(self.graph, plans, run, self._loss, self.module, False)
 
     def _traced(self, run: Callable[[], Any]) -> Trace:
         with preserve_state(self.module, _CPU), kept_parameters(self.module):
@@ -240,8 +243,8 @@ class _Pipeline:
 
     def _start(self, sizes: Sizes) -> Memory:
         """The first rank's before training: the whole module, and gradients of some rows to find weights by."""
-        kept = sum(profile.kept for profile in self.profiles)
-        for_a_moment = max(profile.peak - profile.kept for profile in self.profiles)
+        kept = sum(profile.kept for profile in self.plain_profiles)
+        for_a_moment = max(profile.peak - profile.kept for profile in self.plain_profiles)
         share = self.pair.size / self.microbatches[0].size
         return Memory(
             parameters=sizes.parameters + sizes.buffers,
