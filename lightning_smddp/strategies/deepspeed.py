@@ -113,6 +113,14 @@ class DeepSpeedEngineStrategy(_Base):
             configuration.for_cpu(self.config)
         require_precision(self.config)
 
+    @override
+    def _auto_select_batch_size(self) -> int:
+        """For the throughput that DeepSpeed logs. Loaders of ready batches (``batch_size=None``) have none."""
+        try:
+            return super()._auto_select_batch_size()
+        except AttributeError:
+            return 1
+
     # ---- training ----
 
     @property

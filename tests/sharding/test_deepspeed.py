@@ -10,6 +10,7 @@ import os
 import pickle
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_smddp import SMDDPDeepSpeedStrategy
 from lightning_smddp.communication.errors import RankFailedError
@@ -495,3 +497,10 @@ def test_the_users_configuration_stays_as_it_is():
     strategy = SMDDPDeepSpeedStrategy(config=config)
     strategy.config["gradient_clipping"] = 1.0
     assert config == {"zero_optimization": {"stage": 2}}
+
+
+def test_a_loader_of_ready_batches_needs_no_batch_size():
+    source = SimpleNamespace(is_defined=lambda: True, dataloader=lambda: DataLoader([1], batch_size=None))
+    strategy = SMDDPDeepSpeedStrategy()
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(fit_loop=SimpleNamespace(_data_source=source)))
+    assert strategy._auto_select_batch_size() == 1
