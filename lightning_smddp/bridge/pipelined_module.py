@@ -364,9 +364,9 @@ class PipelinedModule:
         return self.state.compression_state()
 
     def load_compression_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """What compression remembers, as a checkpoint has it; before the first batch."""
-        assert isinstance(self.state, Unpartitioned)
-        self.state.remembered = state
+        """Go on with what compression remembers, as a checkpoint has it; steps that run as a whole do not compress."""
+        if isinstance(self.state, Unpartitioned):
+            self.state.remembered = state
 
     def optimized(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """The parameters of all ranks in ``optimizer``."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 
 from lightning_smddp import from_sagemaker
 from tests.ranks import run_trainer_ranks
@@ -25,20 +26,41 @@ class Net(Learner):
         self.net.append(torch.nn.Linear(3, 3))
 
 
-def run_all(texts: list[str]) -> list[str]:
-    """Run every snippet, with a quiet Trainer for the ranks that there are; returns the strategies' classes."""
+class Mean(LightningModule):
+    """Takes rows of 32 numbers, without targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(32, 2)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run_all(texts: list[str]) -> tuple[list[str], list[Any]]:
+    """Run every snippet, with a quiet Trainer for the ranks that there are.
+
+    Returns the strategies' classes, and what was printed.
+    """
     strategies: list[str] = []
+    printed: list[Any] = []
 
     def trainer(strategy: Any, **options: Any) -> Any:
         kept = {name: value for name, value in options.items() if name not in OURS}
-        made = make_trainer(strategy, max_steps=2, **kept)
+        made = make_trainer(strategy, **{"max_steps": 2, **kept})
         strategies.append(type(made.strategy).__name__)
         return made
 
     for text in texts:
         loader = torch.utils.data.DataLoader(Learner().train_dataloader().dataset, batch_size=16)
-        exec(compile(text, "snippet", "exec"), {"L": SimpleNamespace(Trainer=trainer), "Net": Net, "data": loader})
-    return strategies
+        names: dict[str, Any] = {"L": SimpleNamespace(Trainer=trainer), "Net": Net, "data": loader}
+        if "def proof" in text:
+            names |= {"Net": Mean, "print": printed.append}
+        exec(compile(text, "snippet", "exec"), names)
+    return strategies, printed
 
 
 @pytest.mark.slow
@@ -46,13 +68,17 @@ def test_the_after_parts_train() -> None:
     texts = snippets(PAGE, "python")
     found = run_trainer_ranks(run_all, 2, texts, timeout=110)
     assert found[0] == found[1]
-    data, pipeline = "SMDDPStrategy", "PipelineStrategy"
-    assert found[0] == [data, data, pipeline, pipeline, pipeline, data, pipeline, pipeline, data, pipeline]
+    strategies, printed = found[0]
+    data, pipeline, deepspeed = "SMDDPStrategy", "PipelineStrategy", "SMDDPDeepSpeedStrategy"
+    by_deepspeed = [deepspeed] * 3  # the proof has two Trainers
+    expected = [data, data, pipeline, pipeline, pipeline, data, *by_deepspeed, pipeline, pipeline, data, pipeline]
+    assert strategies == expected
+    assert printed == [1.0]
 
 
 def test_before_parts_are_python() -> None:
     before = snippets(PAGE, "py")
-    assert len(before) == 9
+    assert len(before) == 10
     for text in before:
         ast.parse(text)
 
