@@ -25,11 +25,12 @@ _REGISTRIES = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning", "SMDDPFabricStrategy", False),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric", "SMDDPFabricStrategy", False),
 }
-# strategies of the Trainer alone: name -> (class, what it is)
+# the other strategies of the Trainer and of Fabric: name -> (class, what it is)
 _OF_TRAINER = {
     "smddp_pipeline": ("PipelineStrategy", "pipeline parallelism"),
     "smddp_fsdp": ("SMDDPFSDPStrategy", "fully sharded data parallelism"),
 }
+_OF_FABRIC = {"smddp_fsdp": ("SMDDPFabricFSDPStrategy", "fully sharded data parallelism")}
 # module that searches for a cluster environment -> what `_compat/environments.py` does with it
 _CHANGES = {
     "lightning.fabric.plugins.environments.mpi": "survive_mpi4py_without_mpi",
@@ -77,10 +78,10 @@ def register(module: ModuleType) -> None:
     if registry is None:  # the module is still being executed; its loader calls again when it is done
         return
     entries = [(name, data_parallel, "data parallelism", arguments) for name, arguments in _variants().items()]
-    for name, (class_name, what) in _OF_TRAINER.items():
+    others = _OF_TRAINER if is_trainers else _OF_FABRIC
+    for name, (class_name, what) in others.items():
         for suffix, start_method in _START_METHODS.items():
-            if is_trainers:
-                entries.append((f"{name}{suffix}", class_name, what, {"start_method": start_method}))
+            entries.append((f"{name}{suffix}", class_name, what, {"start_method": start_method}))
     if is_trainers:
         for suffix, arguments in _STAGES.items():
             entries.append((f"smddp_deepspeed{suffix}", "SMDDPDeepSpeedStrategy", "DeepSpeed's ZeRO", arguments))

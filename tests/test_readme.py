@@ -28,6 +28,7 @@ from lightning_smddp import (
     PartitionOptions,
     PipelineStrategy,
     ReliabilityOptions,
+    SMDDPFabricFSDPStrategy,
     SMDDPFabricStrategy,
     SMDDPFSDPStrategy,
     SMDDPStrategy,
@@ -229,6 +230,8 @@ def test_arguments_of_full_sharding_are_the_signature() -> None:
     assert list(found) == [*defaults_of(parameters), *fsdp.FromDDP.__annotations__]
     own = {name: text for name, text in found.items() if not text.startswith("as of")}
     assert own.items() <= defaults_of(parameters).items()
+    of_fabric = defaults_of(inspect.signature(SMDDPFabricFSDPStrategy.__init__).parameters.values())
+    assert of_fabric == {name: text for name, text in defaults_of(parameters).items() if name != "resume"}
 
 
 @pytest.mark.parametrize("group", [CommunicationOptions, ReliabilityOptions, PartitionOptions])

@@ -169,9 +169,15 @@ class FullySharded:
                 keeps = trains is not None
             module.set_reshard_after_forward(not keeps, recurse=False)
 
-    def before_backward(self, loss: Tensor) -> None:
-        """The root's gradients are averaged when the backward pass of ``loss`` ends."""
-        watch_loss(self.root, loss)
+    def before_backward(self, loss: Tensor, watches: bool = True) -> None:
+        """The root's gradients are averaged when the backward pass of ``loss`` ends.
+
+        Args:
+            loss: what is differentiated.
+            watches: whatever was returned. Else if it begins at tensors that the root's ``forward`` has returned.
+        """
+        if watches:
+            watch_loss(self.root, loss)
         for name, parameter in whole_parameters(self.root):
             if parameter.requires_grad and name not in self._noted:
                 self._noted.add(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
+from lightning_smddp.strategies.fabric_base import FabricStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
@@ -29,19 +30,10 @@ from lightning_smddp.strategies.options import (
     ReliabilityOptions,
     require_shard,
 )
-from lightning_smddp.strategies.reductions import mean_by_sum
-from lightning_smddp.strategies.session import GradientCommunication, check_devices, finish_wrapping
-from lightning_smddp.strategies.start import start_process_group
-from lightning_smddp.strategies.tables import print_table
-from lightning_smddp.wire.values import broadcast_value
-
-if TYPE_CHECKING:
-    from lightning.fabric.strategies import DDPStrategy as _Base
-else:
-    _Base = object
+from lightning_smddp.strategies.session import finish_wrapping
 
 
-class FabricDataParallel(_Base):
+class FabricDataParallel(FabricStrategy):
     """Data parallelism with optimized all-reduce, for Fabric. Arguments as those of ``SMDDPStrategy``, but ``resume``.
 
     By position those of Fabric's ``DDPStrategy`` can be given, in its order. Of ``reliability`` what is about stops and
@@ -66,12 +58,11 @@ class FabricDataParallel(_Base):
     ) -> None:
         require_known(self, kwargs, self._option_groups)
         require_shard(shard)
-        self._reliability = group_of("reliability", ReliabilityOptions, reliability)
-        _refuse_of_trainer(self._reliability)
         gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
+        reliability = group_of("reliability", ReliabilityOptions, reliability)
         kwargs = by_name(super().__init__, args, kwargs)
         super().__init__(**kwargs)
-        self._session = GradientCommunication(gradients)
+        self._hold_options(gradients, reliability)
         self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
         self._user_ddp_kwargs = dict(self._ddp_kwargs)
         self._shard = shard
@@ -91,18 +82,6 @@ class FabricDataParallel(_Base):
     def load_communication_state(self, state: dict[str, dict[str, Tensor]]) -> None:
         """Continue from a saved :meth:`communication_state`."""
         self._session.load_state_dict(state)
-
-    def setup_environment(self) -> None:
-        """Start the process group, after a look at what the launcher started."""
-        environment = self.cluster_environment
-        check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
-        super().setup_environment()
-        self._session.process_group_started()
-
-    def _setup_distributed(self) -> None:
-        self._set_world_ranks()
-        start_process_group(self, self._get_process_group_backend(), self._timeout, self._reliability.start_limit)
-        super()._setup_distributed()
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """The backward pass. Raises ``RuntimeError`` where a gradient is not averaged, as it would be silent in DDP."""
@@ -132,12 +111,6 @@ class FabricDataParallel(_Base):
         watches = [synchronizer.watch for synchronizer in self._session.synchronizers]
         return next((w.names[id(parameter)] for w in watches if id(parameter) in w.names), "an unnamed parameter")
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """``obj`` of rank ``src`` on every rank, without pickle. Raises ``ValueError`` for objects that need it."""
-        if not dist.is_initialized() or dist.group.WORLD is None:
-            return obj
-        return broadcast_value(obj, src, dist.group.WORLD, self.root_device)
-
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
         self._frozen.append(FrozenParameters(module))
@@ -149,12 +122,8 @@ class FabricDataParallel(_Base):
         finish_wrapping(self.root_device)
         self._session.attach(model)
         self._modules.append(module)
-        self._print(self._session.summary())
+        self._print("smddp: data parallelism", self._session.summary())
         return model
-
-    def _print(self, rows: list[tuple[str, str]]) -> None:
-        if self._session.options.communication.verbose and self.global_rank == 0:
-            print_table("smddp: data parallelism", rows)
 
     # ---- a sharded optimizer ----
 
@@ -178,7 +147,7 @@ class FabricDataParallel(_Base):
             prefix = f"{type(module).__name__} {number}: " if len(self._modules) > 1 else ""
             named += [(f"{prefix}{name}", p) for name, p in module.named_parameters() if id(p) in inside]
         self._sharded.append(ShardedOptimizers(named, [OptimizerShards(optimizer)], self._session.communicator))
-        self._print(self._sharded[-1].describe())
+        self._print("smddp: data parallelism", self._sharded[-1].describe())
         return optimizer
 
     def _shards_of(self, optimizer: Optimizer) -> OptimizerShards | None:
@@ -220,23 +189,8 @@ class FabricDataParallel(_Base):
                 stack.enter_context(set_within(shards.optimizer, "load_state_dict", load))
             return super().load_checkpoint(*args, **kwargs)
 
-    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
-        """Reduce a tensor over ranks; a mean is SUM, then division, as not every backend knows AVG."""
-        return mean_by_sum(super().all_reduce, tensor, group, reduce_op)
-
     def teardown(self) -> None:
         """Free shared memory, threads and sockets."""
         self._frozen = []
         self._session.close()
         super().teardown()
-
-
-def _refuse_of_trainer(reliability: ReliabilityOptions) -> None:
-    """Raise ``ValueError`` for what Fabric, whose loop is the user's own, does not do."""
-    for name in ("stop_grace", "async_save", "sharded"):
-        value = getattr(reliability, name)
-        if value != getattr(ReliabilityOptions, name):
-            raise ValueError(
-                f"reliability={reliability!r}: {name}={value!r} is for the Trainer's strategies. With Fabric stops and "
-                f"checkpoints are the script's own: leave {name} out."
-            )

@@ -16,40 +16,36 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
 from lightning_smddp._compat.trainer import around_hooks
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.consistency import check_trainable
-from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.pipeline.gradients.clipping import give_back_clipping, take_over_clipping
-from lightning_smddp.pipeline.partition.room import fits_on_hosts
 from lightning_smddp.pipeline.state.full_state import broadcast_initial
-from lightning_smddp.pipeline.state.materialize import materialize, parameters_on_meta
+from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.clipping import clip_by_norm
-from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
+from lightning_smddp.sharding.fully_sharded import FullySharded
 from lightning_smddp.sharding.local_steps import LocalSteps
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
-from lightning_smddp.sharding.units import Wrap, find_units
+from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
     Keepers,
     divided_model_state,
     divided_optimizer_state,
     gathered_model,
     gathered_optimizer,
-    whole,
 )
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.dividing import AverageWatch, Place, Sharding, ShardingOptions, divide, make_whole
 from lightning_smddp.strategies.fsdp_checks import (
     require_optimizers_of_module,
     require_supported,
-    unit_precision,
 )
 from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
 from lightning_smddp.strategies.options import (
@@ -67,8 +63,6 @@ from lightning_smddp.strategies.tables import print_table
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Sharding = Literal["full", "grad_op", "hybrid"]
-_SHARDINGS = ("full", "grad_op", "hybrid")
 _FOR_SHARES = frozenset({"configure_optimizers", "optimizer_step", "optimizer_zero_grad"})  # they run optimizers
 _STEP_CONTEXTS = {
     "training_step": "train_step_context",
@@ -123,9 +117,6 @@ class FullyShardedParallel(TrainerStrategy):
     _collectives: ShardedCollectives | None = None  # likewise
     _local_steps: Sequence[LocalSteps] = ()  # likewise
     _broadcasts_buffers = True
-    _loss: Tensor | None = None  # of the latest backward pass
-    _bad: Mapping[str, str] | None = None  # what it left on this rank that is not finite
-    _is_bad = False  # on any rank
     _steps_whole = False
     _option_groups: ClassVar[OptionGroups] = GROUPS
 
@@ -144,14 +135,12 @@ class FullyShardedParallel(TrainerStrategy):
     ) -> None:
         require_known_to_pipeline(self, kwargs, FromDDP.__annotations__, self._option_groups)
         require_resume(resume)
-        if sharding not in _SHARDINGS:
-            raise ValueError(f"sharding={sharding!r} is unknown. Valid: {', '.join(map(repr, _SHARDINGS))}.")
-        if shard_size is not None and sharding != "hybrid":
-            raise ValueError(f"shard_size={shard_size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
+        sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init)
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         super().__init__(**by_name(super().__init__, args, kwargs))
-        self._sharding, self._shard_size, self._wrap, self._meta_init = sharding, shard_size, wrap, meta_init
+        self._sharding = sharding_options
         self._view, self._changes = WholeView(), ExitStack()  # until teardown
+        self._watch = AverageWatch()
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
         self._hold_parts(GradientOptions.of("auto", compression, None, communication), reliability, resume)
 
@@ -162,7 +151,7 @@ class FullyShardedParallel(TrainerStrategy):
             "_sharded": None,
             "_collectives": None,
             "_local_steps": (),
-            "_loss": None,
+            "_watch": AverageWatch(),
             "_whole_again": {},
             "_changes": ExitStack(),
         }
@@ -171,20 +160,7 @@ class FullyShardedParallel(TrainerStrategy):
 
     @override
     def _require_layout(self) -> None:
-        ranks = self.num_nodes * self.num_processes
-        size = self._ranks_of_copy
-        if not (isinstance(size, int) and size > 1 and ranks % size == 0) and self._sharding == "hybrid":
-            raise ValueError(
-                f"shard_size={size!r} has to be a number above 1 that divides the number of ranks, which is {ranks}."
-            )
-
-    @property
-    def _ranks_of_copy(self) -> int:
-        if self._sharding != "hybrid":
-            return self.num_nodes * self.num_processes
-        if self._shard_size is None:
-            return self.num_processes
-        return self._shard_size
+        self._sharding.require_layout(self.num_nodes, self.num_processes)
 
     @property
     @override
@@ -199,7 +175,7 @@ class FullyShardedParallel(TrainerStrategy):
             yield
 
     def _meta(self) -> AbstractContextManager[None]:
-        if self._meta_init:
+        if self._sharding.meta_init:
             return parameters_on_meta()
         return nullcontext()
 
@@ -232,32 +208,12 @@ class FullyShardedParallel(TrainerStrategy):
     def _divide(self) -> None:
         module = self.lightning_module
         assert module is not None
-        units = find_units(module, self._wrap)
+        place = Place(self.root_device, self.num_processes, self._limit, self._session.options.compression)
         seed = self.broadcast(torch.initial_seed())
-
-        def fill(names: Sequence[str]) -> None:
-            if self._meta_init:
-                materialize(module, names, self.root_device, seed)
-
-        self._collectives = ShardedCollectives(self._make_mesh(), self._limit, self._session.options.compression)
-        plan = ShardingPlan(
-            mesh=self._collectives.fsdp_mesh,
-            reshard=self._sharding != "grad_op",
-            unit_precision=unit_precision(self.precision_plugin),
-            fill=fill,
-        )
-        self._sharded = FullySharded(module, units, plan)
+        self._sharded, self._collectives = divide(module, self._sharding, place, self.precision_plugin, seed)
         self._whole_again = {}
-        self._collectives.attach(module)
         self._broadcasts_buffers = True
         self.model_to_device()
-
-    def _make_mesh(self) -> DeviceMesh:
-        size = self._ranks_of_copy
-        if size == self.world_size:
-            return init_device_mesh(self.root_device.type, (size,), mesh_dim_names=("shard",))
-        copies = self.world_size // size
-        return init_device_mesh(self.root_device.type, (copies, size), mesh_dim_names=("replicate", "shard"))
 
     @property
     def _limit(self) -> timedelta:
@@ -290,7 +246,7 @@ class FullyShardedParallel(TrainerStrategy):
         sharded, self._sharded = self._sharded, None
         give_back_clipping(self.precision_plugin)
         if sharded is not None and not self._interrupted:
-            self._make_whole(sharded)
+            self._whole_again = make_whole(sharded, self.root_device)
         if self._collectives is not None:
             self._collectives.close()
             self._collectives = None
@@ -321,21 +277,6 @@ class FullyShardedParallel(TrainerStrategy):
         finally:
             for steps in self._local_steps:
                 steps.restore()
-
-    def _make_whole(self, sharded: FullySharded) -> None:
-        module, world = sharded.root, dist.group.WORLD
-        assert world is not None
-        sharded.reshard()
-        if not fits_on_hosts(module, world, self.root_device):
-            if self.is_global_zero:
-                warnings.warn(
-                    f"{type(module).__name__} stays divided: a host has too little memory for the whole of it on each "
-                    "of its ranks. Load its last checkpoint where there is room.",
-                    stacklevel=2,
-                )
-            return
-        values = {name: whole(parameter, self.root_device) for name, parameter in module.named_parameters()}
-        self._whole_again = sharded.close(values)
 
     # ---- steps ----
 
@@ -383,32 +324,18 @@ class FullyShardedParallel(TrainerStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """The backward pass of this loss averages all gradients."""
         super().pre_backward(closure_loss)
-        self._loss = closure_loss.detach()
+        self._watch.begin(closure_loss)
         self._require_sharded().before_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """See that all gradients were averaged, and are numbers."""
         super().post_backward(closure_loss)
-        sharded = self._require_sharded()
-        self._bad = None
-        if self._checks.watches_gradients and sharded.synchronizes:
-            self._bad = bad_gradients(sharded.root.named_parameters())
-        self._is_bad = sharded.after_backward(self._bad is not None, self.root_device)
+        self._watch.end(self._require_sharded(), self._checks.watches_gradients, self.root_device)
 
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        if not self._is_bad:
-            return None
-        # What each rank brought is in the average already, but its loss may tell.
-        group, text = dist.group.WORLD, None
-        assert group is not None
-        assert self._loss is not None
-        if not bool(self._loss.isfinite().all()):
-            text = str(float(self._loss.sum()))
-        if agreed(text is not None, group, self.root_device):
-            return {} if text is None else {"the loss": text}
-        return {f"the average of {name}": text for name, text in (self._bad or {}).items()}
+        return self._watch.findings(self.root_device)
 
     @override
     def _bad_before_averaging(self) -> Mapping[str, str]:
@@ -425,7 +352,7 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """Lightning restores into the whole module before setup, or, where it is whole nowhere, into its parts."""
-        return self._meta_init
+        return self._sharding.meta_init
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,15 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_smddp.communication.consistency import require_initialized
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
 _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def require_supported(module: LightningModule, callbacks: Iterable[Any], is_fit: bool) -> None:
+def require_supported(module: nn.Module, callbacks: Iterable[Any], is_fit: bool) -> None:
     """Raise ``ValueError`` for what cannot be trained with divided parameters."""
     require_initialized(module)
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):

@@ -15,6 +15,7 @@ from lightning_smddp.strategies.ddp import DataParallel
 from lightning_smddp.strategies.deepspeed import DeepSpeedParallel
 from lightning_smddp.strategies.environments import ReadsMPIRun, ReadsPod, ReadsSageMaker
 from lightning_smddp.strategies.fabric import FabricDataParallel
+from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
 from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
 from lightning_smddp.strategies.monitor import MonitorCommunication
@@ -53,6 +54,10 @@ class SMDDPFSDPStrategy(FullyShardedParallel, DDPStrategy):  # noqa: D101
 
 class SMDDPFabricStrategy(FabricDataParallel, FabricDDPStrategy):  # noqa: D101
     __doc__ = FabricDataParallel.__doc__
+
+
+class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, FabricDDPStrategy):  # noqa: D101
+    __doc__ = FabricFullyShardedParallel.__doc__
 
 
 class SMDDPDeepSpeedStrategy(DeepSpeedParallel, DeepSpeedStrategy):  # noqa: D101

@@ -8,10 +8,15 @@ from lightning_fabric.strategies import DDPStrategy
 
 from lightning_smddp.strategies.environments import ReadsMPIRun, ReadsPod, ReadsSageMaker
 from lightning_smddp.strategies.fabric import FabricDataParallel
+from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 
 
 class SMDDPFabricStrategy(FabricDataParallel, DDPStrategy):  # noqa: D101
     __doc__ = FabricDataParallel.__doc__
+
+
+class SMDDPFabricFSDPStrategy(FabricFullyShardedParallel, DDPStrategy):  # noqa: D101
+    __doc__ = FabricFullyShardedParallel.__doc__
 
 
 class SageMakerEnvironment(ReadsSageMaker, ClusterEnvironment):  # noqa: D101

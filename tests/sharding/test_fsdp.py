@@ -323,4 +323,4 @@ def test_from_the_command_line(package, monkeypatch):
     options = {"run": False, "save_config_callback": None, "seed_everything_default": False}
     strategy = cli(model, args=[*arguments, "--trainer.accelerator=cpu"], **options).trainer.strategy
     assert isinstance(strategy, import_module(f"{package}.strategies").DDPStrategy)
-    assert (type(strategy).__name__, strategy._wrap) == ("SMDDPFSDPStrategy", ["Linear"])
+    assert (type(strategy).__name__, strategy._sharding.wrap) == ("SMDDPFSDPStrategy", ["Linear"])

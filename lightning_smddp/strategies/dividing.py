@@ -1,0 +1,179 @@
+"""How ``smddp_fsdp`` divides a module, and makes it whole again: the same for the Trainer and for Fabric."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_smddp.communication.compression import Compression
+from lightning_smddp.communication.nonfinite import agreed, bad_gradients
+from lightning_smddp.communication.sharded_collectives import ShardedCollectives
+from lightning_smddp.pipeline.partition.room import fits_on_hosts
+from lightning_smddp.pipeline.state.materialize import materialize
+from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
+from lightning_smddp.sharding.units import Wrap, find_units
+from lightning_smddp.sharding.whole_states import whole
+from lightning_smddp.strategies.fsdp_checks import unit_precision
+
+Sharding = Literal["full", "grad_op", "hybrid"]
+_SHARDINGS = ("full", "grad_op", "hybrid")
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """What is divided how: arguments of a strategy, see there.
+
+    Raises:
+        ValueError: a value is none of the valid ones, which the message lists.
+    """
+
+    sharding: Sharding
+    shard_size: int | None
+    wrap: Wrap
+    meta_init: bool
+
+    def __post_init__(self) -> None:
+        sharding, size = self.sharding, self.shard_size
+        if sharding not in _SHARDINGS:
+            raise ValueError(f"sharding={sharding!r} is unknown. Valid: {', '.join(map(repr, _SHARDINGS))}.")
+        if size is not None and sharding != "hybrid":
+            raise ValueError(f"shard_size={size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
+
+    def require_layout(self, nodes: int, ranks_per_node: int) -> None:
+        """Raise ``ValueError`` if the ranks cannot be divided into copies."""
+        ranks = nodes * ranks_per_node
+        size = self._ranks_of_copy(ranks, ranks_per_node)
+        if not (isinstance(size, int) and size > 1 and ranks % size == 0) and self.sharding == "hybrid":
+            raise ValueError(
+                f"shard_size={size!r} has to be a number above 1 that divides the number of ranks, which is {ranks}."
+            )
+
+    def make_mesh(self, device_type: str, ranks_per_node: int) -> DeviceMesh:
+        """Of all ranks, those of one copy in its last dimension. Collective."""
+        ranks = dist.get_world_size()
+        size = self._ranks_of_copy(ranks, ranks_per_node)
+        if size == ranks:
+            return init_device_mesh(device_type, (size,), mesh_dim_names=("shard",))
+        return init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
+
+    def _ranks_of_copy(self, ranks: int, ranks_per_node: int) -> int:
+        if self.sharding != "hybrid":
+            return ranks
+        if self.shard_size is None:
+            return ranks_per_node
+        return self.shard_size
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where modules are divided.
+
+    Attributes:
+        device: of this rank.
+        ranks_per_node: as the strategy was told.
+        limit: how long a collective waits for a rank.
+        compression: of gradients between nodes.
+    """
+
+    device: torch.device
+    ranks_per_node: int
+    limit: timedelta
+    compression: Compression | None
+
+
+def divide(
+    module: nn.Module, options: ShardingOptions, place: Place, precision: Any, seed: int
+) -> tuple[FullySharded, ShardedCollectives]:
+    """Divide ``module``, which is equal on all ranks. Collective.
+
+    Args:
+        module: with values, or parameters on the meta device.
+        options: how.
+        place: where.
+        precision: Lightning's plugin.
+        seed: of first values of what is on the meta device, the same on all ranks.
+    """
+    units = find_units(module, options.wrap)
+
+    def fill(names: Sequence[str]) -> None:
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            materialize(module, names, place.device, seed)
+
+    mesh = options.make_mesh(place.device.type, place.ranks_per_node)
+    collectives = ShardedCollectives(mesh, place.limit, place.compression)
+    plan = ShardingPlan(
+        mesh=collectives.fsdp_mesh,
+        reshard=options.sharding != "grad_op",
+        unit_precision=unit_precision(precision),
+        fill=fill,
+    )
+    sharded = FullySharded(module, units, plan)
+    collectives.attach(module)
+    return sharded, collectives
+
+
+def make_whole(sharded: FullySharded, device: torch.device) -> dict[int, Tensor]:
+    """Give back a whole module on each rank, if there is room for it. Collective.
+
+    Returns:
+        See :meth:`FullySharded.close`; empty where there is no room.
+    """
+    module, world = sharded.root, dist.group.WORLD
+    assert world is not None
+    sharded.reshard()
+    if not fits_on_hosts(module, world, device):
+        if dist.get_rank() == 0:
+            warnings.warn(
+                f"{type(module).__name__} stays divided: a host has too little memory for the whole of it on each "
+                "of its ranks. Load its last checkpoint where there is room.",
+                stacklevel=2,
+            )
+        return {}
+    return sharded.close({name: whole(parameter, device) for name, parameter in module.named_parameters()})
+
+
+class AverageWatch:
+    """What is known of the gradients that the latest backward pass of a divided module has averaged."""
+
+    def __init__(self) -> None:
+        self._loss: Tensor | None = None
+        self._bad: Mapping[str, str] | None = None  # that are not finite, on this rank
+        self._is_bad = False  # on any rank
+
+    def begin(self, loss: Tensor) -> None:
+        """A backward pass of ``loss`` comes."""
+        self._loss = loss.detach()
+
+    def end(self, sharded: FullySharded, looks: bool, device: torch.device) -> None:
+        """See that all gradients were averaged, and with ``looks`` that they are numbers.
+
+        Collective, unless it accumulates only.
+        """
+        self._bad = None
+        if looks and sharded.synchronizes:
+            self._bad = bad_gradients(sharded.root.named_parameters())
+        self._is_bad = sharded.after_backward(self._bad is not None, device)
+
+    def findings(self, device: torch.device) -> Mapping[str, str] | None:
+        """What is wrong on this rank; None if no rank has found anything. Collective where one has.
+
+        What each rank brought is in the average already, but its loss may tell.
+        """
+        if not self._is_bad:
+            return None
+        group, text = dist.group.WORLD, None
+        assert group is not None
+        assert self._loss is not None
+        if not bool(self._loss.isfinite().all()):
+            text = str(float(self._loss.sum()))
+        if agreed(text is not None, group, device):
+            return {} if text is None else {"the loss": text}
+        return {f"the average of {name}": text for name, text in (self._bad or {}).items()}

@@ -1,0 +1,410 @@
+"""``Fabric(strategy="smddp_fsdp")``: the sharding of ``strategies/fsdp.py`` in a loop of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_smddp.communication.compression import Compression, Method
+from lightning_smddp.communication.consistency import check_same_model
+from lightning_smddp.communication.nonfinite import bad_gradients
+from lightning_smddp.communication.sharded_collectives import ShardedCollectives
+from lightning_smddp.communication.topology import discover
+from lightning_smddp.pipeline.state.full_state import broadcast_initial
+from lightning_smddp.pipeline.state.materialize import parameters_on_meta
+from lightning_smddp.sharding.clipping import clip_by_norm
+from lightning_smddp.sharding.fully_sharded import FullySharded
+from lightning_smddp.sharding.local_steps import LocalSteps
+from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
+from lightning_smddp.sharding.units import Wrap
+from lightning_smddp.sharding.whole_states import (
+    Keepers,
+    divided_model_state,
+    divided_optimizer_state,
+    gathered_model,
+    gathered_optimizer,
+)
+from lightning_smddp.sharding.whole_view import WholeView
+from lightning_smddp.strategies.dividing import AverageWatch, Place, Sharding, ShardingOptions, divide, make_whole
+from lightning_smddp.strategies.fabric_base import FabricStrategy
+from lightning_smddp.strategies.fsdp_checks import require_supported
+from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes, before_step
+from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
+from lightning_smddp.strategies.options import GROUPS, CommunicationOptions, GradientOptions, ReliabilityOptions
+from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
+from lightning_smddp.wire.pytree import tensors
+
+_OF_DDP = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
+
+
+class DividedForward(nn.Module):
+    """What stands for a divided module in Fabric's wrapper: around its forward, the root's parameters are whole.
+
+    Attributes:
+        module: the user's.
+        sharded: the same, divided.
+        watch: what is known of its gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        division: tuple[FullySharded, ShardedCollectives],
+        view: WholeView,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.sharded, self.collectives = division
+        self.watch = AverageWatch()
+        self._view = view
+        self._device = device
+        self._broadcasts_buffers = True
+        self._was_called = self._takes_part = self._is_hidden = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        trains = torch.is_grad_enabled()
+        if self._broadcasts_buffers:
+            self.sharded.broadcast_buffers(self._device)
+        self._broadcasts_buffers = trains and self.sharded.synchronizes
+        with self.sharded.step(trains), self._view.inside():
+            output = self.module(*args, **kwargs)
+        if trains:
+            self._await_backward(output)
+        return output
+
+    def _await_backward(self, output: Any) -> None:
+        """Notice the backward passes that ``output`` takes part in: with several modules, not each has all."""
+        self._was_called = True
+        found = [tensor for tensor in tensors(output) if tensor.requires_grad]
+        # What is in an object of the user's, or is written to in place, tells nobody.
+        self._is_hidden = not found or any(tensor._base is not None for tensor in found)
+        for tensor in found:
+            tensor.register_hook(self._note)
+
+    def _note(self, _: Tensor) -> None:
+        self._takes_part = True
+
+    def before_backward(self, loss: Tensor, is_alone: bool) -> None:
+        """A backward pass of ``loss`` comes, which has to do with this module, if it is the only one there is."""
+        self._takes_part = self._was_called and (is_alone or self._is_hidden)
+        if self._was_called:
+            self.watch.begin(loss)
+            self.sharded.before_backward(loss, watches=self._takes_part)
+
+    def after_backward(self, looks: bool, device: torch.device) -> None:
+        """See that gradients were averaged, where the pass had to do with this module. Collective then."""
+        if self._takes_part:
+            self.watch.end(self.sharded, looks, device)
+
+
+class _SyncControl:
+    """What ``fabric.no_backward_sync`` asks."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Gradients of backward passes in this context stay on their ranks."""
+        if not isinstance(module, DividedForward):
+            raise TypeError(f"{type(module).__name__} was not set up: call `model = fabric.setup(model)` before.")
+        if not enabled:
+            return nullcontext()
+        return module.sharded.accumulating()
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """An optimizer that was set up.
+
+    Attributes:
+        optimizer: without Fabric's wrapper.
+        modules: that have its parameters.
+        shares: what steps shares; None where each rank steps whole values.
+    """
+
+    optimizer: Optimizer
+    modules: list[DividedForward]
+    shares: LocalSteps | None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        for divided in self.modules:
+            divided.sharded.reshard()
+        if self.shares is not None:
+            self.shares.stand_next_to_step()
+        try:
+            yield
+        finally:
+            if self.shares is not None:
+                self.shares.restore()
+
+
+class FabricFullyShardedParallel(FabricStrategy):
+    """Parameters, gradients and optimizer states divided among ranks, for Fabric.
+
+    Arguments as those of ``SMDDPFSDPStrategy``, but ``resume``; by position those of Fabric's ``DDPStrategy`` can be
+    given, in its order. Of ``reliability`` what is about stops and checkpoints is the Trainer's, and refused.
+
+    ``fabric.setup(model, optimizer)`` divides the model and lets the optimizer have its parts. What the script computes
+    of parameters and gradients is computed of whole values: on all ranks, never on one alone.
+    """
+
+    _option_groups: ClassVar[OptionGroups] = GROUPS
+
+    def __init__(
+        self,
+        *args: Any,
+        sharding: Sharding = "full",
+        shard_size: int | None = None,
+        wrap: Wrap = None,
+        meta_init: bool = False,
+        compression: Method | Compression | None = None,
+        communication: CommunicationOptions = CommunicationOptions(),
+        reliability: ReliabilityOptions = ReliabilityOptions(),
+        **kwargs: Any,
+    ) -> None:
+        require_known_to_pipeline(self, kwargs, _OF_DDP, self._option_groups)
+        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init)
+        gradients = GradientOptions.of("auto", compression, None, communication)
+        reliability = group_of("reliability", ReliabilityOptions, reliability)
+        super().__init__(**by_name(super().__init__, args, kwargs))
+        self._hold_options(gradients, reliability)
+        self._backward_sync_control: Any = _SyncControl()
+        self._guard = NonFiniteGuard(self._reliability.on_nonfinite)
+        self._view, self._changes = WholeView(), ExitStack()
+        self._modules: list[DividedForward] = []  # that were set up
+        self._stepped: list[_Stepped] = []  # likewise
+
+    def setup_environment(self) -> None:
+        """Start the process group, after a look at the layout."""
+        self._sharding.require_layout(self.num_nodes, self.num_processes)
+        super().setup_environment()
+
+    # ---- set-up ----
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing, as in Lightning's own sharded strategies: shares go to the device when the module is divided."""
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``meta_init`` or ``empty_init=True``: parameters get no memory before they are divided."""
+        on_meta: AbstractContextManager[None] = nullcontext()
+        if empty_init or self._sharding.meta_init:
+            on_meta = parameters_on_meta()
+        with super().module_init_context(empty_init=False), on_meta:
+            yield
+
+    def setup_module(self, module: nn.Module) -> DividedForward:  # type: ignore[override]
+        """Divide ``module``. Collective; ``ValueError`` on every rank if models differ."""
+        world, device = dist.group.WORLD, self.root_device
+        assert world is not None
+        require_supported(module, (), is_fit=True)
+        check_same_model(module, world, device, discover(world, device))
+        broadcast_initial(module, world, device=device)
+        options = self._session.options
+        limit = options.communication.limit or self._timeout or DEFAULT_TIMEOUT
+        place = Place(device, self.num_processes, limit, options.compression)
+        with self._view.inside(False):
+            seed = self.broadcast(torch.initial_seed())
+            division = divide(module, self._sharding, place, self.precision, seed)
+            module.to(device)  # what is not divided
+        if not self._modules:
+            self._changes.enter_context(self._view.installed())
+            self._changes.enter_context(self._view.inside())
+        self._modules.append(DividedForward(module, division, self._view, device))
+        sharded, collectives = division
+        rows = [*sharded.describe(), ("communication", collectives.describe())]
+        self._print("smddp_fsdp: fully sharded data parallelism", rows + [("note", n) for n in collectives.notes])
+        return self._modules[-1]
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Divide ``module``; optimizers of its parameters get what these have become."""
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        states = [optimizer.state_dict() for optimizer in optimizers]
+        divided = self.setup_module(module)
+        parts = dict(module.named_parameters())
+        for optimizer, state in zip(optimizers, states, strict=True):
+            for group in optimizer.param_groups:
+                group["params"] = [parts.get(names.get(id(p), ""), p) for p in group["params"]]
+            optimizer.state.clear()
+            self._load_optimizer(optimizer, optimizer.load_state_dict, state)
+        return divided, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let ``optimizer`` step shares from here on.
+
+        Raises:
+            ValueError: it has parameters of no module that was set up.
+        """
+        optimizer = super().setup_optimizer(optimizer)
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        known = {id(parameter): divided for divided in self._modules for parameter in divided.module.parameters()}
+        if not own.issubset(known):
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters of no module that was set up: it would train nothing. "
+                "With strategy='smddp_fsdp' the module comes first: call `fabric.setup(module, optimizer)`, or make "
+                "the optimizer of `model.parameters()` after `model = fabric.setup_module(module)`."
+            )
+        with self._view.inside(False):
+            is_element_wise = granularity(optimizer)[0] is Granularity.ELEMENT
+        modules = [divided for divided in self._modules if any(known[key] is divided for key in own)]
+        # One that looks at more than single elements steps with whole values, each rank all of them.
+        self._stepped.append(_Stepped(optimizer, modules, LocalSteps(optimizer) if is_element_wise else None))
+        load: Any = partial(self._load_optimizer, optimizer, optimizer.load_state_dict)
+        optimizer.load_state_dict = load  # type: ignore[method-assign]  # the script may call it, too
+        return optimizer
+
+    def _load_optimizer(
+        self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: Mapping[str, Any]
+    ) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        with self._view.inside(False):
+            load(divided_optimizer_state(parameters, state))
+
+    def _of(self, optimizer: Optimizer) -> _Stepped:
+        return next(stepped for stepped in self._stepped if stepped.optimizer is optimizer)
+
+    # ---- steps ----
+
+    @property
+    def _looks(self) -> bool:
+        """Whether gradients are looked at. A gradient scaler makes inf on purpose, and skips such steps itself."""
+        return self._guard.mode != "ignore" and getattr(self.precision, "scaler", None) is None
+
+    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """The backward pass, which averages gradients unless it is in ``fabric.no_backward_sync``."""
+        with self._view.inside(False):
+            for divided in self._modules:
+                divided.before_backward(tensor, is_alone=len(self._modules) == 1)
+            super().backward(tensor, module, *args, **kwargs)
+            for divided in self._modules:
+                divided.after_backward(self._looks, self.root_device)
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Look at the gradients as the user's code has left them, then step."""
+        stepped = self._of(optimizer)
+        closure = kwargs.get("closure")
+        if closure is not None:
+            kwargs["closure"] = partial(self._call_closure, closure)
+        with (
+            before_step(optimizer, partial(self._look, stepped)),
+            stepped.stepping(),
+            self._view.inside(stepped.shares is None),
+        ):
+            return super().optimizer_step(optimizer, *args, **kwargs)
+
+    def _call_closure(self, closure: Callable[[], Any]) -> Any:
+        with self._view.inside():
+            return closure()
+
+    def _look(self, stepped: _Stepped) -> None:
+        if not self._looks:
+            return
+        device, world = self.root_device, dist.group.WORLD
+        assert world is not None
+        found = [divided.watch.findings(device) for divided in stepped.modules]
+        if all(each is None for each in found):  # on all ranks: they told each other
+            return
+        brought = {name: text for each in found for name, text in (each or {}).items()}
+        own = {id(parameter) for parameter in stepped.parameters}
+        named = [pair for divided in stepped.modules for pair in divided.module.named_parameters()]
+        with self._view.inside(False):
+            now = bad_gradients((name, parameter) for name, parameter in named if id(parameter) in own)
+            left = after_changes(brought, now, world, device)
+            self._guard.check(stepped.optimizer, left, "this step", device)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip by the norm of the gradients of all ranks' shares. Collective."""
+        stepped = self._of(optimizer)
+        with self._view.inside(False):
+            self.precision.unscale_gradients(optimizer)
+            group = stepped.modules[0].sharded.shard_group
+            parameters = stepped.parameters
+            return clip_by_norm(parameters, max_norm, group, self.root_device, norm_type, error_if_nonfinite)
+
+    # ---- checkpoints: those of one process ----
+
+    def _all_divided(self) -> AbstractContextManager[None]:
+        for divided in self._modules:
+            divided.sharded.reshard()
+        return self._view.inside(False)
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """One plain file, by global rank 0. Collective."""
+        with self._all_divided():
+            super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load such a file, of any strategy."""
+        with self._all_divided():
+            return super().load_checkpoint(*args, **kwargs)
+
+    @property
+    def _keepers(self) -> Keepers:
+        return Keepers(self.global_rank, self.world_size)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole module's state, on global rank 0. Collective."""
+        with self._all_divided():
+            return gathered_model(_inner(module).state_dict(keep_vars=True), self._keepers, self.root_device)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load a whole module's state."""
+        inner = _inner(module)
+        inner.load_state_dict(divided_model_state(inner, state_dict), strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole optimizer's state, on global rank 0. Collective."""
+        with self._all_divided():
+            return gathered_optimizer(optimizer.state_dict(), self._keepers, self.root_device)
+
+    # ---- the end ----
+
+    def teardown(self) -> None:
+        """Give back whole modules, and free shared memory."""
+        self._changes.close()
+        for stepped in self._stepped:
+            vars(stepped.optimizer).pop("load_state_dict", None)
+            if stepped.shares is not None:
+                stepped.shares.close()
+        for divided in self._modules:
+            make_whole(divided.sharded, self.root_device)
+            divided.collectives.close()
+        self._stepped, self._modules = [], []
+        self._session.close()
+        super().teardown()
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    if isinstance(module, DividedForward):
+        return module.module
+    return module
