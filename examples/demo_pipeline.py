@@ -56,7 +56,7 @@ def train(arm: str, out: Path, turns: list[int], quick: bool) -> None:
 
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
-    steps = 10 if quick else 42
+    steps = 8 if quick else 42
     ranks = 1 if arm == "single" else 2
     pictures = [OUTPUT / "pipeline_timeline.svg", OUTPUT / "pipeline_timeline.json"]
     timeline = PipelineTimeline(pictures, batch_idx=DRAWN_STEP)
@@ -101,7 +101,7 @@ def run(quick: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="some ten steps each: does it work at all?")
+    parser.add_argument("--quick", action="store_true", help="a few steps each: does it work at all?")
     parser.add_argument("--arm", choices=ARMS, help="one arm only: which (used by the demonstration itself)")
     parser.add_argument("--out", type=Path, help="one arm only: where its results go")
     parser.add_argument("--turns", type=int, nargs=2, help="one arm only: pipes to take turns with the other arm")

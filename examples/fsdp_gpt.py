@@ -15,7 +15,7 @@ class Watched(GPT):
 
 if __name__ == "__main__":
     L.seed_everything(0)
-    data = DataLoader(standard_library(samples=1024), batch_size=16, shuffle=True)
+    data = DataLoader(standard_library(samples=512), batch_size=16, shuffle=True)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp_fsdp", max_epochs=1, gradient_clip_val=1.0)
     trainer.fit(Watched(), data)
     trainer.save_checkpoint("gpt.ckpt")  # one plain file, for any strategy

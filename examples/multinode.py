@@ -26,7 +26,7 @@ if __name__ == "__main__":
     trainer = L.Trainer(
         devices=launch.local_world_size or 1,
         num_nodes=launch.num_nodes or 1,
-        max_epochs=3,
+        max_epochs=2,
         logger=False,
         strategy=strategy(resume="auto"),
         callbacks=[ModelCheckpoint("multinode_checkpoints", save_last=True)],  # which all nodes see

@@ -35,6 +35,6 @@ class Classifier(L.LightningModule):
 
 if __name__ == "__main__":
     L.seed_everything(0)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp_pipeline", max_epochs=3)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp_pipeline", max_epochs=2)
     trainer.fit(Classifier(), DigitsData(batch_size=64))
     trainer.print(f"validation accuracy {trainer.callback_metrics['val_accuracy']:.3f}")

@@ -13,11 +13,11 @@ def main() -> None:
     strategy = PipelineStrategy(
         pipeline_parallel_size=2,  # 4 ranks / 2 = 2 replicas, which average their gradients
         schedule="interleaved_1f1b",
-        num_microbatches=8,
+        num_microbatches=4,
         partition=PartitionOptions(stages_per_rank=2, placement="cluster"),  # a pipeline on neighbouring ranks
         communication=CommunicationOptions(tuning_cache=False, collective_timeout=60),
     )
-    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=3)
+    trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=2)
     trainer.fit(Classifier(), DigitsData(batch_size=32))  # of each replica: the global batch is 64
     report = strategy.communication_report  # of the replicas' gradients; on every rank: all of them answer
     trainer.print(f"validation accuracy {trainer.callback_metrics['val_accuracy']:.3f}")

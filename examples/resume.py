@@ -26,7 +26,7 @@ if __name__ == "__main__":
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        max_epochs=3,
+        max_epochs=2,
         logger=False,
         strategy=SMDDPStrategy(resume="auto"),  # from the newest valid checkpoint in DIRECTORY, if there is one
         callbacks=[ModelCheckpoint(DIRECTORY, save_last=True), Reclaimed()],

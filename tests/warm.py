@@ -24,6 +24,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
 _original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _PARAMETERS = [*inspect.signature(_original).parameters][2:]
 
@@ -31,6 +33,9 @@ _PARAMETERS = [*inspect.signature(_original).parameters][2:]
 def fork_programs() -> None:
     """From here on ``Popen`` of a Python program forks, in this process and those that it forks."""
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    # For its log torchrun looks up the name of its caller, in all modules there are: here that takes so long that nodes
+    # take each other for dead.
+    dynamic_rendezvous.get_method_name = lambda depth=2: "-"
 
 
 def fork(

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_smddp import PipelineStrategy, SMDDPStrategy
 from tests.faults import journal
 from tests.faults.case import Case
-from tests.faults.injection import Injection
+from tests.faults.injection import Fault, Injection
 from tests.strategies.grouped import grouped
 
 INPUTS, WIDTH, CLASSES, BATCH = 8, 160, 2, 4
@@ -118,18 +118,29 @@ class Pace(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         time.sleep(self.case.step_s)
-        if any(trainer.global_step == fault.step for fault in self.case.faults):
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        at = {"type": type(exception).__name__, "text": str(exception), "step": trainer.global_step}
+        journal.note(trainer.global_rank, "raised", **at)
+
+
+class Asleep(Injection):
+    """A fault that others sleep through, in the same hook: behind each, ranks of a pipeline wait for each other."""
+
+    def __init__(self, fault: Fault, case: Case) -> None:
+        super().__init__(fault)
+        self.case = case
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.fault.step:
             self._sleep(self.case.asleep.get(trainer.global_rank, 0.0))
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def _sleep(self, seconds: float) -> None:
         nap = seconds if self.case.deeply else 0.01
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(nap)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        at = {"type": type(exception).__name__, "text": str(exception), "step": trainer.global_step}
-        journal.note(trainer.global_rank, "raised", **at)
 
 
 def make_strategy(case: Case) -> Any:
@@ -143,7 +154,7 @@ def make_strategy(case: Case) -> Any:
 
 
 def make_trainer(case: Case, where: Path) -> Trainer:
-    callbacks: list[Callback] = [Pace(case), *map(Injection, case.faults)]
+    callbacks: list[Callback] = [Pace(case), *(Asleep(fault, case) for fault in case.faults)]
     if case.save_every > 0:
         when = {"every_n_train_steps": case.save_every, "save_on_exception": case.saves_on_exception}
         callbacks.append(ModelCheckpoint(where / "saved", filename="{step}", save_top_k=2, monitor="step", mode="max",

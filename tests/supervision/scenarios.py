@@ -40,6 +40,8 @@ class Rank:
             "collective_timeout": self["collective_timeout"] or 60.0,
             "stop_grace": self["stop_grace"] or 60.0,
             "start_timeout": self["start_timeout"] or 20.0,
+            "grace": self["grace"] or 3.0,
+            "unwind": self["unwind"] or 8.0,
             "host": f"host{self.rank}",
             **more,
         }

@@ -30,15 +30,18 @@ def check_survivors(started: Job, failed: int, verb: str, cause: str, step: str 
 
 
 EVERYDAY = [("SIGKILL", 0), ("SIGKILL", 1), ("raise", 1)]
+OFTEN = [("segv", 1), ("exit", 0), ("sys.exit", 1), ("raise", 0), ("oom", 1)]
+
+
+def marks_of(kind: str, failed: int) -> list[pytest.MarkDecorator]:
+    if (kind, failed) in EVERYDAY:
+        return []
+    return [pytest.mark.slow if (kind, failed) in OFTEN else pytest.mark.exhaustive]
 
 
 @pytest.mark.parametrize(
     ("kind", "failed"),
-    [
-        pytest.param(kind, failed, marks=[] if (kind, failed) in EVERYDAY else [pytest.mark.slow])
-        for kind in ENDS
-        for failed in (0, 1)
-    ],
+    [pytest.param(kind, failed, marks=marks_of(kind, failed)) for kind in ENDS for failed in (0, 1)],
 )
 def test_all_ranks_name_the_failed_one_and_its_cause(tmp_path: Path, kind: str, failed: int) -> None:
     code, verb, cause = ENDS[kind]
@@ -59,10 +62,10 @@ def test_children_of_a_killed_rank_that_hold_its_descriptors_hide_nothing(tmp_pa
 
 @pytest.mark.slow
 def test_a_rank_outside_collectives_that_cannot_be_interrupted_is_ended(tmp_path: Path) -> None:
-    with job(tmp_path, "train", 2, steps=2, sleep=60) as started:
+    with job(tmp_path, "train", 2, steps=2, sleep=60, grace=1.0) as started:
         started.until("validation")
         kill(started.ranks[0].pid)
-        assert 2.5 < started.wait(10.0) < 6.0
+        assert 0.8 < started.wait(10.0) < 6.0
         survivor = started.ranks[1]
         assert survivor.code == 1
         assert survivor.last_line == (
@@ -85,7 +88,7 @@ def test_a_rank_outside_collectives_that_runs_python_is_interrupted(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_clean_up_that_hangs_is_left_behind(tmp_path: Path) -> None:
-    with job(tmp_path, "train", 2, steps=2, sleep=60, hang_in_clean_up=True) as started:
+    with job(tmp_path, "train", 2, steps=2, sleep=60, hang_in_clean_up=True, grace=1.0) as started:
         started.until("validation")
         kill(started.ranks[0].pid)
         assert started.wait(10.0) < 7.0
@@ -94,8 +97,9 @@ def test_a_clean_up_that_hangs_is_left_behind(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failed_rank_that_hangs_while_it_tidies_up_is_ended(tmp_path: Path) -> None:
-    with job(tmp_path, "train", 2, fault=[1, 3], kind="raise", meet=True, slow_teardown=[1]) as started:
-        assert started.wait(15.0) < 10.0
+    options = {"fault": [1, 3], "kind": "raise", "meet": True, "slow_teardown": [1], "unwind": 2.0}
+    with job(tmp_path, "train", 2, **options) as started:
+        assert 1.8 < started.wait(15.0) < 10.0
         check_survivors(started, 1, "failed", "KeyError: 'the first cause'")
         assert started.ranks[1].code == 1
         assert "is ended, exit code 1. Cause: rank 1" in started.ranks[1].last_line
@@ -109,11 +113,11 @@ def test_a_failed_rank_that_hangs_while_it_tidies_up_is_ended(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_and_killed(tmp_path: Path, stopped: int) -> None:
-    options = {"fault": [stopped, 3], "kind": "SIGSTOP", "meet": True, "collective_timeout": 2.0}
+    options = {"fault": [stopped, 3], "kind": "SIGSTOP", "meet": True, "collective_timeout": 1.0}
     with job(tmp_path, "train", 3, **options) as started:
-        assert 1.5 < started.wait(12.0) < 2.0 + 5.0
+        assert 0.7 < started.wait(12.0) < 1.0 + 5.0
         assert started.ranks[stopped].code == -signal.SIGKILL
-        check_survivors(started, stopped, "fell silent", "nothing was heard from it for 2 s: it is stopped, or cut off")
+        check_survivors(started, stopped, "fell silent", "nothing was heard from it for 1 s: it is stopped, or cut off")
         assert left_over(started) == []
 
 

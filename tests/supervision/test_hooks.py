@@ -20,8 +20,8 @@ def uploaded(started: Job) -> list[bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [0, 1])
 def test_ranks_that_wait_in_c_are_not_ended_before_the_hook_of_another_one(tmp_path: Path, fails: int) -> None:
-    with job(tmp_path, "upload", 3, fails=fails, seconds=5.0, allowed=20.0) as started:
-        assert 5.0 < started.wait(20.0) < 11.0
+    with job(tmp_path, "upload", 3, fails=fails, seconds=2.5, allowed=20.0, grace=1.0) as started:
+        assert 2.5 < started.wait(20.0) < 8.5
         assert uploaded(started)[fails], started.text()
         assert [rank.code for rank in started.ranks] == [1, 1, 1], started.text()
         assert [rank.values("cleaned") for rank in started.ranks] == [[]] * 3, started.text()
@@ -32,8 +32,8 @@ def test_ranks_that_wait_in_c_are_not_ended_before_the_hook_of_another_one(tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_hook_that_does_not_end_holds_nobody_for_longer_than_is_allowed(tmp_path: Path, fails: int) -> None:
-    with job(tmp_path, "upload", 2, fails=fails, seconds=60.0, allowed=5.0) as started:
-        assert 4.0 < started.wait(20.0) < 13.0
+    with job(tmp_path, "upload", 2, fails=fails, seconds=60.0, allowed=2.0, grace=0.5) as started:
+        assert 1.5 < started.wait(20.0) < 10.0
         assert [rank.code for rank in started.ranks] == [1, 1], started.text()
         assert not uploaded(started)[fails]
         assert CAUSE in started.ranks[fails].err
@@ -43,21 +43,21 @@ def test_a_hook_that_does_not_end_holds_nobody_for_longer_than_is_allowed(tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [0, 1])
 def test_followers_end_behind_the_hook_of_the_rank_that_failed(tmp_path: Path, fails: int) -> None:
-    with job(tmp_path, "upload", 3, fails=fails, follows=True, seconds=3.0, allowed=20.0) as started:
-        started.wait(15.0)
+    with job(tmp_path, "upload", 3, fails=fails, follows=True, seconds=2.0, allowed=20.0) as started:
+        started.wait(30.0)
         assert uploaded(started) == [True] * 3, started.text()
         begun = [rank.values("ended")[0] for rank in started.ranks]
-        assert max(begun) - min(begun) < 2.0  # those that have nothing to upload were there three seconds before
+        assert max(begun) - min(begun) < 1.5  # those that have nothing to upload were there two seconds before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_launcher_that_ends_all_ranks_does_not_end_a_hook(tmp_path: Path, fails: int) -> None:
-    with job(tmp_path, "upload", 2, fails=fails, follows=True, seconds=3.0, allowed=20.0) as started:
+    with job(tmp_path, "upload", 2, fails=fails, follows=True, seconds=1.5, allowed=20.0) as started:
         started.until("begun")
         for rank in started.ranks:
             kill(rank.pid, signal.SIGTERM)
-        started.wait(15.0)
+        started.wait(30.0)
         assert uploaded(started) == [True] * 2, started.text()
         assert [rank.code for rank in started.ranks] == [1, 1], started.text()
 

@@ -38,7 +38,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path: Path, signum: int, receiver: i
         started.until("ready")
         time.sleep(0.2)
         kill(started.ranks[receiver].pid, signum)
-        assert started.wait(10.0) < 3.0
+        assert started.wait(30.0) < 10.0
         assert [rank.code for rank in started.ranks] == [128 + signum] * 2, started.text()
         (first,), (second,) = (rank.values("stop") for rank in started.ranks)
         assert first == second
@@ -51,7 +51,7 @@ def test_the_same_signal_to_all_ranks_at_once_is_one_request(tmp_path: Path) -> 
         for _ in range(2):  # the terminal's, and the same passed on by the launcher
             for rank in started.ranks:
                 kill(rank.pid, signal.SIGINT)
-        started.wait(10.0)
+        started.wait(30.0)
         assert [rank.code for rank in started.ranks] == [130] * 3, started.text()
         assert len({tuple(rank.values("stop")[0]) for rank in started.ranks}) == 1
         assert [rank.err.count("all ranks stop at") for rank in started.ranks] == [1, 0, 0]
@@ -59,16 +59,16 @@ def test_the_same_signal_to_all_ranks_at_once_is_one_request(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_while_a_peer_is_stopped_there_is_no_agreement_and_the_grace_time_ends_all(tmp_path: Path) -> None:
-    options = {"fault": [1, 3], "kind": "SIGSTOP", "meet": True, "signals": True, "stop_grace": 5.5}
+    options = {"fault": [1, 3], "kind": "SIGSTOP", "meet": True, "signals": True, "stop_grace": 2.5}
     with job(tmp_path, "train", 3, **options) as started:
         started.until_stopped(1, at=3)
         kill(started.ranks[2].pid, signal.SIGTERM)
-        assert 5.0 < started.wait(15.0) < 8.0
+        assert 2.0 < started.wait(30.0) < 8.0
         assert [rank.code for rank in started.ranks] == [143, -9, 143], started.text()
         for number in (0, 2):
             assert started.ranks[number].last_line == (
                 f"lightning-smddp: rank {number} (host host{number}) at step 3 (backward) is ended, exit code 143. "
-                "Cause: it did not stop within 5.5 s of SIGTERM"
+                "Cause: it did not stop within 2.5 s of SIGTERM"
             )
             assert started.ranks[number].values("cleaned") == [False]
         assert left_over(started) == []
@@ -76,17 +76,17 @@ def test_while_a_peer_is_stopped_there_is_no_agreement_and_the_grace_time_ends_a
 
 @pytest.mark.slow
 def test_while_the_hub_is_stopped_the_grace_time_ends_all(tmp_path: Path) -> None:
-    options = {"fault": [0, 3], "kind": "SIGSTOP", "meet": True, "signals": True, "stop_grace": 7.0}
+    options = {"fault": [0, 3], "kind": "SIGSTOP", "meet": True, "signals": True, "stop_grace": 3.0}
     with job(tmp_path, "train", 2, **options) as started:
         started.until_stopped(0, at=3)
         kill(started.ranks[1].pid, signal.SIGTERM)
-        assert 6.0 < started.wait(15.0) < 10.0
+        assert 2.5 < started.wait(30.0) < 9.0
         assert [rank.code for rank in started.ranks] == [-9, 143], started.text()
 
 
 @pytest.mark.slow
 def test_ranks_that_come_to_a_gate_stop_there_without_the_agreement_of_a_stopped_one(tmp_path: Path) -> None:
-    options = {"fault": [1, 3], "kind": "SIGSTOP", "signals": True, "steps": 10000, "pause": 0.01, "stop_grace": 8.0}
+    options = {"fault": [1, 3], "kind": "SIGSTOP", "signals": True, "steps": 10000, "pause": 0.01, "stop_grace": 6.0}
     with job(tmp_path, "train", 2, **options) as started:
         started.until_stopped(1)
         kill(started.ranks[0].pid, signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_ranks_that_come_to_a_gate_stop_there_without_the_agreement_of_a_stopped
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_rank_that_does_not_stop_and_so_the_others(tmp_path: Path) -> None:
-    with job(tmp_path, "stop_without_gates", 2) as started:
+    with job(tmp_path, "stop_without_gates", 2, grace=1.0) as started:
         started.until("ready")
         kill(started.ranks[1].pid, signal.SIGTERM)
         started.until_heard(0)  # by rank 1, which has heard it
