@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 from lightning_smddp.choice.step_profile import StepProfile
 
-_DEEPSPEED_BUCKET = 4 * 200_000_000  # bytes: Lightning's default
+_DEEPSPEED_BUCKET = 4 * 2**22  # bytes, on CPUs: `lightning_smddp.deepspeed.config`
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
 
 
 def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Memory:
-    """``smddp_deepspeed`` with Lightning's default buckets, all parameters in 32 bits.
+    """``smddp_deepspeed`` with its default buckets on CPUs, all parameters in 32 bits.
 
     DeepSpeed trains a copy of each rank's share. With stages 1 and 2 gradients lie in a bucket, in a second one while
     they are exchanged, and twice as shares; so they take the same memory, where one bucket holds all of them. With

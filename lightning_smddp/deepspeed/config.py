@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 STAGES = (1, 2, 3)
 _ADAMS = ("adam", "adamw")
+
+# Elements, for DeepSpeed's of 50 million to a billion: with those a smaller model is gathered, and its gradients are
+# copied, as a whole, so that a rank holds more than without sharding. Ranks that share memory need no large messages.
+_SIZES_ON_CPU = {
+    "reduce_bucket_size": 2**22,
+    "allgather_bucket_size": 2**22,
+    "stage3_prefetch_bucket_size": 2**22,
+    "stage3_max_live_parameters": 2**22,
+    "stage3_max_reuse_distance": 2**22,
+}
 
 
 def own(config: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -39,8 +50,15 @@ def require_stage(stage: Any, where: str = "stage") -> None:
         )
 
 
-def for_cpu(config: dict[str, Any]) -> None:
-    """Have torch's Adam in place of DeepSpeed's own, which compiles for minutes, unless ``config`` says which."""
+def for_cpu(config: dict[str, Any], given: Collection[str]) -> None:
+    """Have small buckets, but for sizes that are ``given``, and torch's Adam.
+
+    DeepSpeed's own Adam compiles for minutes. It is taken where ``config`` says ``torch_adam: false``.
+    """
+    zero = config["zero_optimization"]
+    for name, size in _SIZES_ON_CPU.items():
+        if name not in given:
+            zero[name] = size
     optimizer = config.get("optimizer", {})
     if str(optimizer.get("type", "")).lower() in _ADAMS:
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)

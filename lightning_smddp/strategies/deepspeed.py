@@ -6,9 +6,10 @@ top of their ``DeepSpeedStrategy``.
 
 from __future__ import annotations
 
+import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -81,6 +82,7 @@ class DeepSpeedEngineStrategy(_Base):
     _gradients_seen: GradientsSeen | None = None  # until the first step
     _unseen_writes: UnseenWrites
     _loss: Tensor | None = None  # of the last backward pass
+    _sizes_given: Collection[str]  # names of the user's, in DeepSpeed's spelling
 
     # ---- devices ----
 
@@ -110,7 +112,7 @@ class DeepSpeedEngineStrategy(_Base):
         super()._format_config()
         assert self.config is not None
         if self.root_device.type == "cpu":
-            configuration.for_cpu(self.config)
+            configuration.for_cpu(self.config, self._sizes_given)
         require_precision(self.config)
 
     @override
@@ -292,6 +294,9 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         kwargs = by_name(super().__init__, args, kwargs)
         configuration.require_stage(kwargs.get("stage", 2))
         super().__init__(**kwargs)
+        self._sizes_given = frozenset(kwargs)
+        if kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
+            self._sizes_given = frozenset((self.config or {}).get("zero_optimization", {}))
         self.config = configuration.own(self.config)
         self._groups, self._outline = [], None
         self._saves_directories = checkpoint == "directory"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 LIMIT_BYTES = 32 * 2**20
@@ -16,13 +17,9 @@ _VERSIONS = [  # file system, file of the limit
 
 def enter_cgroup(job: Path) -> None:
     """Move this process into a new one, which :func:`remove_cgroup` removes when it has ended."""
-    name, file = _made(f"faults-{os.getpid()}-{job.name}")
+    name = _limited(f"faults-{os.getpid()}-{job.name}", LIMIT_BYTES)
     (job / _NOTE).write_text(str(name))
-    (name / file).write_text(str(LIMIT_BYTES))
-    for more in ("memory.memsw.limit_in_bytes", "memory.swap.max"):  # where there is swap at all
-        with contextlib.suppress(OSError):
-            (name / more).write_text(str(LIMIT_BYTES if "memsw" in more else 0))
-    (name / "cgroup.procs").write_text(str(os.getpid()))
+    join(name)
 
 
 def remove_cgroup(job: Path) -> None:
@@ -30,6 +27,21 @@ def remove_cgroup(job: Path) -> None:
     note = job / _NOTE
     if note.exists():
         Path(note.read_text()).rmdir()
+
+
+@contextlib.contextmanager
+def cgroup(limit: int) -> Iterator[Path]:
+    """A new one of ``limit`` bytes, for processes that :func:`join` it and end before it does."""
+    name = _limited(f"limited-{os.getpid()}", limit)
+    try:
+        yield name
+    finally:
+        name.rmdir()
+
+
+def join(name: Path) -> None:
+    """Move this process into it."""
+    (name / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def no_cgroups() -> str | None:
@@ -40,6 +52,15 @@ def no_cgroups() -> str | None:
         return str(error)
     path.rmdir()
     return None
+
+
+def _limited(name: str, limit: int) -> Path:
+    path, file = _made(name)
+    (path / file).write_text(str(limit))
+    for more in ("memory.memsw.limit_in_bytes", "memory.swap.max"):  # where there is swap at all
+        with contextlib.suppress(OSError):
+            (path / more).write_text(str(limit if "memsw" in more else 0))
+    return path
 
 
 def _made(name: str) -> tuple[Path, str]:

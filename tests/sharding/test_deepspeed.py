@@ -6,6 +6,7 @@ DeepSpeed's import takes seconds: one start of ranks trains all cases, and each 
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import nn
 from torch.nn import functional as F
@@ -504,3 +506,24 @@ def test_a_loader_of_ready_batches_needs_no_batch_size():
     strategy = SMDDPDeepSpeedStrategy()
     strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(fit_loop=SimpleNamespace(_data_source=source)))
     assert strategy._auto_select_batch_size() == 1
+
+
+def sizes_on_cpu(**arguments: Any) -> tuple[int, int]:
+    """Of the buckets of gradients and of parameters, which is given."""
+    strategy = SMDDPDeepSpeedStrategy(**arguments)
+    strategy.accelerator = CPUAccelerator()
+    strategy._format_config()
+    zero = strategy.config["zero_optimization"]
+    return zero["reduce_bucket_size"], zero["allgather_bucket_size"]
+
+
+def test_buckets_on_cpus_are_small_unless_their_size_is_given(tmp_path, monkeypatch):
+    ours, given = 2**22, 2**20
+    assert sizes_on_cpu(stage=3) == (ours, ours)
+    assert sizes_on_cpu(stage=3, allgather_bucket_size=given) == (ours, given)
+    config = {"zero_optimization": {"stage": 2, "allgather_bucket_size": given}}
+    assert sizes_on_cpu(config=config) == (ours, given)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(path))
+    assert sizes_on_cpu() == (ours, given)
