@@ -85,6 +85,22 @@ def whole_parameters(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield parameter._param_fqn, whole
 
 
+def hold_memory(root: nn.Module, on: bool) -> None:
+    """Whether the memory of whole parameters stays allocated while they are divided, as all of ``root`` is now.
+
+    FSDP2 frees it each time, which is nothing on a GPU, where torch keeps it. Remove when it can be told not to.
+    """
+    for parameter in _parameters(root):
+        if on:
+            parameter.free_unsharded_param = _keep
+        elif vars(parameter).pop("free_unsharded_param", None) is not None and hasattr(parameter, "_unsharded_param"):
+            parameter.free_unsharded_param()
+
+
+def _keep() -> None:
+    """In place of freeing."""
+
+
 def _parameters(root: nn.Module) -> Iterator[Any]:
     for state in _state(root)._state_ctx.all_states:
         for group in _groups(state):

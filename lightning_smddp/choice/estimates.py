@@ -144,7 +144,8 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
         communication=communication,
         temporary=profile.peak - profile.kept,
     )
-    stepping = replace(held, temporary=sizes.optimizer_temporary // ranks)
+    kept = 0 if reshard else units.units  # memory in which they are whole, for the next step
+    stepping = replace(held, communication=kept, temporary=sizes.optimizer_temporary // ranks)
     return max(in_step, stepping, key=lambda memory: memory.total)
 
 

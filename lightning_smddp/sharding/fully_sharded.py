@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat.fsdp import (
     forward_of,
+    hold_memory,
     match_trained,
     parameters_of,
     start,
@@ -91,7 +92,7 @@ class FullySharded:
         self.synchronizes = True
         start(root)
         self._parameters = parameters_of(root)
-        self._in_step = False
+        self._in_step = self._holds = False
         self._handles: list[RemovableHandle] = []
         for name, parameter in root.named_parameters():
             if parameter.requires_grad and name not in self.replicated:  # a use outside of its unit ends here
@@ -135,6 +136,7 @@ class FullySharded:
         """
         for parameters in self._parameters.values():
             match_trained(parameters)
+        self.hold_memory(trains and not self.plan.reshard and self.plan.mesh.device_type == "cpu")
         self._in_step = True
         self._keep_whole(trains)
         try:
@@ -145,6 +147,17 @@ class FullySharded:
             self._keep_whole(None)
         if not trains:
             self.reshard()
+
+    def hold_memory(self, on: bool) -> None:
+        """Whether divided parameters keep the memory in which they were whole, for the next step.
+
+        A CPU's memory that is given back and taken again is zeroed by the kernel, page by page: for all units that
+        costs more than their gathering.
+        """
+        if on != self._holds:
+            self._holds = on
+            self.reshard()
+            hold_memory(self.root, on)
 
     def watch_calls(self) -> None:
         """For steps that do backward passes themselves: what they call behind one is whole again, and frozen or not.

@@ -129,6 +129,7 @@ def make_whole(sharded: FullySharded, device: torch.device) -> dict[int, Tensor]
     module, world = sharded.root, dist.group.WORLD
     assert world is not None
     sharded.reshard()
+    sharded.hold_memory(False)
     if not fits_on_hosts(module, world, device):
         if dist.get_rank() == 0:
             warnings.warn(

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 BEYOND_OPTIMIZER = (
     " Inside a stage gradients and parameters are not sharded: it runs forward and backward once for each micro-batch, "
-    "and would send all of them as often. More stages (pipeline_parallel_size, stages_per_rank) divide both."
+    "and would send all of them as often. More stages (pipeline_parallel_size, stages_per_rank) divide both; "
+    "strategy='smddp_fsdp' shards both, without a pipeline."
 )
 
 

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_smddp._compat.fsdp import whole_parameters
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome
@@ -290,6 +291,37 @@ def test_gradients_between_nodes(compression):
         assert_equal(actual, expected, tolerance=0.05 if compression else 1e-5)
         differs = actual.weights["net.0.weight"].ne(expected.weights["net.0.weight"]).any()
         assert differs or not compression
+
+
+class Holding(Callback):
+    """Notes how much memory of whole parameters there is, when all are divided."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[int]] = {"train": set(), "validation": set()}
+
+    def note(self, trainer: Any, when: str) -> None:
+        parameters = whole_parameters(trainer.lightning_module)
+        self.seen[when].add(sum(parameter.untyped_storage().nbytes() for _, parameter in parameters))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.note(trainer, "train")
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.note(trainer, "validation")
+
+
+def memory_held(sharding: str) -> tuple[dict[str, set[int]], int]:
+    model, holding = Validating(), Holding()
+    make_trainer(fully_sharded(sharding=sharding), max_epochs=2, callbacks=[holding]).fit(model)
+    return holding.seen, sum(p.numel() * p.itemsize for p in model.parameters())
+
+
+def test_memory_stays_between_steps_where_all_of_it_is_needed_again():
+    (seen, size), _ = run_trainer_ranks(memory_held, 2, "grad_op")
+    assert min(seen["train"]) >= size
+    assert seen["validation"] == {0}
+    (seen, _), _ = run_trainer_ranks(memory_held, 2, "full")
+    assert seen == {"train": {0}, "validation": {0}}
 
 
 def table(wrap: Any = None) -> str:

@@ -193,5 +193,5 @@ def test_what_cannot_be_is_an_error_on_every_rank(make: Any, shard: str | None, 
 
 
 def test_more_than_the_optimizer_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="shard='full' is unknown.*once for each micro-batch, and would send all"):
+    with pytest.raises(ValueError, match="once for each micro-batch.*strategy='smddp_fsdp' shards both"):
         PipelineStrategy(shard="full")
