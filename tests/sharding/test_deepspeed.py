@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -511,7 +512,8 @@ def test_a_loader_of_ready_batches_needs_no_batch_size():
 def sizes_on_cpu(**arguments: Any) -> tuple[int, int]:
     """Of the buckets of gradients and of parameters, which is given."""
     strategy = SMDDPDeepSpeedStrategy(**arguments)
-    strategy.accelerator = CPUAccelerator()
+    strategy.accelerator, strategy.parallel_devices = CPUAccelerator(), [torch.device("cpu")]
+    strategy.cluster_environment = LightningEnvironment()
     strategy._format_config()
     zero = strategy.config["zero_optimization"]
     return zero["reduce_bucket_size"], zero["allgather_bucket_size"]
