@@ -151,7 +151,7 @@ class SharedSegments:
         descriptor, kind = None, _GROW
         if self.mesh.rank == 0:
             try:
-                descriptor = _create_file(size)
+                descriptor = create_file(size)
             except OSError:
                 kind = _NO_MEMORY
         try:
@@ -225,8 +225,8 @@ class SharedSegments:
         return f"unit {unit}"
 
 
-def _create_file(size: int) -> int:
-    """The descriptor of an anonymous memory file whose space is there already: no later SIGBUS.
+def create_file(size: int) -> int:
+    """The descriptor of an anonymous memory file of ``size`` zero bytes, whose space is there already: no later SIGBUS.
 
     Raises:
         OSError: there is not enough memory.

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.shared_segments import create_file
 from lightning_smddp.sharding.flat_layout import FlatLayout, Piece, in_memory_order
-from lightning_smddp.sharding.node_memory import NodeMemory, create_file, page_ranges
+from lightning_smddp.sharding.node_memory import NodeMemory, page_ranges
 
 _WINDOW = 4 * 2**20  # elements that are gathered at a time
 _DIGEST = struct.Struct("<qI")

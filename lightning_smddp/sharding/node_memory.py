@@ -20,6 +20,8 @@ import sys
 import torch
 from torch import Tensor
 
+from lightning_smddp.communication.shared_segments import create_file
+
 _ENTRY_BYTES = 8  # of a page in /proc/self/pagemap
 _SWAPPED = 1 << 62
 _OF_FILE = 1 << 61  # the page belongs to the file, or to memory that processes share
@@ -89,21 +91,6 @@ def page_ranges(pages: Tensor) -> list[tuple[int, int]]:
         else:
             ranges.append((low, low + mmap.PAGESIZE))
     return ranges
-
-
-def create_file(size: int) -> int:
-    """The descriptor of an anonymous memory file of ``size`` bytes of zeros, whose space is there already.
-
-    Raises:
-        OSError: there is not enough memory.
-    """
-    descriptor = os.memfd_create("lightning_smddp_parameters", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(descriptor, 0, max(size, mmap.PAGESIZE))
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def unsupported() -> str | None:

@@ -150,7 +150,7 @@ def test_every_rank_says_that_memory_is_short(monkeypatch: pytest.MonkeyPatch) -
     def refuse(size: int) -> int:
         raise OSError("no memory")
 
-    monkeypatch.setattr(shared_segments, "_create_file", refuse)
+    monkeypatch.setattr(shared_segments, "create_file", refuse)
     for message in run_in_threads(run_out_of_memory, 2):
         assert message.startswith("No 1000000 bytes of memory are left on")
         assert "'embedding'" in message

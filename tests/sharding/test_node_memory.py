@@ -8,8 +8,9 @@ import os
 import pytest
 import torch
 
+from lightning_smddp.communication.shared_segments import create_file
 from lightning_smddp.sharding import node_memory
-from lightning_smddp.sharding.node_memory import NodeMemory, create_file, page_ranges, unsupported
+from lightning_smddp.sharding.node_memory import NodeMemory, page_ranges, unsupported
 
 PAGE = mmap.PAGESIZE
 
