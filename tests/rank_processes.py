@@ -36,6 +36,7 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "torch._dynamo",
+    "torch.distributed.pipelining",
     "torch.nn.parallel",
     "lightning.pytorch",
     "lightning_smddp.strategies.lightning",

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_smddp import Compression
 from tests.devices import on_gpus
 from tests.ranks import run_trainer_ranks
-from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, assert_same, name_of
+from tests.strategies.pipeline_learners import Bench, Case, Matrix, assert_same, name_of
 from tests.strategies.test_pipeline_checkpoints import best_and_last, resume_twice, save_afterwards, tied
 from tests.strategies.test_pipeline_features import (
     TOLERANCE,
@@ -28,7 +28,7 @@ from tests.strategies.test_pipeline_features import (
 )
 from tests.strategies.test_pipeline_memory import Configured
 from tests.strategies.test_pipeline_replicas import replicas
-from tests.strategies.test_pipeline_schedules import everything
+from tests.strategies.test_pipeline_schedules import everything, training
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
@@ -43,24 +43,17 @@ def schedule(name: str, **options: Any) -> Case:
     return functools.partial(everything, options={"schedule": name, **options})
 
 
-def trained(bench: Bench, schedule: str, **options: Any) -> Any:
-    return bench.fit(Net(9, count=21), {"schedule": schedule, **options}, max_epochs=1)
-
-
-def training(schedule: str, **options: Any) -> Case:
-    return functools.partial(trained, schedule=schedule, **options)
-
-
 # Of each list, what `make test` runs on simulated devices, and the rest: on the CPU that has tests of its own.
 SCHEDULES = [
     training("interleaved_zero_bubble"),
-    training("dualpipev"),
     training("1f1b", active_microbatches=2, activation_checkpointing=True),
     schedule("1f1b"),
 ]
-OTHER_SCHEDULES = list(map(training, ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble")))
-OPTIMIZATION = [accumulation, clip_by_norm, fp16_with_overflow, gpt_checkpointed]
-OTHER_OPTIMIZATION = [clip_by_value, bf16_mixed, fp16_accumulation, gpt]
+OTHER_SCHEDULES = list(
+    map(training, ("dualpipev", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble"))
+)
+OPTIMIZATION = [fp16_with_overflow, gpt_checkpointed]  # the first one clips
+OTHER_OPTIMIZATION = [accumulation, clip_by_norm, clip_by_value, bf16_mixed, fp16_accumulation, gpt]
 CHECKPOINTS = [save_afterwards, resume_twice]
 OTHER_CHECKPOINTS = [best_and_last, tied]
 SPLIT = [training("interleaved_1f1b", num_microbatches=4)]
@@ -72,9 +65,9 @@ REPLICAS = [
 COMPRESSED = replicas({"algorithm": "balanced", "compression": Compression("bf16", scope="all")})
 SPREAD = [replicas({"placement": "spread", "algorithm": "hierarchical"}), COMPRESSED]
 ONE = Matrix([training("1f1b"), training("zbv_zero_bubble"), fp16_with_overflow], 1)
-TWO = [Matrix(cases, 2, timeout=110) for cases in (SCHEDULES, OPTIMIZATION, CHECKPOINTS)]
+TWO = [Matrix([*SCHEDULES, *OPTIMIZATION, *CHECKPOINTS], 2, timeout=110)]
 MORE_ON_TWO = [Matrix(cases, 2, timeout=110) for cases in (OTHER_SCHEDULES, OTHER_OPTIMIZATION, OTHER_CHECKPOINTS)]
-FOUR = [Matrix(cases, 4, timeout=110) for cases in (SPLIT, REPLICAS[1:])]
+FOUR = [Matrix([*SPLIT, *REPLICAS[1:]], 4, timeout=110)]
 MORE_ON_FOUR = [Matrix(cases, 4, timeout=110) for cases in (OTHER_SPLITS, REPLICAS[:1])]
 NODES = Matrix(SPREAD[:1], 4, timeout=110, node_ids=["a", "a", "b", "b"])
 MORE_ON_NODES = Matrix([training("1f1b"), *SPREAD[1:]], 4, timeout=110, node_ids=["a", "a", "b", "b"])
@@ -141,7 +134,7 @@ def meta_init(bench: Bench, directory: str) -> Any:
     """Metrics, names of the parameters that this rank has, and whether any rank ever had the whole module."""
     torch.manual_seed(7)
     module, checkpoint = Configured(), ModelCheckpoint(directory)
-    trainer = bench.trainer({"meta_init": True}, callbacks=[checkpoint], enable_checkpointing=True)
+    trainer = bench.trainer({"meta_init": True}, callbacks=[checkpoint], enable_checkpointing=True, max_epochs=1)
     trainer.fit(module)
     here = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
     return {name: float(value) for name, value in trainer.callback_metrics.items()}, here, module.born_whole

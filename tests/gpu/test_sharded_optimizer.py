@@ -25,6 +25,7 @@ ITEMS = [
 PIPELINES = Matrix([replicas(SHARDED, accumulate_grad_batches=2, gradient_clip_val=0.1)], 4, timeout=110)
 
 
+@pytest.mark.slow
 @on_gpus(2)
 def test_two(device: str) -> None:
     check(Group(ITEMS, 2))
@@ -43,8 +44,9 @@ def test_replicas_of_pipelines(case: Case, device: str) -> None:
     PIPELINES.compare(case)
 
 
+@pytest.mark.slow
 @on_gpus(2)
-@pytest.mark.parametrize("make", [AdamLearner, pytest.param(AdafactorLearner, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [AdamLearner, pytest.param(AdafactorLearner, marks=pytest.mark.exhaustive)])
 def test_checkpoints_go_on_with_it_and_without(make: type, device: str, tmp_path: Path) -> None:
     for found in run_trainer_ranks(save_and_go_on, 2, str(tmp_path), make):
         expected = found.pop("at once").weights

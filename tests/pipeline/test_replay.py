@@ -47,6 +47,7 @@ def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
     assert_every_cut(root_of(name), step_of, is_small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_small", [children, nothing])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_four_stages(name: str, is_small: Callable[[str], bool]) -> None:

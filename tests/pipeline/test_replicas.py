@@ -107,7 +107,9 @@ def all_algorithms(names: list[str]) -> list[str]:
     return chosen
 
 
-@pytest.mark.parametrize("node_ids", ["aaaa", "abab", "aaab"])
+@pytest.mark.parametrize(
+    "node_ids", [pytest.param("aaaa", marks=pytest.mark.slow), "abab", pytest.param("aaab", marks=pytest.mark.slow)]
+)
 def test_two_stages_of_two_replicas(node_ids: str) -> None:
     names = ["native", "auto", "hierarchical", "balanced"] if node_ids == "abab" else ["auto", "balanced"]
     names = ["shared_memory", *names] if node_ids == "aaaa" else names

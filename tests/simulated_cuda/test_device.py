@@ -269,6 +269,7 @@ def send_both_at_once() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_host_that_waits_for_ever_is_told_so() -> None:
     for message in run_ranks(send_both_at_once, 2, backend="nccl"):
         assert "runs: send to" in message
@@ -308,6 +309,7 @@ def launch_much(depth: int) -> str:
         dist.distributed_c10d._abort_process_group()
 
 
+@pytest.mark.slow
 def test_a_host_waits_for_room_in_a_stream() -> None:
     enough, _ = run_ranks(launch_much, 2, 1024, backend="nccl")
     assert enough == str([2.0**20] * 2)
@@ -353,6 +355,7 @@ def wait_for_nobody(directory: str) -> None:
     time.sleep(3)
 
 
+@pytest.mark.slow
 def test_the_watchdog_ends_the_process_without_an_exception(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(wait_for_nobody, 2, str(tmp_path), backend="nccl")

@@ -112,7 +112,7 @@ class Evaluated(Net):
         return {"probabilities": out, "classes": out.argmax(1), "batch": batch_idx}
 
     def val_dataloader(self) -> Any:
-        return DataLoader(samples(self.count), batch_size=self.batch_size - 3)
+        return DataLoader(samples(self.count // 2 + 1), batch_size=self.batch_size - 3)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -233,6 +233,41 @@ class Matrix:
         for rank, result in enumerate(results):
             assert_same(result, expected, tolerance, f"rank {rank}")
         return results
+
+
+def run_each(body: Callable[..., Any], cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """Body of a rank: ``body`` for each case's arguments."""
+    return [body(*case) for case in cases]
+
+
+@dataclass
+class Cases:
+    """A body's cases, which ranks run one after the other in one start when the first of their results is asked for.
+
+    Attributes:
+        body: called with each case's arguments.
+        cases: the arguments.
+        ranks: how many.
+    """
+
+    body: Callable[..., Any]
+    cases: Sequence[Sequence[Any]]
+    ranks: int = 2
+    timeout: float = 90.0
+    _results: list[list[Any]] = field(default_factory=list)
+    _error: BaseException | None = None
+
+    def results(self, case: Sequence[Any]) -> list[Any]:
+        """Those of each rank."""
+        if self._error is not None:
+            raise AssertionError("the ranks failed in an earlier case") from self._error
+        if not self._results:
+            try:
+                self._results = run_trainer_ranks(run_each, self.ranks, self.body, self.cases, timeout=self.timeout)
+            except BaseException as error:
+                self._error = error
+                raise
+        return [results[self.cases.index(case)] for results in self._results]
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = 1e-5, where: str = "result") -> None:

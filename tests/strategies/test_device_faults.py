@@ -95,7 +95,6 @@ def strategy_and_module(strategy: str, limit_s: float) -> tuple[Any, Any]:
 
 
 REST = pytest.mark.exhaustive
-STRATEGIES = pytest.mark.parametrize("strategy", ["smddp", "smddp_pipeline"])
 # The supervision of the two is one: which of them is enough where a kind of fault takes no other way.
 DATA_PARALLEL = pytest.mark.parametrize("strategy", ["smddp", pytest.param("smddp_pipeline", marks=REST)])
 PIPELINE = pytest.mark.parametrize("strategy", [pytest.param("smddp", marks=REST), "smddp_pipeline"])
@@ -128,7 +127,7 @@ def test_a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@STRATEGIES
+@DATA_PARALLEL
 def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing raises by itself; both hosts wait for their devices, and both say that they are in the same step."""
     ended = run(strategy, "hangs in a kernel", tmp_path, monkeypatch)
@@ -195,7 +194,7 @@ class Slow(Callback):
 
 def train_slowly(strategy: str) -> tuple[int, float]:
     made, module = strategy_and_module(strategy, 1.5)
-    fit(made, module, max_epochs=1, callbacks=[Slow(5.0)])
+    fit(made, module, max_epochs=1, callbacks=[Slow(3.5)])
     assert dist.group.WORLD is not None
     return module.trainer.global_step, dist.group.WORLD._timeout.total_seconds()
 

@@ -26,6 +26,7 @@ from tests.strategies.pipeline_learners import Evaluated
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
 BOTH = ["smddp", "pipeline"]
+ONE_QUICK = ["smddp", pytest.param("pipeline", marks=pytest.mark.slow)]
 
 
 def trainer_for(name: str, **options: Any) -> Any:
@@ -106,7 +107,7 @@ def by_hand(name: str) -> list[list[str]]:
     return seen
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ONE_QUICK)
 def test_no_supervisor_is_left_by_a_strategy_that_is_torn_down_by_hand(name: str) -> None:
     for seen in run_trainer_ranks(by_hand, 2, name):
         assert [len(names) for names in seen] == [1, 0, 0, 1, 0]
@@ -205,8 +206,8 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.parametrize(
     ("strategy", "rank", "launcher"),
     [
-        ("smddp_pipeline", 1, []),
         ("smddp", 1, TORCHRUN),
+        pytest.param("smddp_pipeline", 1, [], marks=pytest.mark.exhaustive),
         pytest.param("smddp", 0, [], marks=pytest.mark.exhaustive),
         pytest.param("smddp_pipeline", 0, TORCHRUN, marks=pytest.mark.exhaustive),
     ],
@@ -242,7 +243,7 @@ def without_validation(name: str) -> list[list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`:UserWarning")
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ONE_QUICK)
 def test_a_validation_step_that_is_none_means_no_validation(name: str) -> None:
     assert run_trainer_ranks(without_validation, 2, name) == [[["loss", "loss_epoch", "loss_step"]] * 2] * 2
 
@@ -276,7 +277,7 @@ def refuses(name: str) -> tuple[str, str]:
     return error_of(lambda: trainer_for(name).fit(Lazy())), error_of(lambda: trainer_for(name).fit(Waiting()))
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", ONE_QUICK)
 def test_lazy_layers_are_refused_with_the_cure_and_barriers_in_a_step_do_not_hang(name: str) -> None:
     for lazy, waiting in run_trainer_ranks(refuses, 2, name):
         assert lazy.startswith("ValueError: 'net.0.weight' of Lazy has no shape yet: 'net.0' is a LazyLinear.")
@@ -300,6 +301,7 @@ def advised() -> str:
     return error_of(lambda: trainer_for("smddp").fit(Partly()))
 
 
+@pytest.mark.slow
 def test_advice_on_unused_parameters_names_this_strategy() -> None:
     for error in run_trainer_ranks(advised, 2):
         assert "`strategy='smddp_find_unused_parameters_true'`" in error

@@ -70,7 +70,7 @@ KINDS: dict[str, Scenario] = {
 }
 
 
-@pytest.mark.parametrize("name", ["map", "persistent workers"])
+@pytest.mark.parametrize("name", ["map", pytest.param("persistent workers", marks=pytest.mark.slow)])
 def test_smddp(name: str, tmp_path: Path) -> None:
     """From some of the checkpoints: in the middle and at the end of epochs, and after validations."""
     assert run_trainer_ranks(resume_from_each, 2, "smddp", KINDS[name], str(tmp_path), 2) == [{}, {}]
@@ -79,7 +79,8 @@ def test_smddp(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_pipeline(tmp_path: Path) -> None:
     """Each stage draws its own dropout."""
-    assert run_trainer_ranks(resume_from_each, 2, {}, OFTEN, str(tmp_path), 2) == [{}, {}]
+    scenario = replace(OFTEN, epochs=2)
+    assert run_trainer_ranks(resume_from_each, 2, {}, scenario, str(tmp_path), 2) == [{}, {}]
     assert {path.name[:3] for path in checkpoints(str(tmp_path))} == {"ste", "epo", "val"}
 
 
@@ -335,7 +336,7 @@ def test_says_which_step_is_a_fraction(old: int, new: int, batches: int, accumul
 
 @pytest.mark.slow
 def test_other_number_of_stages(tmp_path: Path) -> None:
-    scenario = Scenario(count=48)
+    scenario = Scenario(count=48, epochs=1)
     unbroken = run_trainer_ranks(fit_once, 2, {}, scenario, str(tmp_path))
     resumed = run_trainer_ranks(fit_once, 3, {}, scenario, None, tmp_path / "step5.ckpt")
     assert resumed[0][0][:7] == unbroken[0][0][5:12]
@@ -437,7 +438,7 @@ class StopInValidation(Callback):
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         if trainer.global_step == self.step and not trainer.sanity_checking:
             self.left = trainer.num_val_batches[0] - batch_idx - 1
-            time.sleep(0.03)
+            time.sleep(0.08)
             if trainer.global_rank == self.rank and batch_idx == 0:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -452,16 +453,17 @@ def stopped_and_resumed(kind: Any, scenario: Scenario, step: int) -> tuple[int, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "step"),
-    [("smddp", 7), ({"split": ["net.3"]}, 6)],
+    ("kind", "epochs", "step"),
+    [("smddp", 2, 7), ({"split": ["net.3"]}, 1, 6)],
     ids=["smddp", "pipeline"],
 )
-def test_stops_in_a_validation(kind: Any, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stops_in_a_validation(
+    kind: Any, epochs: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It need not come to its end, and begins anew."""
     monkeypatch.chdir(tmp_path)
-    for left, found in run_trainer_ranks(
-        stopped_and_resumed, 2, kind, Scenario(epochs=2, validate=3, validated=160), step
-    ):
+    scenario = Scenario(epochs=epochs, validate=3, validated=64)
+    for left, found in run_trainer_ranks(stopped_and_resumed, 2, kind, scenario, step):
         assert found == []
         assert left > 1
 

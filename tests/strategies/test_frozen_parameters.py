@@ -119,6 +119,7 @@ def train_all() -> dict[str, Outcome]:
     return {case: train(case, silent(**{"algorithm": "shared_memory", **CASES[case].strategy})) for case in CASES}
 
 
+@pytest.mark.slow
 def test_what_is_unfrozen_later_is_trained_as_in_one_process() -> None:
     first, second = run_trainer_ranks(train_all, 2)
     for case in CASES:

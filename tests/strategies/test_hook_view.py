@@ -347,11 +347,22 @@ CASES: list[Case] = [
 ]
 
 
+TWO = Matrix(CASES)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With a directory for each case's ranks, and for its one process."""
+    root = tmp_path_factory.mktemp("hook_view")
+    for case in CASES:
+        for kind in ("ranks", "alone"):
+            (root / name_of(case) / kind).mkdir(parents=True)
+    return str(root)
+
+
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_as_in_one_process(case: Case, tmp_path: Path) -> None:
-    for kind in ("ranks", "alone"):
-        (tmp_path / name_of(case) / kind).mkdir(parents=True)
-    Matrix([case]).compare(case, str(tmp_path))
+def test_as_in_one_process(case: Case, directory: str) -> None:
+    TWO.compare(case, directory)
 
 
 class Counts(Callback):

@@ -75,7 +75,7 @@ def test_a_script_starts_itself_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["smddp_spawn", pytest.param("smddp_fork", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("strategy", [pytest.param("smddp_spawn", marks=pytest.mark.exhaustive), "smddp_fork"])
 def test_spawn_and_fork(strategy: str, tmp_path: Path) -> None:
     output = run_script(tmp_path, strategy)
     assert output.count("smddp: data parallelism") == 1

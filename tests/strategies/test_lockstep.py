@@ -152,9 +152,10 @@ def fit(bench: Bench, module: str) -> Any:
 
 
 CASES: list[Case] = [functools.partial(fit, module=name) for name in MODULES]
+TWO = Matrix(CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_as_in_one_process(case: Case) -> None:
-    Matrix([case]).compare(case)
+    TWO.compare(case)

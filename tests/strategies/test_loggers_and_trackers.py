@@ -78,6 +78,7 @@ CASES: list[Case] = [histograms, tracked, predictions]
 MATRIX = Matrix(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     MATRIX.compare(case)

@@ -123,6 +123,7 @@ CASES: list[Case] = [experts, sharpness, scripted, scripted_inside]
 TWO = Matrix([*CASES, sharpness_in_parts])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_numbers_are_one_processs(case: Case) -> None:

@@ -20,8 +20,10 @@ from lightning_smddp.communication.errors import NonFiniteGradientError, RankFai
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, make_trainer, samples
+from tests.strategies.pipeline_learners import Cases, run_each
 
 BAD_STEP = 2
+EPOCH = {"max_epochs": 1}
 COMMON = {"verbose": False, "tuning_cache": False, "algorithm": "native"}
 
 
@@ -68,7 +70,7 @@ def strategy_of(name: str, **options: Any) -> Any:
 
 def fails(name: str, options: dict[str, Any], rank: int, value: float, trainer_options: dict[str, Any]) -> Any:
     model = Spoiler(rank, value)
-    trainer = make_trainer(strategy_of(name, **options), **trainer_options)
+    trainer = make_trainer(strategy_of(name, **options), **EPOCH, **trainer_options)
     with pytest.raises((NonFiniteGradientError, RankFailedError)) as caught:
         trainer.fit(model)
     weights = [p for p in model.parameters() if not p.is_meta]
@@ -77,21 +79,23 @@ def fails(name: str, options: dict[str, Any], rank: int, value: float, trainer_o
     return str(caught.value), trainer.global_step
 
 
-@pytest.mark.parametrize(
-    ("options", "rank", "value", "trainer_options"),
+NAN = float("nan")
+NAMES = Cases(
+    fails,
     [
-        ({}, 1, float("nan"), {}),
-        ({"algorithm": "shared_memory"}, 0, float("-inf"), {}),
-        ({"gradient_as_bucket_view": False}, 1, float("inf"), {"accumulate_grad_batches": 2}),
-        ({"compression": {"method": "int8", "scope": "all"}}, 1, float("nan"), {"gradient_clip_val": 1.0}),
-        ({"compression": {"method": "powersgd", "scope": "all"}}, 0, float("nan"), {"precision": "bf16-mixed"}),
+        ("smddp", {}, 1, NAN, {}),
+        ("smddp", {"algorithm": "shared_memory"}, 0, float("-inf"), {}),
+        ("smddp", {"gradient_as_bucket_view": False}, 1, float("inf"), {"accumulate_grad_batches": 2}),
+        ("smddp", {"compression": {"method": "int8", "scope": "all"}}, 1, NAN, {"gradient_clip_val": 1.0}),
+        ("smddp", {"compression": {"method": "powersgd", "scope": "all"}}, 0, NAN, {"precision": "bf16-mixed"}),
     ],
-    ids=["native", "shared_memory", "accumulating", "int8", "powersgd"],
 )
-def test_smddp_names_rank_step_and_parameter(
-    options: dict[str, Any], rank: int, value: float, trainer_options: dict[str, Any]
-) -> None:
-    results = run_trainer_ranks(fails, 2, "smddp", options, rank, value, trainer_options)
+
+
+@pytest.mark.parametrize("case", NAMES.cases, ids=["native", "shared_memory", "accumulating", "int8", "powersgd"])
+def test_smddp_names_rank_step_and_parameter(case: Any) -> None:
+    _, _, rank, value, _ = case
+    results = NAMES.results(case)
     message, step = results[0]
     assert results == [(message, step)] * 2
     assert step == BAD_STEP
@@ -140,7 +144,7 @@ def overflows(name: str, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["smddp", "pipeline"])
+@pytest.mark.parametrize("name", ["smddp", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_a_sum_that_is_too_large_is_nobodys_fault(name: str) -> None:
     options = {} if name == "smddp" else {"pipeline_parallel_size": 1, "num_microbatches": 1}
     first, second = run_trainer_ranks(overflows, 2, name, options)
@@ -152,7 +156,7 @@ def test_a_sum_that_is_too_large_is_nobodys_fault(name: str) -> None:
 def skips(name: str, options: dict[str, Any]) -> Any:
     model = Seeing(1, float("nan"))
     strategy = strategy_of(name, on_nonfinite="skip", **options)
-    trainer = make_trainer(strategy, gradient_clip_val=1.0)
+    trainer = make_trainer(strategy, gradient_clip_val=1.0, **EPOCH)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before: list[Tensor] = []
@@ -168,18 +172,21 @@ def skips(name: str, options: dict[str, Any]) -> Any:
     return texts, strategy._checks.guard.skipped, model.bad_steps
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
+LEFT_OUT = Cases(
+    skips,
     [
         ("smddp", {}),
         ("smddp", {"algorithm": "shared_memory"}),
         ("pipeline", {"pipeline_parallel_size": 2}),
         ("pipeline", {"pipeline_parallel_size": 1}),
     ],
-    ids=["smddp", "shared_memory", "stages", "replicas"],
 )
-def test_a_step_is_left_out_on_all_ranks(name: str, options: dict[str, Any]) -> None:
-    first, second = run_trainer_ranks(skips, 2, name, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LEFT_OUT.cases, ids=["smddp", "shared_memory", "stages", "replicas"])
+def test_a_step_is_left_out_on_all_ranks(case: Any) -> None:
+    first, second = LEFT_OUT.results(case)
     assert (len(first[0]), len(second[0])) == (1, 0)  # said once
     assert "on rank 1 (host" in first[0][0]
     assert first[1] == second[1] == 1
@@ -241,25 +248,26 @@ def cleans(name: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
     found = []
     for make in CLEANING:
         model = make(1, float("nan"))
-        make_trainer("ddp" if name == "ddp" else strategy_of(name, **options)).fit(model)
+        make_trainer("ddp" if name == "ddp" else strategy_of(name, **options), **EPOCH).fit(model)
         found.append({key: value.clone() for key, value in model.state_dict().items()})
     model = Spoiler(1, float("nan"))
     strategy = "ddp" if name == "ddp" else strategy_of(name, **options)
-    make_trainer(strategy, callbacks=[CleansAsCallback()]).fit(model)
+    make_trainer(strategy, callbacks=[CleansAsCallback()], **EPOCH).fit(model)
     found.append({key: value.clone() for key, value in model.state_dict().items()})
     return found
 
 
 @pytest.mark.slow
 def test_gradients_are_looked_at_after_the_users_code_has_cleaned_them() -> None:
-    expected = run_trainer_ranks(cleans, 2, "ddp", {})
-    for options in ({"algorithm": "native"}, {"algorithm": "shared_memory", "gradient_as_bucket_view": False}):
-        actual = run_trainer_ranks(cleans, 2, "smddp", options)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-7)
+    shared_memory = {"algorithm": "shared_memory", "gradient_as_bucket_view": False}
+    cases = [("ddp", {}), ("smddp", {"algorithm": "native"}), ("smddp", shared_memory)]
+    for expected, *actual in run_trainer_ranks(run_each, 2, cleans, cases):
+        for found in actual:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["error", "skip"])
+@pytest.mark.parametrize("mode", ["error", pytest.param("skip", marks=pytest.mark.exhaustive)])
 def test_a_pipeline_looks_at_gradients_after_the_users_code_has_cleaned_them(mode: str) -> None:
     for results in run_trainer_ranks(cleans, 2, "pipeline", {"on_nonfinite": mode}):
         for weights in results:
@@ -302,7 +310,7 @@ def spikes(name: str, make: Any, directory: str, mode: str) -> Any:
     model = make(1, float("nan"))
     strategy = "ddp" if name == "ddp" else strategy_of(name, on_nonfinite=mode)
     path = Path(directory) / f"{name}-{mode}.json"
-    trainer = make_trainer(strategy, callbacks=[SpikeDetection(exclude_batches_path=str(path))])
+    trainer = make_trainer(strategy, callbacks=[SpikeDetection(exclude_batches_path=str(path))], **EPOCH)
     with pytest.raises(TrainingSpikeException) as caught:
         trainer.fit(model)
     return str(caught.value), json.loads(path.read_text()) if trainer.global_rank == 0 else None
@@ -310,13 +318,13 @@ def spikes(name: str, make: Any, directory: str, mode: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients are not finite")
-@pytest.mark.parametrize("mode", ["error", "skip"])
 @pytest.mark.parametrize(("name", "make"), [("smddp", BadLoss), ("pipeline", BadLossOnAll)])
-def test_spike_detection_ends_the_run_as_under_ddp(name: str, make: Any, mode: str, tmp_path: Path) -> None:
-    expected = run_trainer_ranks(spikes, 2, "ddp", make, str(tmp_path), "")
-    actual = run_trainer_ranks(spikes, 2, name, make, str(tmp_path), mode)
-    assert actual == expected
-    assert expected[0] == (f"Training spike detected in batch {BAD_STEP}", [BAD_STEP - 1, BAD_STEP])
+def test_spike_detection_ends_the_run_as_under_ddp(name: str, make: Any, tmp_path: Path) -> None:
+    cases = [("ddp", make, str(tmp_path), ""), *((name, make, str(tmp_path), mode) for mode in ("error", "skip"))]
+    results = run_trainer_ranks(run_each, 2, spikes, cases)
+    for expected, *actual in results:
+        assert actual == [expected] * 2
+    assert results[0][0] == (f"Training spike detected in batch {BAD_STEP}", [BAD_STEP - 1, BAD_STEP])
 
 
 class Manual(Spoiler):

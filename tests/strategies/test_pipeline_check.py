@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import subprocess
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torchmetrics import MeanSquaredError
 
 from lightning_smddp import PipelineStrategy
 from lightning_smddp.bridge.checks import SecondCheck
+from lightning_smddp.cli import main
+from lightning_smddp.strategies import verify as verification
 from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
@@ -301,14 +304,12 @@ def test_no_warning_for_a_mean_over_rows() -> None:
     assert run_trainer_ranks(warned, 2, Chain) == [[], []]
 
 
-def verify(directory: Path, name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "lightning_smddp", "verify", f"tests.strategies.test_pipeline_check:{name}", *options]
-    return run_program(command, directory)
-
-
 @pytest.mark.slow
 def test_verify_prints_each_unit(tmp_path: Path) -> None:
-    result = verify(tmp_path, "Verified", "--schedule", "interleaved_1f1b", "--num-microbatches", "4")
+    """The command, which starts ranks of its own."""
+    options = ["--schedule", "interleaved_1f1b", "--num-microbatches", "4"]
+    command = ["-m", "lightning_smddp", "verify", "tests.strategies.test_pipeline_check:Verified", *options]
+    result = run_program(command, tmp_path)
     assert result.returncode == 0, result.stderr
     last = "The pipeline computes what the module computes in one process: 2 training and 2 validation steps"
     assert last in result.stdout.splitlines()[-1]
@@ -316,34 +317,62 @@ def test_verify_prints_each_unit(tmp_path: Path) -> None:
     assert "head" in result.stdout
 
 
+FIT = verification._fit
+
+
+def fit_on_rank(directory: str, *arguments: Any, **options: Any) -> None:
+    """What the first rank prints goes to a file."""
+    strategy = PipelineStrategy(**grouped(num_microbatches=4, fallback="error"))
+    path = Path(directory, f"printed{os.environ['RANK']}")
+    with path.open("w") as file, redirect_stdout(file):
+        FIT(*arguments, **options, strategy=strategy)
+
+
+@pytest.fixture
+def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command by its name for a module, here and on ranks of the tests: returns its code and lines."""
+
+    def fit(*arguments: Any, devices: int, strategy: Any) -> None:
+        if devices == 1:
+            FIT(*arguments, devices=devices, strategy=strategy)
+        else:
+            run_trainer_ranks(functools.partial(fit_on_rank, devices=devices), devices, str(tmp_path), *arguments)
+
+    def run(name: str) -> tuple[int, list[str]]:
+        code = main(["verify", f"tests.strategies.test_pipeline_check:{name}"])
+        return code, [*(tmp_path / "printed0").read_text().splitlines(), *capsys.readouterr().out.splitlines()]
+
+    monkeypatch.setattr(verification, "_fit", fit)
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "what"), [("Contrastive", "step 1, output 'loss'"), ("Normalised", "update of")])
-def test_verify_fails_where_training_warns(tmp_path: Path, name: str, what: str) -> None:
-    result = verify(tmp_path, name, "--num-microbatches", "4")
-    assert result.returncode == 1, result.stderr
-    last = result.stdout.splitlines()[-1]
-    assert "The pipeline differs from one process, first in" in last
-    assert what in last or "output 'loss'" in last
+def test_verify_fails_where_training_warns(name: str, what: str, verify: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on the ranks, too
+        code, lines = verify(name)
+    assert code == 1
+    assert "The pipeline differs from one process, first in" in lines[-1]
+    assert what in lines[-1] or "output 'loss'" in lines[-1]
 
 
 @pytest.mark.slow
-def test_verify_says_what_chance_keeps_from_it(tmp_path: Path) -> None:
-    result = verify(tmp_path, "Noisy", "--num-microbatches", "4")
-    assert result.returncode == 0, result.stderr
-    assert "the step draws random numbers" in result.stdout.splitlines()[-1]
+def test_verify_says_what_chance_keeps_from_it(verify: Any) -> None:
+    code, lines = verify("Noisy")
+    assert code == 0
+    assert "the step draws random numbers" in lines[-1]
 
 
 @pytest.mark.slow
-def test_verify_fails_for_an_escape(tmp_path: Path) -> None:
-    result = verify(tmp_path, "Escaping")
-    assert result.returncode == 1
-    assert "layers.0" in result.stdout
-    assert "does not compute what the step computes" in result.stdout
+def test_verify_fails_for_an_escape(verify: Any) -> None:
+    code, lines = verify("Escaping")
+    assert code == 1
+    assert any("layers.0" in line for line in lines)
+    assert "does not compute what the step computes" in "\n".join(lines)
 
 
 def test_verify_says_what_is_wrong_with_a_name() -> None:
-    from lightning_smddp.cli import main
-
     with pytest.raises(SystemExit, match="has to be module:Class"):
         main(["verify", "tests.strategies"])
     with pytest.raises(SystemExit, match="has no 'Absent'"):
@@ -353,8 +382,6 @@ def test_verify_says_what_is_wrong_with_a_name() -> None:
 
 
 def test_verify_asks_for_data(capsys: pytest.CaptureFixture[str]) -> None:
-    from lightning_smddp.cli import main
-
     assert main(["verify", "lightning.pytorch:LightningModule"]) == 1
     assert "LightningModule has no train_dataloader: give --datamodule" in capsys.readouterr().out
 

@@ -113,8 +113,12 @@ def test_saves_what_one_process_saves(alone: Any, piped: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    [(3, {}), (2, {"schedule": "interleaved_1f1b"})],
-    ids=["3", "interleaved"],
+    [
+        (3, {"schedule": "interleaved_1f1b"}),
+        pytest.param(3, {}, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"schedule": "interleaved_1f1b"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["3 interleaved", "3", "interleaved"],
 )
 def test_resumes(ranks: int, strategy: Any, alone: Any, piped: Path, tmp_path: Path) -> None:
     """From two stages to others: as if nothing had happened."""
@@ -174,7 +178,7 @@ def fit_again(bench: Bench) -> Any:
     model = Trained()
     trainer = bench.trainer()
     trainer.fit(model)
-    trainer.fit_loop.max_epochs = 4
+    trainer.fit_loop.max_epochs = 3
     trainer.fit(model)
     again = outcome(model, trainer)
     with torch.no_grad():  # rounding has grown by now
@@ -186,7 +190,7 @@ def fit_again(bench: Bench) -> Any:
 def best_and_last(bench: Bench) -> Any:
     model = Trained()
     checkpoint = ModelCheckpoint(bench.directory, "best", monitor="val_loss", save_last=True)
-    trainer = bench.trainer(max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True)
+    trainer = bench.trainer(callbacks=[checkpoint], enable_checkpointing=True)
     trainer.fit(model)
     best = trainer.test(model, ckpt_path="best", verbose=False)
     validated = trainer.validate(model, ckpt_path="last", verbose=False)
@@ -196,10 +200,10 @@ def best_and_last(bench: Bench) -> Any:
 
 def resume_twice(bench: Bench) -> Any:
     model = Trained()
-    trainer = bench.trainer(**saving(bench.directory))
+    trainer = bench.trainer(**{**saving(bench.directory), "max_epochs": 2})
     trainer.fit(model)
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(model, ckpt_path=f"{bench.directory}/epoch=1.ckpt")
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, ckpt_path=f"{bench.directory}/epoch=0.ckpt")
     return outcome(model, trainer)
 
 

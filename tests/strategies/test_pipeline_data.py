@@ -23,7 +23,7 @@ def other_seed_on_each_rank() -> int:
     return rank
 
 
-class Seeded(Evaluated):
+class Seeded(Net):
     """Each rank draws other random numbers from the first batch on."""
 
     def on_fit_start(self) -> None:
@@ -106,7 +106,11 @@ def augmented(bench: Bench) -> Any:
     return bench.fit(Augmented())
 
 
-class AugmentedLater(Seeded):
+class AugmentedLater(Evaluated):
+    """In training, not in validation."""
+
+    on_fit_start = Seeded.on_fit_start
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [batch[0] + torch.randn_like(batch[0]) * self.trainer.training, batch[1]]
 

@@ -17,7 +17,7 @@ from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import samples
-from tests.strategies.pipeline_learners import Bench, Evaluated, Net
+from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Net
 
 
 def refused(make: Any, options: dict[str, Any], trainer_options: dict[str, Any]) -> str:
@@ -35,6 +35,11 @@ def assert_refused(
 ) -> None:
     for error in run_trainer_ranks(refused, ranks, make, options or {}, trainer_options, timeout=40):
         assert expected in error
+
+
+def together(cases: list[tuple[str, Any, dict[str, Any]]]) -> Cases:
+    """Of (what is said, module, options), on two ranks."""
+    return Cases(refused, [(make, options, {}) for _, make, options in cases])
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader_iter:UserWarning")
@@ -92,22 +97,31 @@ def pruning() -> Any:
     return [ModelPruning("l1_unstructured")]
 
 
-@pytest.mark.parametrize(
-    ("expected", "make"),
-    [
-        ("Manual uses manual optimization (automatic_optimization=False)", Manual),
-        ("FromIterator.training_step takes `dataloader_iter`", FromIterator),
-        ("LBFGS cannot be used with a pipeline", Huge),
-        ("`training_step` returned is a tensor of shape (8,)", NoScalar),  # of micro-batches with one row
-        ("`training_step` returned is a tensor of shape (8,)", NoScalarInDict),
-        ("`training_step` returned None", NoLoss),
-        ("a dict without 'loss' (it has 'output')", DictWithoutLoss),
-        ("does not depend on any parameter", Detached),
-        ("multiple optimizers is only supported with manual", TwoOptimizers),
-    ],
-)
-def test_modules(expected: str, make: Any) -> None:
-    assert_refused(expected, make)
+MODULES = [
+    ("Manual uses manual optimization (automatic_optimization=False)", Manual, {}),
+    ("FromIterator.training_step takes `dataloader_iter`", FromIterator, {}),
+    ("LBFGS cannot be used with a pipeline", Huge, {}),
+    ("`training_step` returned is a tensor of shape (8,)", NoScalar, {}),  # of micro-batches with one row
+    ("`training_step` returned is a tensor of shape (8,)", NoScalarInDict, {}),
+    ("`training_step` returned None", NoLoss, {}),
+    ("a dict without 'loss' (it has 'output')", DictWithoutLoss, {}),
+    ("does not depend on any parameter", Detached, {}),
+    ("multiple optimizers is only supported with manual", TwoOptimizers, {}),
+]
+LAYOUTS = [
+    ("makes 3 stages, but there are 2", Net, {"split": ["net.2", "net.4"]}),
+    ("net.99", Net, {"split": ["net.99"]}),
+    ("stages", Net, {"schedule": "interleaved_1f1b", "stages_per_rank": 5}),
+    ("memory_limit=", Net, {"memory_limit_gb": 1e-9}),
+    ("SplitError: found no partition into 2 stages", Net, {"memory_limit_gb": 1e-6}),
+]
+AT_START = together([*MODULES, *LAYOUTS])
+
+
+@pytest.mark.parametrize(("expected", "make", "options"), [*MODULES, *LAYOUTS])
+def test_modules_and_layouts(expected: str, make: Any, options: dict[str, Any]) -> None:
+    for error in AT_START.results((make, options, {})):
+        assert expected in error
 
 
 def test_a_callback() -> None:
@@ -115,18 +129,14 @@ def test_a_callback() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "options", "ranks"),
+    ("expected", "options"),
     [
-        ("as many micro-batches as there are stages", {"num_microbatches": 2}, 3),
-        ("makes 3 stages, but there are 2", {"split": ["net.2", "net.4"]}, 2),
-        ("net.99", {"split": ["net.99"]}, 2),
-        ("pipeline_parallel_size=2", {"pipeline_parallel_size": 2}, 3),
-        ("stages", {"schedule": "interleaved_1f1b", "stages_per_rank": 5}, 2),
-        ("memory_limit=", {"memory_limit_gb": 1e-9}, 2),
+        ("as many micro-batches as there are stages", {"num_microbatches": 2}),
+        ("pipeline_parallel_size=2", {"pipeline_parallel_size": 2}),
     ],
 )
-def test_layouts(expected: str, options: dict[str, Any], ranks: int) -> None:
-    assert_refused(expected, Net, options, ranks)
+def test_three_ranks(expected: str, options: dict[str, Any]) -> None:
+    assert_refused(expected, Net, options, 3)
 
 
 @pytest.mark.parametrize(
@@ -262,6 +272,7 @@ def each_refused(makes: list[Any]) -> list[str]:
     return [refused(make, {}, {}) for make in makes]
 
 
+@pytest.mark.slow
 def test_a_course_that_depends_on_the_rank() -> None:
     """No rank waits for messages of another course: all say which line it is."""
     for first, last, read in run_trainer_ranks(each_refused, 2, [ByRank, ByLastRank, ReadsByRank], timeout=60):
@@ -288,7 +299,3 @@ class WithRate(Net):
 
 def finder() -> Any:
     return [LearningRateFinder(num_training_steps=8)]
-
-
-def test_a_rank_without_enough_memory() -> None:
-    assert_refused("SplitError: found no partition into 2 stages", Net, {"memory_limit_gb": 1e-6})

@@ -18,26 +18,25 @@ from torch.optim import lr_scheduler
 
 from tests import devices
 from tests.ranks import run_trainer_ranks
+from tests.strategies import pipeline_learners
 from tests.strategies.learners import CLASSES, INPUTS
-from tests.strategies.pipeline_learners import (
-    Bench,
-    Case,
-    Evaluated,
-    Gpt,
-    Matrix,
-    Net,
-    assert_same,
-    name_of,
-    outcome,
-)
+from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matrix, assert_same, name_of, outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore:The provided params to be frozen:UserWarning")
+
+
+class Net(pipeline_learners.Net):
+    """With few batches, as there are many cases."""
+
+    def __init__(self, batch_size: int = 8, count: int = 24) -> None:
+        super().__init__(batch_size=batch_size, count=count)
+
 
 # ---- accumulation and clipping ----
 
 
 def accumulation(bench: Bench) -> Any:
-    return bench.fit(Net(count=56), accumulate_grad_batches=3)  # the last window has one batch
+    return bench.fit(Net(count=32), accumulate_grad_batches=3)  # the last window has one batch
 
 
 def accumulation_by_epoch(bench: Bench) -> Any:
@@ -233,7 +232,7 @@ def fp16_scale_too_large(bench: Bench) -> Any:
 
 class Scheduled(Evaluated):
     def __init__(self, scheduler: str) -> None:
-        super().__init__()
+        super().__init__(count=16)
         self.scheduler = scheduler
         self.rates: list[float] = []
 

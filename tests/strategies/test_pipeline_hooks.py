@@ -139,11 +139,11 @@ class Data(LightningDataModule):
 
     def train_dataloader(self) -> Any:
         self.steps.append("train")
-        return DataLoader(samples(30), batch_size=7)
+        return DataLoader(samples(18), batch_size=7)
 
     def val_dataloader(self) -> Any:
         self.steps.append("val")
-        return DataLoader(samples(30), batch_size=7)
+        return DataLoader(samples(18), batch_size=7)
 
 
 def data_module(bench: Bench) -> Any:

@@ -56,6 +56,7 @@ def assert_learned(directory: Path, files: list[str]) -> None:
         assert_same(metrics, expected["metrics"])
 
 
+@pytest.mark.slow
 def test_a_script_starts_itself_again(tmp_path: Path) -> None:
     output = run_script(tmp_path, "smddp_pipeline")
     assert "rank 1 of 2 done" in output

@@ -19,6 +19,12 @@ from tests.strategies.grouped import grouped
 from tests.strategies.learners import QUIET
 
 WIDTH = 8
+WITHOUT_SANITY_CHECK = {"num_sanity_val_steps": 0}
+# Where a run goes on in another directory, in another number of stages.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+    pytest.mark.filterwarnings("ignore:The run is not continued exactly"),
+]
 
 
 class Block(nn.Module):
@@ -77,11 +83,11 @@ class Configured(LightningModule):
 def saved(
     directory: str, options: dict[str, Any], trainer_options: dict[str, Any] | None = None, ckpt_path: str | None = None
 ) -> Any:
-    """Train, with a checkpoint at the end: metrics, names of what is here, whether it was born whole, the file."""
+    """Train, with checkpoints: metrics, names of what is here, whether it was born whole, the file."""
     from lightning_smddp import PipelineStrategy
 
     torch.manual_seed(7)
-    module, checkpoint = Configured(), ModelCheckpoint(directory)
+    module, checkpoint = Configured(), ModelCheckpoint(directory, save_top_k=-1)
     trainer = Trainer(
         strategy=PipelineStrategy(**grouped(num_microbatches=4, verbose=False, **options)),
         devices=int(os.environ["WORLD_SIZE"]),
@@ -94,18 +100,33 @@ def saved(
     return metrics, here, module.born_whole, checkpoint.best_model_path
 
 
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return run_trainer_ranks(saved, 2, str(tmp_path_factory.mktemp("two")), {"meta_init": True}, WITHOUT_SANITY_CHECK)
+
+
+def saved_and_resumed(directory: str, ckpt_path: str) -> tuple[Any, Any]:
+    """From the start, divided by the validation step, and from a checkpoint on."""
+    whole = saved(f"{directory}/whole", {"meta_init": True})
+    return whole, saved(f"{directory}/rest", {"meta_init": True}, WITHOUT_SANITY_CHECK, ckpt_path)
+
+
+@pytest.fixture(scope="module")
+def on_three(tmp_path_factory: pytest.TempPathFactory, on_two: list[Any]) -> list[Any]:
+    first = next(path for path in Path(on_two[0][3]).parent.iterdir() if "epoch=0" in path.name)
+    return run_trainer_ranks(saved_and_resumed, 3, str(tmp_path_factory.mktemp("three")), str(first))
+
+
 @pytest.mark.slow
-def test_a_model_without_memory_is_the_same_for_any_number_of_stages(tmp_path: Path) -> None:
-    two = run_trainer_ranks(saved, 2, str(tmp_path / "2"), {"meta_init": True}, {"num_sanity_val_steps": 0})
-    three = run_trainer_ranks(saved, 3, str(tmp_path / "3"), {"meta_init": True})  # divided by the validation step
-    for results in (two, three):
+def test_a_model_without_memory_is_the_same_for_any_number_of_stages(on_two: list[Any], on_three: list[Any]) -> None:
+    three = [whole for whole, _ in on_three]
+    for results in (on_two, three):
         assert not any(born_whole for _, _, born_whole, _ in results)
         names = [name for _, here, _, _ in results for name in here]
         assert len(names) == len(set(names)) == 6 * 5 + 2  # each parameter on one rank, to the end
-    for metrics, *_ in [*two, *three]:
-        torch.testing.assert_close(metrics, two[0][0], rtol=1e-5, atol=1e-6)
-    states = [torch.load(path, weights_only=True) for path in sorted(tmp_path.glob("*/*.ckpt"))]
-    assert len(states) == 2
+    for metrics, *_ in [*on_two, *three]:
+        torch.testing.assert_close(metrics, on_two[0][0], rtol=1e-5, atol=1e-6)
+    states = [torch.load(results[0][3], weights_only=True) for results in (on_two, three)]
     torch.testing.assert_close(states[0]["state_dict"], states[1]["state_dict"], rtol=1e-5, atol=1e-6)
     assert list(states[0]["state_dict"]) == list(plain_keys())
 
@@ -117,25 +138,24 @@ def plain_keys() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
-def test_a_model_without_memory_resumes_from_a_checkpoint(tmp_path: Path) -> None:
-    whole = run_trainer_ranks(saved, 2, str(tmp_path / "a"), {"meta_init": True})
-    first = run_trainer_ranks(saved, 2, str(tmp_path / "b"), {"meta_init": True}, {"max_epochs": 1})
-    rest = run_trainer_ranks(saved, 3, str(tmp_path / "c"), {"meta_init": True}, {}, first[0][3])
-    for metrics, *_ in rest:
-        torch.testing.assert_close(metrics, whole[0][0], rtol=1e-5, atol=1e-6)
+def test_a_model_without_memory_resumes_from_a_checkpoint(on_two: list[Any], on_three: list[Any]) -> None:
+    """In another number of stages."""
+    for _, (metrics, *_) in on_three:
+        torch.testing.assert_close(metrics, on_two[0][0], rtol=1e-5, atol=1e-6)
 
 
-def checkpointed(activation_checkpointing: bool, schedule: str) -> Any:
+def checkpointed(schedule: str) -> list[Any]:
+    """With all activations kept, and with few."""
+    return [trained(schedule, sparing) for sparing in (False, True)]
+
+
+def trained(schedule: str, sparing: bool) -> Any:
     from lightning_smddp import PipelineStrategy
 
     torch.manual_seed(7)
     module = Configured()
     strategy = PipelineStrategy(
-        **grouped(
-            num_microbatches=4, verbose=False, schedule=schedule, activation_checkpointing=activation_checkpointing
-        )
+        **grouped(num_microbatches=4, verbose=False, schedule=schedule, activation_checkpointing=sparing)
     )
     trainer = Trainer(strategy=strategy, devices=2, **{**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0})
     trainer.fit(module)
@@ -146,8 +166,6 @@ def checkpointed(activation_checkpointing: bool, schedule: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
 def test_activation_checkpointing_changes_nothing_but_memory(schedule: str) -> None:
-    plain = run_trainer_ranks(checkpointed, 2, False, schedule)
-    sparing = run_trainer_ranks(checkpointed, 2, True, schedule)
-    for (weights, loss), (expected, expected_loss) in zip(sparing, plain, strict=True):
+    for (expected, expected_loss), (weights, loss) in run_trainer_ranks(checkpointed, 2, schedule):
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
         assert loss == pytest.approx(expected_loss, rel=1e-5)

@@ -46,6 +46,7 @@ def fit_on_small_devices() -> list[Any]:
     return [dict(model.state_dict()), devices]
 
 
+@pytest.mark.slow
 @pytest.mark.simulated_cuda
 def test_a_model_that_fits_on_some_devices_only() -> None:
     """Ranks that decided for themselves waited for each other for ever."""

@@ -67,6 +67,7 @@ def everyones() -> list[list[tuple[dict[str, Any], int, int]]]:
     return run_trainer_ranks(train_counted, 2, CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "casts"), list(enumerate([1, 1, 8])))
 def test_weights_are_cast_once_for_all_micro_batches(everyones: Any, case: int, casts: int) -> None:
     """With checkpoints, which keep no copies, each forward and each backward casts."""
@@ -75,6 +76,7 @@ def test_weights_are_cast_once_for_all_micro_batches(everyones: Any, case: int, 
         assert (most, count >= 4) == (casts, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_trains_as_one_process_does(everyones: Any, case: int) -> None:
     model = Net(layers=6)
@@ -83,6 +85,7 @@ def test_trains_as_one_process_does(everyones: Any, case: int) -> None:
         assert_same(results[case][0], dict(model.state_dict()), 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.simulated_cuda
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_on_devices(precision: str) -> None:

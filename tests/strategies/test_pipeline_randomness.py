@@ -228,33 +228,6 @@ def whole_modules_draw(bench: Bench) -> Any:
     return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=2), model.drawn  # type: ignore[attr-defined]
 
 
-CASES = [mixup, mixup_with_a_generator, course, layer_drop, shuffled, masked, with_a_generator_of_torch]
-TWO = Matrix([*CASES, many, layer_drop_with_dropout, whole_modules_draw])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_one_microbatch_draws_what_one_process_draws(case: Case) -> None:
-    TWO.compare(case)
-
-
-@pytest.mark.slow
-def test_ranks_draw_the_same() -> None:
-    (first, drawn), (second, others) = TWO.results(many)
-    assert_same(first, second, 0.0)
-    assert drawn == others
-    assert len(set(first["losses"])) == len(first["losses"])
-    first, second = TWO.results(layer_drop_with_dropout)
-    assert_same(first, second, 0.0)
-
-
-@pytest.mark.slow
-def test_modules_that_are_placed_whole_draw_other_numbers_for_each_batch() -> None:
-    (_, drawn), (_, others) = TWO.results(whole_modules_draw)
-    assert drawn == others
-    assert len({number for numbers in drawn for number in numbers}) == len(drawn)
-
-
 class Masking(nn.Module):
     """Keeps its masks."""
 
@@ -297,15 +270,6 @@ def dropout_on_two_stages(bench: Bench) -> Any:
     return bench.fit(model, {**ONE, "split": ["net.3"], "fallback": "error"}, max_epochs=2), model.same
 
 
-DROPOUT = Matrix([dropout_on_two_stages])
-
-
-def test_stages_draw_other_numbers_than_each_other() -> None:
-    (_, same), (_, others) = DROPOUT.results(dropout_on_two_stages)
-    assert same == others
-    assert all(0.3 < share < 0.7 for share in same), same
-
-
 class DrawingInHooks(Evaluated):
     """Torch draws on all ranks in hooks; ``dropout`` also on the rank that has it."""
 
@@ -340,13 +304,48 @@ def behind_runs_with_dropout(bench: Bench) -> list[Any]:
     return drawn_behind_runs(bench, 0.5)
 
 
+CASES = [mixup, mixup_with_a_generator, course, layer_drop, shuffled, masked, with_a_generator_of_torch]
+WITH_DROPOUT = [many, layer_drop_with_dropout, whole_modules_draw, dropout_on_two_stages]
+TWO = Matrix([*CASES, *WITH_DROPOUT])
 BEHIND = Matrix([behind_runs, behind_runs_with_dropout])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_one_microbatch_draws_what_one_process_draws(case: Case) -> None:
+    TWO.compare(case)
+
+
+@pytest.mark.slow
+def test_ranks_draw_the_same() -> None:
+    (first, drawn), (second, others) = TWO.results(many)
+    assert_same(first, second, 0.0)
+    assert drawn == others
+    assert len(set(first["losses"])) == len(first["losses"])
+    first, second = TWO.results(layer_drop_with_dropout)
+    assert_same(first, second, 0.0)
+
+
+@pytest.mark.slow
+def test_modules_that_are_placed_whole_draw_other_numbers_for_each_batch() -> None:
+    (_, drawn), (_, others) = TWO.results(whole_modules_draw)
+    assert drawn == others
+    assert len({number for numbers in drawn for number in numbers}) == len(drawn)
+
+
+@pytest.mark.slow
+def test_stages_draw_other_numbers_than_each_other() -> None:
+    (_, same), (_, others) = TWO.results(dropout_on_two_stages)
+    assert same == others
+    assert all(0.3 < share < 0.7 for share in same), same
+
+
+@pytest.mark.slow
 def test_what_is_drawn_behind_a_run_is_one_processs() -> None:
     BEHIND.compare(behind_runs)
 
 
+@pytest.mark.slow
 def test_ranks_draw_the_same_behind_a_run_with_dropout() -> None:
     first, second = BEHIND.results(behind_runs_with_dropout)
     assert_same(first, second, 0.0)

@@ -61,6 +61,7 @@ class Half(Net):
 
 
 def halves(bench: Bench, options: Any = None, **trainer_options: Any) -> Any:
+    trainer_options = {"max_epochs": 1, **trainer_options}
     return bench.fit(Half(), {"pipeline_parallel_size": 2, **(options or {})}, **trainer_options)
 
 
@@ -98,10 +99,8 @@ FOUR = Matrix(
         replicas({"algorithm": "shared_memory"}),
         replicas({"algorithm": "native", "schedule": "interleaved_zero_bubble"}),
         replicas({"schedule": "interleaved_1f1b", "placement": "spread", "num_microbatches": 3}),
-        replicas({"schedule": "dualpipev"}),
         replicas(accumulate_grad_batches=2, gradient_clip_val=0.1),
         replicas({"active_microbatches": 2}, accumulate_grad_batches=3),
-        replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2),
         kept_gradients,
         unfrozen_later,
     ],
@@ -109,10 +108,21 @@ FOUR = Matrix(
 )
 
 
+V_SHAPED = Matrix(
+    [replicas({"schedule": "dualpipev"}), replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2)], 4
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FOUR.cases, ids=name_of)
 def test_two_pipelines(case: Case) -> None:
     FOUR.compare(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", V_SHAPED.cases, ids=name_of)
+def test_other_schedules(case: Case) -> None:
+    V_SHAPED.compare(case)
 
 
 @pytest.mark.slow

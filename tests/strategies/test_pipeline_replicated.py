@@ -506,6 +506,7 @@ LATE = [late_buffer, late_penalty, late_state, helped, consolidated]
 FROM_THE_MIDDLE = Matrix(LATE)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The loss of:UserWarning")
 @pytest.mark.parametrize("case", LATE, ids=name_of)
 def test_from_the_middle_of_a_run_on(case: Case) -> None:

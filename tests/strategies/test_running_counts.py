@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tests.strategies.learners import CLASSES
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, assert_same, name_of, outcome
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what is said is looked at below
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what is said is looked at below
 
 
 class Counting(Evaluated):
@@ -86,7 +86,7 @@ class ExactlyEnough(Counting):
     """A table with a row for each batch: a further batch fails."""
 
     def reset(self) -> None:
-        self.batches, self.table = 0, torch.zeros(8, CLASSES)
+        self.batches, self.table = 0, torch.zeros(5, CLASSES)
 
     on_validation_epoch_start = reset
 

@@ -11,7 +11,7 @@ import pytest
 from tests.strategies.learning_tasks import TASKS, Task, all_steps
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, assert_same, name_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what is said is looked at below
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # what is said is looked at below
 # Of some kinds: how what is said of whole batches begins, each time that it is said, and what it names.
 SAID = {
     "Normalised": (["The training step cannot be run in micro-batches"], "it changes the buffers net.1."),
