@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks import run_trainer_ranks
 from tests.sharding.test_fsdp import Block, Tied, fully_sharded
-from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, silent
+from tests.strategies.grouped import grouped
+from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, samples, silent
 
 
 class Momentum(Tied):
@@ -21,8 +23,34 @@ class Momentum(Tied):
         return torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)
 
 
-MODELS = {"adam": Tied, "momentum": Momentum}
+class InRow(Learner):
+    """For pipelines, too: what is tied or of no dimension has tests of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.Sequential(Block(8), Block(8))
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss([self.blocks(batch[0]), batch[1]])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
+        return DataLoader(samples(48), batch_size=4, sampler=DistributedSampler(samples(48), shuffle=False, **options))
+
+
+def pipelined() -> Any:
+    from lightning_smddp import PipelineStrategy
+
+    return PipelineStrategy(**grouped(verbose=False))
+
+
+MODELS = {"adam": Tied, "momentum": Momentum, "in a row": InRow}
 STRATEGIES = {
+    "smddp_pipeline": pipelined,
     "smddp": lambda: silent(find_unused_parameters=True),
     "smddp_fsdp": fully_sharded,
     "sharded": lambda: fully_sharded(sharding="grad_op"),
@@ -72,6 +100,18 @@ def test_the_file_is_that_of_plain_training_and_goes_on_in_any_number_of_ranks(t
             run_trainer_ranks(fit_some, ranks, strategy, "adam", 2, path)[0] for path in (mine, plain)
         )
         assert_equal(with_mine, with_plain, tolerance=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:The run is not continued exactly")
+def test_training_goes_on_in_a_pipeline_and_back(tmp_path):
+    path = str(tmp_path / "first.ckpt")
+    for saving, going_on in (("smddp_fsdp", "smddp_pipeline"), ("smddp_pipeline", "smddp_fsdp")):
+        run_trainer_ranks(fit_some, 2, saving, "in a row", 1, None, path)
+        # What ranks of a pipeline train on is one process's; what those of smddp_fsdp train on, smddp's.
+        other, ranks = ("auto", 1) if going_on == "smddp_pipeline" else ("smddp", 2)
+        expected = run_trainer_ranks(fit_some, ranks, other, "in a row", 2, path)[0]
+        actual = run_trainer_ranks(fit_some, 2, going_on, "in a row", 2, path)[0]
+        assert_equal(actual, expected, tolerance=1e-5)
 
 
 class Evaluated(Learner):
