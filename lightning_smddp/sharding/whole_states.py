@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_smddp._compat.fsdp import call_as_is
+from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.wire.pytree import map_leaves
 
 
@@ -22,12 +23,32 @@ def whole(value: Tensor, device: torch.device) -> Tensor:
         device: where messages are.
     """
     if isinstance(value, DTensor):
-        value = call_as_is(_gather, (value.detach(), device), {})
+        value = all_of(value, device)
     return value.detach().cpu()
 
 
-def _gather(value: Any, device: torch.device) -> Any:
-    return value.to(device).full_tensor()
+def all_of(value: DTensor, device: torch.device | None = None) -> Tensor:
+    """All of a tensor that is divided in its first dimension, as FSDP2 does it, on ``device``. Collective.
+
+    ``full_tensor`` needs the device's own backend in a form that not every one has, and shares where it is.
+
+    Args:
+        value: of which this rank has its part.
+        device: for messages; None is that of the mesh.
+    """
+    mesh = value.device_mesh
+    local = call_as_is(DTensor.to_local, (value.detach(),), {})
+    if device is None:
+        device = torch.device("cpu")
+        if mesh.device_type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+    size = mesh.size(mesh.ndim - 1)
+    rows = -(-value.size(0) // size)  # as torch.chunk: the last ranks may have less, or nothing
+    own = local.new_zeros((rows, *value.shape[1:]), device=device)
+    own[: local.size(0)].copy_(local)
+    found = own.new_empty((size * rows, *value.shape[1:]))
+    all_gather_single(found.view(-1), own.view(-1), mesh.get_group(mesh.ndim - 1))
+    return found[: value.size(0)]
 
 
 @dataclass(frozen=True)

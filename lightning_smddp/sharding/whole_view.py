@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_smddp._compat.fsdp import call_as_is, dtensor_functions
-from lightning_smddp.sharding.whole_states import own_part
+from lightning_smddp.sharding.whole_states import all_of, own_part
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
 # What is asked about a tensor, or does not look at its values.
@@ -86,7 +86,7 @@ def _shares(value: Any, written: Any) -> Any:
 
 def _set_item(divided: DTensor, index: Any, value: Any) -> None:
     with torch.no_grad():
-        whole = _all_of(divided)
+        whole = all_of(divided)
         whole[map_leaves(_whole, index)] = _whole(value)
         divided.to_local().copy_(own_part(whole, divided).to_local())
 
@@ -97,12 +97,7 @@ def _whole(value: Any) -> Any:
     if value.requires_grad and torch.is_grad_enabled():
         apply: Callable[[Any], Any] = _Whole.apply
         return apply(value)
-    return _all_of(value.detach())
-
-
-def _all_of(divided: Any) -> Tensor:
-    whole: Tensor = divided.full_tensor()
-    return whole
+    return all_of(value)
 
 
 class _Whole(torch.autograd.Function):
@@ -111,7 +106,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, divided: DTensor) -> Tensor:
         ctx.like = divided.detach()
-        return _all_of(divided)
+        return all_of(divided)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
