@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.tensor import DTensor
 
 
@@ -97,8 +98,8 @@ def hold_memory(root: nn.Module, on: bool) -> None:
             parameter.free_unsharded_param()
 
 
-def _keep() -> None:
-    """In place of freeing."""
+def _keep(*_: Any) -> None:
+    """In place of what frees or moves."""
 
 
 def _parameters(root: nn.Module) -> Iterator[Any]:
@@ -144,6 +145,34 @@ def _groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]
+
+
+def divided_like(local: Tensor, like: DTensor) -> DTensor:
+    """This rank's part ``local`` of a tensor that is divided as ``like`` is. Not collective.
+
+    ``DTensor.from_local`` moves a part that is on the CPU to the mesh's GPUs, where offloaded ones are not. Remove when
+    it leaves them there.
+    """
+    mesh = like.device_mesh
+    if local.device.type != mesh.device_type:
+        return _from_local_no_grad(local, like._spec)
+    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def move_undivided(root: nn.Module, device: torch.device) -> None:
+    """``root.to(device)``, without its divided parameters. Remove when modules can move a part of themselves."""
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
+    vars(root)["_apply"] = _keep  # what is left of `to` is to note the device, in a LightningModule
+    try:
+        root.to(device)
+    finally:
+        del vars(root)["_apply"]
 
 
 @contextmanager

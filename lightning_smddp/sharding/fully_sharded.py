@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from lightning_smddp._compat.fsdp import (
@@ -292,6 +292,8 @@ class FullySharded:
             ("units", f"{len(self.units.names)} ({_shown(self.units.names)}), {when}"),
             ("outside of units", f"{(total - in_units) / max(1, total):.0%} of the parameters, whole in each step"),
         ]
+        if isinstance(self.plan.offload, CPUOffloadPolicy):
+            rows.append(("offload", "shares, their gradients and their optimizer's state are in the host's memory"))
         rows += [("note", note) for note in self.units.notes]
         return rows
 

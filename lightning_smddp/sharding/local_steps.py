@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
+from lightning_smddp._compat.fsdp import divided_like
 from lightning_smddp.sharding.optimizer_shards import closure_called
 
 _ELEMENT_WISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop)
@@ -94,14 +95,7 @@ class LocalSteps:
             if name in before and before[name] is value:
                 found[name] = state[name]
             elif isinstance(value, Tensor) and value.ndim and value.shape == parameter.to_local().shape:
-                found[name] = DTensor.from_local(
-                    value,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                found[name] = divided_like(value, parameter)
             else:
                 found[name] = value
         return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_smddp._compat.fsdp import call_as_is
+from lightning_smddp._compat.fsdp import call_as_is, divided_like
 from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.wire.pytree import map_leaves
 
@@ -37,7 +37,7 @@ def all_of(value: DTensor, device: torch.device | None = None) -> Tensor:
         device: for messages; None is that of the mesh.
     """
     mesh = value.device_mesh
-    local = call_as_is(DTensor.to_local, (value.detach(),), {})
+    local: Tensor = call_as_is(DTensor.to_local, (value.detach(),), {})
     if device is None:
         device = torch.device("cpu")
         if mesh.device_type == "cuda":
@@ -117,7 +117,7 @@ def own_part(value: Tensor, like: DTensor) -> DTensor:
     size = -(-value.size(0) // mesh.size(mesh.ndim - 1))  # as torch.chunk: the last ranks may have less, or nothing
     low = min(size * mesh.get_local_rank(mesh.ndim - 1), value.size(0))
     local = value.detach()[low : low + size].to(like.to_local().device, copy=True)
-    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return divided_like(local, like)
 
 
 def divided_model_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from lightning_smddp._compat.fsdp import move_undivided
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
@@ -22,6 +24,7 @@ from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import whole
 from lightning_smddp.strategies.fsdp_checks import unit_precision
+from lightning_smddp.strategies.option_checks import require_bools
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 _SHARDINGS = ("full", "grad_op", "hybrid")
@@ -39,6 +42,7 @@ class ShardingOptions:
     shard_size: int | None
     wrap: Wrap
     meta_init: bool
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         sharding, size = self.sharding, self.shard_size
@@ -46,6 +50,7 @@ class ShardingOptions:
             raise ValueError(f"sharding={sharding!r} is unknown. Valid: {', '.join(map(repr, _SHARDINGS))}.")
         if size is not None and sharding != "hybrid":
             raise ValueError(f"shard_size={size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
+        require_bools(meta_init=self.meta_init, cpu_offload=self.cpu_offload)
 
     def require_layout(self, nodes: int, ranks_per_node: int) -> None:
         """Raise ``ValueError`` if the ranks cannot be divided into copies."""
@@ -102,6 +107,12 @@ def divide(
         seed: of first values of what is on the meta device, the same on all ranks.
     """
     units = find_units(module, options.wrap)
+    offload = OffloadPolicy()
+    if options.cpu_offload and place.device.type == "cpu":
+        units.notes.append("cpu_offload=True changes nothing: ranks are on CPUs, and so is all that they have")
+    elif options.cpu_offload:
+        _require_no_scaler(precision)
+        offload = CPUOffloadPolicy()
 
     def fill(names: Sequence[str]) -> None:
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
@@ -113,11 +124,22 @@ def divide(
         mesh=collectives.fsdp_mesh,
         reshard=options.sharding != "grad_op",
         unit_precision=unit_precision(precision),
+        offload=offload,
         fill=fill,
     )
     sharded = FullySharded(module, units, plan)
     collectives.attach(module)
+    move_undivided(module, place.device)
     return sharded, collectives
+
+
+def _require_no_scaler(precision: Any) -> None:
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            f"precision={precision.precision!r} cannot be used with cpu_offload=True: torch's gradient scaler looks "
+            "for overflows where gradients are, on the CPU, and tells other ranks by messages between GPUs. Use "
+            "precision='bf16-mixed', or cpu_offload=False."
+        )
 
 
 def make_whole(sharded: FullySharded, device: torch.device) -> dict[int, Tensor]:

@@ -51,6 +51,7 @@ _OF_DDP = (
     "process_group_backend",
     "timeout",
     "start_method",
+    "cpu_offload",
 )
 
 
@@ -184,7 +185,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         **kwargs: Any,
     ) -> None:
         require_known_to_pipeline(self, kwargs, _OF_DDP, self._option_groups)
-        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init)
+        self._sharding = ShardingOptions(sharding, shard_size, wrap, meta_init, kwargs.pop("cpu_offload", False))
         gradients = GradientOptions.of("auto", compression, None, communication)
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         super().__init__(**by_name(super().__init__, args, kwargs))
@@ -227,7 +228,6 @@ class FabricFullyShardedParallel(FabricStrategy):
         with self._view.inside(False):
             seed = self.broadcast(torch.initial_seed())
             division = divide(module, self._sharding, place, self.precision, seed)
-            module.to(device)  # what is not divided
         if not self._modules:
             self._changes.enter_context(self._view.installed())
             self._changes.enter_context(self._view.inside())

@@ -73,7 +73,7 @@ _STEP_CONTEXTS = {
 
 
 class FromDDP(TypedDict, total=False):
-    """Arguments of ``DDPStrategy`` that this strategy has as well, by name."""
+    """Arguments of ``DDPStrategy``, and one of ``FSDPStrategy``, that this strategy has as well, by name."""
 
     accelerator: Any
     parallel_devices: Any
@@ -83,6 +83,7 @@ class FromDDP(TypedDict, total=False):
     process_group_backend: str | None
     timeout: timedelta | None
     start_method: Literal["popen", "spawn", "fork", "forkserver"]
+    cpu_offload: bool
 
 
 class FullyShardedParallel(TrainerStrategy):
@@ -105,7 +106,9 @@ class FullyShardedParallel(TrainerStrategy):
         compression: of gradients between nodes: None (exact), ``"bf16"``, ``"fp16"``, ``"int8"``, or a
             :class:`~lightning_smddp.Compression` with details.
         communication, resume, reliability: as of ``SMDDPStrategy``.
-        **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout`` and ``start_method``.
+        **kwargs: of ``DDPStrategy``: the five above, ``process_group_backend``, ``timeout`` and ``start_method``; of
+            ``FSDPStrategy``: ``cpu_offload``, with which shares, their gradients and the optimizer's state are in the
+            host's memory, and optimizers step there.
 
     Raises:
         TypeError: an argument is unknown, or belongs into a group of options; the message says what to write.
@@ -135,7 +138,7 @@ class FullyShardedParallel(TrainerStrategy):
     ) -> None:
         require_known_to_pipeline(self, kwargs, FromDDP.__annotations__, self._option_groups)
         require_resume(resume)
-        sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init)
+        sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init, kwargs.pop("cpu_offload", False))
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._sharding = sharding_options
@@ -213,7 +216,6 @@ class FullyShardedParallel(TrainerStrategy):
         self._sharded, self._collectives = divide(module, self._sharding, place, self.precision_plugin, seed)
         self._whole_again = {}
         self._broadcasts_buffers = True
-        self.model_to_device()
 
     @property
     def _limit(self) -> timedelta:
@@ -396,10 +398,9 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         self._saving.require_fitting_optimizers(checkpoint)
-        states = []
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            states.append(divided_optimizer_state(self._optimized(_plain(optimizer)), state))
-        super()._load_optimizers({**checkpoint, "optimizer_states": states})
+            plain = _plain(optimizer)  # Lightning would move all to the GPU, offloaded or not
+            plain.load_state_dict(divided_optimizer_state(self._optimized(plain), state))
 
     @override
     def _can_save(self, filepath: Any) -> bool:

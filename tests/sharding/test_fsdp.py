@@ -324,11 +324,12 @@ def test_memory_stays_between_steps_where_all_of_it_is_needed_again():
     assert seen == {"train": {0}, "validation": {0}}
 
 
-def table(wrap: Any = None) -> str:
+def table(wrap: Any = None, cpu_offload: bool = False) -> str:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_smddp.strategies.tables.say", lambda text, _: said.append(text))
-        make_trainer(fully_sharded(verbose=True, wrap=wrap), max_epochs=1).fit(Tied())
+        strategy = fully_sharded(verbose=True, wrap=wrap, cpu_offload=cpu_offload)
+        make_trainer(strategy, max_epochs=1).fit(Tied())
     return "\n".join(said)
 
 
@@ -340,9 +341,10 @@ def test_the_table_says_what_is_whole_when():
 
 
 def test_units_that_are_given():
-    first, _ = run_trainer_ranks(table, 2, ["net.0", nn.Embedding])
+    first, _ = run_trainer_ranks(table, 2, ["net.0", nn.Embedding], True)
     assert "1 (net.0), gathered" in first
     assert "embed stays with the root" in first
+    assert "cpu_offload=True changes nothing" in first
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

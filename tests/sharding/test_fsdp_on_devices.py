@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
 
-from tests.ranks import run_trainer_ranks
+from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.sharding.test_fsdp import AdamLearner, fully_sharded
 from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, silent
 
@@ -52,3 +54,52 @@ def test_the_same_numbers_as_smddp(case):
         assert_equal(actual, expected, tolerance=CASES[case][2])
         if case == "16-mixed":  # one step of six was left out, on all ranks
             assert actual.losses[-5:] == [2.0**15, 5, 5, 5, 5]
+
+
+class Looking(Callback):
+    """Where parameters, gradients and optimizer states are, and what is made of them in hooks."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        states = [state["exp_avg"] for state in optimizer.state.values()]
+        for parameter in pl_module.parameters():
+            self.seen |= {parameter.device.type, parameter.grad.device.type, *(state.device.type for state in states)}
+            self.norms.append(parameter.grad.norm().item())
+            with torch.no_grad():
+                parameter.mul_(0.99)
+
+
+def fit_some(strategy: Any, epochs: int, path: str | None = None, save: str | None = None) -> tuple[Outcome, Looking]:
+    model, looking = AdamLearner(), Looking()
+    trainer = make_trainer(strategy, max_epochs=epochs, gradient_clip_val=0.1, callbacks=[looking])
+    trainer.fit(model, ckpt_path=path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return outcome(model, trainer), looking
+
+
+def fit_offloaded(folder: str) -> None:
+    path = f"{folder}/first.ckpt"
+    expected, seen = fit_some(silent(), 2)
+    begun, first = fit_some(fully_sharded(cpu_offload=True), 1, save=path)
+    ended, second = fit_some(fully_sharded(cpu_offload=True), 2, path)
+    assert_equal(Outcome(begun.losses + ended.losses, ended.weights), expected, tolerance=1e-5)
+    torch.testing.assert_close(first.norms + second.norms, seen.norms, rtol=1e-4, atol=1e-6)
+    assert seen.seen == {"cuda"}
+    assert first.seen == second.seen == {"cpu"}
+
+
+def test_shares_on_the_host(tmp_path):
+    run_trainer_ranks(fit_offloaded, 2, str(tmp_path))
+
+
+def fit_scaled() -> None:
+    make_trainer(fully_sharded(cpu_offload=True), precision="16-mixed").fit(AdamLearner())
+
+
+def test_a_gradient_scaler_is_refused_where_shares_are_on_the_host():
+    with pytest.raises(RanksFailedError, match="precision='16-mixed' cannot be used with cpu_offload=True"):
+        run_trainer_ranks(fit_scaled, 2)
