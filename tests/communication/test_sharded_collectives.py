@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "summed in fp16": {"mp_policy": FP16_SUMMED},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
+# What depends on how ranks lie: the others differ by what each rank does for itself.
+FEW = ["full", "bf16 summed in fp32"]
 TOLERANCES = {"bf16": 1e-2, "summed in fp16": 1e-2}  # gloo rounds each partial sum, we round once
 
 
@@ -69,7 +71,7 @@ def shard(mesh: DeviceMesh, **options: Any) -> Model:
     return model
 
 
-def train(model: Model, steps: int = 4) -> list[Tensor]:
+def train(model: Model, steps: int = 3) -> list[Tensor]:
     """Whole parameters after some steps, with clipping, accumulation and an evaluation in between."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -118,17 +120,26 @@ def differences(
         collectives.close()
 
 
-def train_all_cases() -> dict[str, tuple[float, str]]:
+def train_cases(names: list[str]) -> dict[str, tuple[float, str]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {name: differences(mesh, **options) for name, options in CASES.items()}
+    return {name: differences(mesh, **CASES[name]) for name in names}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_the_same_as_fsdp2_with_its_own_collectives(size: int) -> None:
-    for results in run_ranks(train_all_cases, size):
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        pytest.param(2, FEW, id="2-few"),
+        pytest.param(2, [*CASES], marks=pytest.mark.slow, id="2-all"),
+        pytest.param(3, FEW, marks=pytest.mark.slow, id="3-few"),
+        pytest.param(3, [*CASES], marks=pytest.mark.exhaustive, id="3-all"),
+    ],
+)
+def test_the_same_as_fsdp2_with_its_own_collectives(size: int, names: list[str]) -> None:
+    for results in run_ranks(train_cases, size, names):
         for name, (difference, way) in results.items():
             assert way == "shared memory"
             assert difference <= TOLERANCES.get(name, 1e-6), (name, difference)
+        assert [*results] == names
         assert results["full"][0] == 0.0 or size > 2
 
 
@@ -144,8 +155,8 @@ BETWEEN_NODES = "shared memory in each node, the backend between ranks of equal 
     ("nodes", "expected"),
     [
         ("aabb", "shared memory; replicas by hierarchical"),
-        ("aaaa", "shared memory; replicas by shared_memory"),
-        ("abab", f"{BETWEEN_NODES}; replicas by shared_memory"),
+        pytest.param("aaaa", "shared memory; replicas by shared_memory", marks=pytest.mark.exhaustive),
+        pytest.param("abab", f"{BETWEEN_NODES}; replicas by shared_memory", marks=pytest.mark.slow),
     ],
 )
 def test_replicas_of_sharded_parameters(nodes: str, expected: str) -> None:
@@ -155,9 +166,21 @@ def test_replicas_of_sharded_parameters(nodes: str, expected: str) -> None:
         assert way == expected
 
 
-@pytest.mark.parametrize("nodes", ["aabb", "abba", "abc"])
-def test_parameters_that_are_sharded_over_nodes(nodes: str) -> None:
-    for results in run_ranks(train_all_cases, len(nodes), node_ids=list(nodes)):
+NODES = ["aabb", "abba", "abc"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        pytest.param("aabb", ["full", "summed in fp16"], id="aabb"),
+        pytest.param("abba", ["full"], id="abba"),
+        pytest.param("abc", ["bf16 summed in fp32"], id="abc"),
+        *(pytest.param(nodes, [*CASES], marks=pytest.mark.exhaustive, id=nodes + "-all") for nodes in NODES),
+    ],
+)
+def test_parameters_that_are_sharded_over_nodes(nodes: str, names: list[str]) -> None:
+    for results in run_ranks(train_cases, len(nodes), names, node_ids=list(nodes)):
         for name, (difference, way) in results.items():
             assert way == BETWEEN_NODES
             assert difference <= TOLERANCES.get(name, 1e-6), (name, difference)
@@ -179,13 +202,13 @@ def test_nodes_with_other_numbers_of_ranks() -> None:
 def train_compressed(shape: tuple[int, ...], method: str) -> tuple[float, float]:
     """How far compressed training is from an exact one, and from where it began."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    expected = train(shard(mesh), steps=12)
+    expected = train(shard(mesh), steps=6)
     begun = [whole(parameter) for parameter in shard(mesh).parameters()]
     collectives = ShardedCollectives(mesh, PATIENCE, Compression(method, block_size=16))  # type: ignore[arg-type]
     assert collectives.notes == []
     model = shard(collectives.fsdp_mesh)
     collectives.attach(model)
-    found = train(model, steps=12)
+    found = train(model, steps=6)
     collectives.close()
     return distance(found, expected), distance(begun, expected)
 
@@ -194,8 +217,18 @@ def distance(first: list[Tensor], second: list[Tensor]) -> float:
     return float(sum((a - b).square().sum() for a, b in zip(first, second, strict=True))) ** 0.5
 
 
-@pytest.mark.parametrize("method", ["bf16", "fp16", "int8"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["shares over nodes", "replicas on nodes"])
+SHARES, REPLICAS = (4,), (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "method"),
+    [
+        pytest.param(SHARES, "int8", marks=pytest.mark.slow),
+        pytest.param(REPLICAS, "bf16", marks=pytest.mark.slow),
+        *(pytest.param(SHARES, method, marks=pytest.mark.exhaustive) for method in ("bf16", "fp16")),
+        *(pytest.param(REPLICAS, method, marks=pytest.mark.exhaustive) for method in ("fp16", "int8")),
+    ],
+)
 def test_compressed_between_nodes(shape: tuple[int, ...], method: str) -> None:
     for error, moved in run_ranks(train_compressed, 4, shape, method, node_ids=list("aabb")):
         assert 0 < error < 0.02 * moved

@@ -32,7 +32,7 @@ def train(model: nn.Sequential) -> list[Tensor]:
     """This rank's shares after some steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(6):
+    for _ in range(4):
         inputs = torch.randn(5, 7, generator=generator).to("cuda")
         (model(inputs).float() - 1).square().mean().backward()
         optimizer.step()
@@ -64,10 +64,10 @@ COMPRESSED = "FSDP2's own all-gather, gradients compressed between nodes"
     ("shape", "nodes", "method", "expected"),
     [
         ((2,), "aa", None, OWN),
-        ((2, 2), "aabb", None, OWN),
-        ((2, 2), "aabb", "bf16", f"{OWN}; replicas by hierarchical"),
-        ((4,), "aabb", "int8", COMPRESSED),
-        ((4,), "abab", "bf16", COMPRESSED),
+        pytest.param((2, 2), "aabb", None, OWN, marks=pytest.mark.slow),
+        pytest.param((2, 2), "aabb", "bf16", f"{OWN}; replicas by hierarchical", marks=pytest.mark.slow),
+        pytest.param((4,), "aabb", "int8", COMPRESSED, marks=pytest.mark.slow),
+        pytest.param((4,), "abab", "bf16", COMPRESSED, marks=pytest.mark.exhaustive),
         ((2,), "ab", "int8", COMPRESSED),
     ],
 )

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lightning_smddp.sagemaker import translate
+from tests.programs import run_program
 from tests.sagemaker.sdk_requests import HERE as TESTS
 
 ROOT = TESTS.parent.parent
@@ -172,13 +173,17 @@ def start(folder: Path, mode: str, steps: int) -> str:
         shutil.copytree(folder / "staged", folder / "code")
         own = {name: value for name, value in sorted(values.items()) if not name.startswith("sagemaker_")}
         arguments = [word for name, value in own.items() for word in (f"--{name}", value)]
-        command = ["torchrun", "--nnodes", "1", "--nproc_per_node", "2", "train.py", *arguments]
+        torchrun = ["-m", "torch.distributed.run"]
+        command = [*torchrun, "--nnodes", "1", "--nproc_per_node", "2", "train.py", *arguments]
         environment |= job_environment("sdk2", mode) | {"MASTER_ADDR": "localhost", "MASTER_PORT": "7777"}
         environment |= {"SM_CHANNEL_TRAIN": str(folder / "input/data/train"), "SM_MODEL_DIR": str(folder / "model")}
         environment |= {"SM_OUTPUT_DATA_DIR": str(folder / "output/data"), "NCCL_SOCKET_IFNAME": "lo"}
+        result = run_program(command, folder / "code", environment)
+        assert result.returncode == 0, result.stderr
+        return result.stdout + result.stderr
     result = subprocess.run(
         command,
-        cwd=folder if toolkit is not None else folder / "code",
+        cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -252,9 +252,22 @@ def train_both(cases: list[str]) -> dict[str, list[tuple[Outcome, int]]]:
     return {case: [train(case, shard) for shard in BOTH] for case in cases}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_same_numbers_as_without_sharding(ranks):
-    cases = [case for case in CASES if case != "a skipped step"]
+COMPARED = [case for case in CASES if case != "a skipped step"]
+EVERYDAY = ["groups and a schedule", "whole parameters", "clipping by norm"]
+# Shares of parameters that three ranks cannot have equal parts of.
+UNEVEN = [*EVERYDAY, "hooks that write", "a gradient scaler", "unfreezing", "layouts of memory"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        pytest.param(2, EVERYDAY, id="2-everyday"),
+        pytest.param(2, [case for case in COMPARED if case not in EVERYDAY], marks=pytest.mark.slow, id="2-others"),
+        pytest.param(3, UNEVEN, marks=pytest.mark.slow, id="3-uneven"),
+        pytest.param(3, [case for case in COMPARED if case not in UNEVEN], marks=pytest.mark.exhaustive, id="3-others"),
+    ],
+)
+def test_the_same_numbers_as_without_sharding(ranks, cases):
     for results in run_trainer_ranks(train_both, ranks, cases, timeout=110.0):
         for case, ((expected, _), (actual, _)) in results.items():
             try:
@@ -292,7 +305,7 @@ def save_and_go_on(folder: str, make: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("make", [AdamLearner, AdafactorLearner, Convolution])
+@pytest.mark.parametrize("make", [AdamLearner, pytest.param(AdafactorLearner, marks=pytest.mark.slow), Convolution])
 def test_checkpoints_are_the_same_file_with_and_without_it(tmp_path, make):
     (first, *_) = run_trainer_ranks(save_and_go_on, 2, str(tmp_path), make)
     for way in ("None to optimizer", "optimizer to None", "optimizer to optimizer"):
@@ -436,7 +449,7 @@ def train_without_shared_copy(case: str) -> list[tuple[Outcome, int]]:
     return [train(case, shard) for shard in BOTH]
 
 
-@pytest.mark.parametrize("case", ["groups and a schedule", "whole parameters", "layouts of memory"])
+@pytest.mark.parametrize("case", ["whole parameters", pytest.param("layouts of memory", marks=pytest.mark.slow)])
 def test_without_a_shared_copy_shares_are_gathered(case):
     for (expected, _), (actual, _) in run_trainer_ranks(train_without_shared_copy, 3, case):
         assert_equal(actual, expected, tolerance=1e-7)
@@ -453,6 +466,7 @@ def train_skipping() -> list[tuple[Outcome, int]]:
         return [train("a skipped step", shard) for shard in BOTH]
 
 
+@pytest.mark.slow
 def test_two_nodes():
     cases = ["hooks that write", "whole parameters", "layouts of memory"]
     for results in run_trainer_ranks(train_both, 4, cases, node_ids=["a", "a", "b", "b"]):
