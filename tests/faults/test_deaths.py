@@ -77,7 +77,7 @@ def test_of_a_rank(rank: int, cause: str, case: Case, tmp_path: Path) -> None:
 
 def silence(rank: int, kind: str, phase: str, **case: Any) -> Any:
     name = f"{kind}-{rank}-{case.get('strategy', 'smddp')}-{case.get('launcher', 'script')}"
-    return pytest.param(Case([Fault(rank, 5, kind, phase)], timeout=2.0, **case), id=name)
+    return pytest.param(Case([Fault(rank, 5, kind, phase)], timeout=3.0, **case), id=name)
 
 
 @pytest.mark.slow
@@ -95,7 +95,7 @@ def silence(rank: int, kind: str, phase: str, **case: Any) -> Any:
 )
 def test_silence(case: Case, tmp_path: Path) -> None:
     result = run(case, tmp_path)
-    assert_ended(result, bound_s=case.timeout + 6.0)
+    assert_ended(result, bound_s=case.timeout + 5.0)
     assert_named(result, case.faults[0].rank, "", IN_STEP)
 
 
