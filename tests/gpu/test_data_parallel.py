@@ -161,7 +161,7 @@ def test_one(device: str) -> None:
 @pytest.mark.parametrize(
     "items",
     [
-        pytest.param(ALGORITHMS, id="algorithms"),
+        pytest.param(ALGORITHMS, id="algorithms", marks=pytest.mark.slow),
         pytest.param(FEATURES, id="features", marks=pytest.mark.slow),
         pytest.param(COMPRESSIONS, id="compressions", marks=pytest.mark.slow),
     ],

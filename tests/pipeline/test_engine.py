@@ -317,6 +317,7 @@ def kept(name: str, microbatches: int) -> tuple[int, int, int]:
     return most, len(graphs), len(tensors)
 
 
+@pytest.mark.slow
 def test_nothing_is_held_longer_than_the_schedule_needs() -> None:
     assert run_ranks(kept, 2, "1f1b", 6) == [(2, 0, 0), (1, 0, 0)]
     assert run_ranks(kept, 2, "gpipe", 6) == [(6, 0, 0), (6, 0, 0)]

@@ -26,6 +26,8 @@ from tests.pipeline.stage_emulation import (
     run_stages,
 )
 
+pytestmark = pytest.mark.slow
+
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 
 
@@ -119,7 +121,6 @@ def test_stages_need_no_parameters_but_their_own(name: str) -> None:
     assert all(any(p.is_meta for p in stage.root.parameters()) for stage in stages)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_every_cut_between_blocks(name: str) -> None:
     assert_every_cut(root_of(name), step_of(name), deeper_than(3), 2e-6)
@@ -178,7 +179,6 @@ def test_dropout_draws_the_numbers_of_one_process() -> None:
         root.zero_grad()
 
 
-@pytest.mark.slow
 def test_evaluation_without_gradients() -> None:
     root = root_of("t5").eval()
     batch = text()

@@ -225,6 +225,7 @@ def test_problems_that_make_no_sense(change: dict[str, object], message: str) ->
         dataclasses.replace(chain(3, [0, 1]), **change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [list(range(16)), list(range(8)) * 2, [*range(8), *range(7, -1, -1)]])
 def test_many_items_are_cut_quickly(ranks: list[int]) -> None:
     draw = random.Random(0)

@@ -334,6 +334,7 @@ def split_alone() -> str:
     return message
 
 
+@pytest.mark.slow
 def test_a_split_needs_all_ranks_of_the_parent() -> None:
     message, _ = run_trainer_ranks(split_alone, 2)
     assert "ncclCommSplit number 2" in message

@@ -91,14 +91,8 @@ def fit_replicas(communication: list[dict[str, Any]]) -> list[Found]:
 
 
 @pytest.mark.slow
-def test_pipelines_with_replicas_make_none_in_a_step() -> None:
-    chosen = [options for options in COMMUNICATION if options.get("compression") == "int8"]
-    require_ready(run_trainer_ranks(fit_replicas, 4, chosen, node_ids=NODES))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("communication", EACH_OF_PIPELINES)
-def test_pipelines_with_replicas_and_any_communication_make_none_in_a_step(communication: list[dict[str, Any]]) -> None:
+def test_pipelines_with_replicas_make_none_in_a_step(communication: list[dict[str, Any]]) -> None:
     require_ready(run_trainer_ranks(fit_replicas, 4, communication, node_ids=NODES, timeout=120))
 
 

@@ -225,6 +225,7 @@ def leave_with_a_message_that_never_comes(failed: bool, directory: str) -> bool:
     return dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_let_go_of_its_groups_ends_and_says_where(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_trainer_ranks(leave_with_a_message_that_never_comes, 2, False, str(tmp_path))

@@ -184,7 +184,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 class Uploads(Callback):
     def on_exception(self, trainer, module, error):
         if trainer.global_rank == {rank}:
-            time.sleep(12)
+            time.sleep({seconds})
         Path(f"uploaded-{{trainer.global_rank}}").touch()
 
 class Model(BoringModel):
@@ -204,18 +204,18 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "rank", "launcher"),
+    ("strategy", "rank", "launcher", "seconds"),  # longer than other ranks, and a script's launcher, wait without it
     [
-        ("smddp", 1, TORCHRUN),
-        pytest.param("smddp_pipeline", 1, [], marks=pytest.mark.exhaustive),
-        pytest.param("smddp", 0, [], marks=pytest.mark.exhaustive),
-        pytest.param("smddp_pipeline", 0, TORCHRUN, marks=pytest.mark.exhaustive),
+        ("smddp", 1, TORCHRUN, 8),
+        pytest.param("smddp_pipeline", 1, [], 12, marks=pytest.mark.exhaustive),
+        pytest.param("smddp", 0, [], 12, marks=pytest.mark.exhaustive),
+        pytest.param("smddp_pipeline", 0, TORCHRUN, 8, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_long_hook_for_exceptions_comes_to_its_end(
-    strategy: str, rank: int, launcher: list[str], tmp_path: Path
+    strategy: str, rank: int, launcher: list[str], seconds: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "train.py").write_text(UPLOADING.format(strategy=strategy, rank=rank))
+    (tmp_path / "train.py").write_text(UPLOADING.format(strategy=strategy, rank=rank, seconds=seconds))
     begun = time.monotonic()
     result = run_program([*launcher, "train.py"], tmp_path, {"XDG_CACHE_HOME": str(tmp_path)})
     assert result.returncode != 0

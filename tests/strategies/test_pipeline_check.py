@@ -27,6 +27,7 @@ from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import QUIET
+from tests.strategies.pipeline_learners import run_each
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 24, 8, 11, 6
 
@@ -206,6 +207,7 @@ def test_an_escape_that_cannot_be_seen_is_caught_on_every_rank() -> None:
         assert "the gradient of 'head' (stage 1) has norm" in text
 
 
+@pytest.mark.slow
 def test_what_a_replay_itself_changes_is_caught_on_every_rank() -> None:
     with pytest.raises(RanksFailedError) as failure:
         run_trainer_ranks(refused, 2, Noticing)
@@ -214,6 +216,7 @@ def test_what_a_replay_itself_changes_is_caught_on_every_rank() -> None:
         assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
 
 
+@pytest.mark.slow
 def test_an_escape_that_a_hook_begins_is_caught_in_the_second_step() -> None:
     with pytest.raises(RanksFailedError) as failure:
         run_trainer_ranks(refused, 2, EscapingLater)
@@ -223,15 +226,13 @@ def test_an_escape_that_a_hook_begins_is_caught_in_the_second_step() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["Chain", "Chancy"])
-def test_the_second_step_is_compared_once(model: str) -> None:
+def test_the_second_step_is_compared_once() -> None:
     """With replicas, and with gradients that accumulate; what chance decides is no difference."""
-    for count, findings in run_trainer_ranks(compared, 4, model):
-        assert count == 1
-        if model == "Chain":
-            assert [name for name, _, _ in findings] == ["loss", *(f"layers.{index}" for index in range(4)), "head"]
-            for _, expected, actual in findings:
-                assert actual == pytest.approx(expected, rel=1e-5)
+    for (count, findings), (of_chancy, _) in run_trainer_ranks(run_each, 4, compared, [("Chain",), ("Chancy",)]):
+        assert count == of_chancy == 1
+        assert [name for name, _, _ in findings] == ["loss", *(f"layers.{index}" for index in range(4)), "head"]
+        for _, expected, actual in findings:
+            assert actual == pytest.approx(expected, rel=1e-5)
 
 
 def compared(model: str) -> tuple[int, list[tuple[str, float, float]]]:

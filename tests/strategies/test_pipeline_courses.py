@@ -212,6 +212,7 @@ def plain(bench: Bench) -> Any:
     return model.reads
 
 
+@pytest.mark.slow
 def test_nothing_is_taken_for_a_read_of_the_batch() -> None:
     """Else each micro-batch would be rehearsed for itself, in each step."""
     assert run_trainer_ranks(plain, 2, Bench({})) == [((), False)] * 2

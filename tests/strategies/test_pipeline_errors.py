@@ -226,6 +226,7 @@ class OpaqueBatches(Net):
         return DataLoader(samples(16), batch_size=8, collate_fn=collate)
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_cut() -> None:
     """The warning, which is an error in tests."""
     assert_refused("one micro-batch, without overlap: batch['o'] is a ", OpaqueBatches)

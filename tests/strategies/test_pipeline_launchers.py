@@ -73,7 +73,7 @@ def test_spawn_and_fork(strategy: str, tmp_path: Path) -> None:
     assert_learned(tmp_path, ["rank0.pt"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/multinode does so, with two nodes, too
 def test_torchrun(tmp_path: Path) -> None:
     run_script(tmp_path, "smddp_pipeline", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert_learned(tmp_path, ["rank0.pt", "rank1.pt"])

@@ -98,6 +98,7 @@ def _fit_case(name: str) -> Any:
     return Bench({"schedule": "1f1b"}).fit(module(), max_epochs=1, callbacks=[make() for make in callbacks])["weights"]
 
 
+@pytest.mark.slow
 def test_pipelines_equal_one_process() -> None:
     """Other schedules, and one rank: ``tests/gpu/test_pipelines.py``."""
     outcomes = run_trainer_ranks(fit_pipelines, 2)

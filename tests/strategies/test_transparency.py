@@ -244,6 +244,7 @@ def evaluate(strategy: str) -> tuple[float, float, list[int], Outcome]:
     return validated["val_loss"], tested["test_loss"], predicted, outcome(model, trainer)
 
 
+@pytest.mark.slow
 def test_validate_fit_test_predict_and_fit_again() -> None:
     stock, ours = run_trainer_ranks(evaluate, 2, "ddp"), run_trainer_ranks(evaluate, 2, "smddp")
     for (*expected, trained), (*actual, ours_trained) in zip(stock, ours, strict=True):
@@ -288,6 +289,7 @@ def fit_with_options(options: dict[str, Any]) -> tuple[Outcome, dict[str, Any]]:
     return outcome(model, trainer), seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
