@@ -66,7 +66,10 @@ def share_storage(tensor: Tensor) -> int:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Give the default group another timeout. Remove when ``torch.distributed`` has a public setter."""
+    """Give the default group another timeout. Remove when the oldest supported torch has ``set_timeout``, as 2.15 has."""
+    if hasattr(dist, "set_timeout"):
+        dist.set_timeout(timeout)
+        return
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout)

@@ -229,6 +229,9 @@ class Stage:
         outgoing, state.outgoing = state.outgoing, ()
         return self._ops(dist.isend, [tensor.contiguous() for tensor in outgoing], self.stage_index + 1)
 
+    def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
+        """Nothing: the messages themselves hold what is sent. Called by torch from 2.15 on, when they have arrived."""
+
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of the outputs' gradients."""
         if not self.has_backward or self.is_last:
