@@ -121,6 +121,16 @@ class ShardedCollectives:
                     unit.set_all_reduce_hook(self._replicas.hook(number))
 
     @property
+    def remembers(self) -> bool:
+        """Whether error feedback remembers what compression has lost."""
+        exchanges: list[Any] = []
+        if self._shards is not None:
+            exchanges.append(self._shards.exchange)
+        if self._replicas is not None:
+            exchanges.append(self._replicas.exchange)
+        return any(getattr(exchange, "feedback", None) is not None for exchange in exchanges)
+
+    @property
     def shared_bytes(self) -> int:
         """Memory that this node's ranks have in common for gathering and reducing, so far."""
         if self._shards is None:
@@ -153,7 +163,7 @@ class _Shards:
         self.notes: list[str] = []
         self._names: list[str] = []
         self._segments: SharedSegments | None = None
-        self._exchange: ScatterExchange | None = None
+        self.exchange: ScatterExchange | None = None
         self._inside: IntraNodeGroup | None = None
         self._group: ShardGroup | None = None
         topology = communicator.topology
@@ -174,7 +184,7 @@ class _Shards:
         if spans_nodes:
             partners = communicator.partners("sharded")
             assert partners is not None
-            self._exchange = _exchange(partners, compression)
+            self.exchange = _exchange(partners, compression)
         self._group = ShardGroup(dist.get_process_group_ranks(communicator.group), topology, partners)
         if not on_cpu:
             neighbours = communicator.neighbours("sharded, inside")
@@ -194,9 +204,9 @@ class _Shards:
         scatter: SharedReduceScatter | DeviceReduceScatter | None = None
         if self._group is not None and self._segments is not None:
             gather = SharedAllGather(self._segments, number, self._group)
-            scatter = SharedReduceScatter(self._segments, number, self._group, self._exchange)
-        elif self._group is not None and self._exchange is not None:
-            scatter = DeviceReduceScatter(self._inside, number, self._group, self._exchange)
+            scatter = SharedReduceScatter(self._segments, number, self._group, self.exchange)
+        elif self._group is not None and self.exchange is not None:
+            scatter = DeviceReduceScatter(self._inside, number, self._group, self.exchange)
         # FSDP2's base classes of these have no public names.
         if gather is not None:
             unit.set_custom_all_gather(cast(Any, gather))
@@ -238,6 +248,7 @@ class _MeanOverReplicas:
             if better in names:
                 self.name = better
         self._algorithm = communicator.algorithm(self.name, compression)
+        self.exchange = getattr(self._algorithm, "exchange", None)
 
     def hook(self, unit: int) -> Callable[[Tensor], None]:
         """What FSDP2 calls with the gradients of unit number ``unit``, flat, after its reduce-scatter."""

@@ -401,6 +401,12 @@ class FullyShardedParallel(TrainerStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             plain = _plain(optimizer)  # Lightning would move all to the GPU, offloaded or not
             plain.load_state_dict(divided_optimizer_state(self._optimized(plain), state))
+        if self._collectives is not None and self._collectives.remembers and self.is_global_zero:
+            warnings.warn(
+                "The run is not continued exactly: what compression of gradients has lost is not in checkpoints of "
+                "strategy='smddp_fsdp', and begins with nothing.",
+                stacklevel=2,
+            )
 
     @override
     def _can_save(self, filepath: Any) -> bool:
