@@ -66,7 +66,7 @@ def share_storage(tensor: Tensor) -> int:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Give the default group another timeout. Remove when the oldest supported torch has ``set_timeout``, as 2.15 has."""
+    """Give the default group another timeout. Remove when the oldest supported torch has ``set_timeout`` (2.15)."""
     if hasattr(dist, "set_timeout"):
         dist.set_timeout(timeout)
         return
