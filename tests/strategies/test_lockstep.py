@@ -50,7 +50,7 @@ class Texts(Net):
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(0)
-        return DataLoader(torch.randint(3, 23, (12, 8), generator=generator), batch_size=4)
+        return DataLoader(torch.randint(3, 23, (8, 8), generator=generator), batch_size=4)
 
     val_dataloader = predict_dataloader = train_dataloader
 
@@ -140,7 +140,8 @@ def fit(bench: Bench, module: str) -> Any:
     model = MODULES[module]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = bench.fit(model, max_epochs=2, num_sanity_val_steps=0, inference_mode=module != "InputGradient")
+        epochs = 1 if isinstance(model, Texts) else 2
+        result = bench.fit(model, max_epochs=epochs, num_sanity_val_steps=0, inference_mode=module != "InputGradient")
         trainer = model.trainer
         result["texts"] = getattr(model, "texts", [])
         if module in ("Texts", "Seq2Seq"):
