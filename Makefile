@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Ranks of a test wait for each other: a second test beside it takes the processor time that they leave. The tests of a
-# file stay together, as they share what is dear to make. JOBS=0: one after the other.
+# file stay together, as they share what is dear to make; files that take longest come first (tests/conftest.py).
+# JOBS=0: one after the other.
 JOBS ?= 2
-PARALLEL := -n $(JOBS) --dist loadfile
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 INSTALLED := .venv/installed.stamp
 PUBLIC := .venv-public/installed.stamp
 

@@ -24,6 +24,29 @@ from tests.simulated_cuda import build
 SIDE_BY_SIDE = "PYTEST_XDIST_WORKER" in os.environ
 BEFORE = pytest.StashKey[Snapshot]()
 LAST_PATIENCE_S = 15.0
+# Files of half a minute and more, the longest first: handed out later, one of them would keep one worker alone busy.
+LONGEST = [
+    "tests/test_examples.py",
+    "tests/strategies/test_pipeline_check.py",
+    "tests/strategies/test_pipeline_schedules.py",
+    "tests/gpu/test_pipelines.py",
+    "tests/multinode/test_torchrun.py",
+    "tests/sharding/test_shard_in_pipeline.py",
+    "tests/strategies/test_exact_resume.py",
+    "tests/gpu/test_data_parallel.py",
+    "tests/strategies/test_device_faults.py",
+    "tests/strategies/test_edges.py",
+    "tests/communication/test_sharded_collectives.py",
+    "tests/faults/test_deaths.py",
+    "tests/sharding/test_shard_optimizer.py",
+    "tests/sharding/test_deepspeed.py",
+    "tests/sharding/test_fsdp.py",
+    "tests/strategies/test_pipeline_features.py",
+    "tests/strategies/test_pipeline_checkpoints.py",
+    "tests/strategies/test_pipeline_replicas.py",
+    "tests/faults/test_data_and_files.py",
+    "tests/faults/test_nodes.py",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +64,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if left:
         print(f"\nleaked: {sorted(left)} in /dev/shm; `make test JOBS=0` tells by which test")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; the others stay in their order."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 @functools.cache

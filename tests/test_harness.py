@@ -15,9 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import LONGEST
 from tests.leaks import Snapshot, child_processes
+from tests.programs import ROOT
 from tests.rank_processes import GRACE_S
 from tests.ranks import RanksFailedError, run_in_threads, run_ranks, run_trainer_ranks
+
+
+def test_the_longest_files_exist() -> None:
+    missing = [name for name in LONGEST if not (ROOT / name).exists()]
+    assert missing == []
+
 
 # ---- threads ----
 

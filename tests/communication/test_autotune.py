@@ -160,12 +160,17 @@ def test_a_cached_plan_is_found_without_timing(tmp_path: Path) -> None:
     "content",
     [
         '{"torn',
-        "[1, 2]",
-        "\xff\xfe",
-        '{"KEY": 3}',
-        '{"KEY": {"table": 5}}',
-        '{"KEY": {"unknown": 1, "table": []}}',
-        '{"KEY": {"table": [[1, "tree"]], "bucket_cap_mb": 1}}',
+        *(
+            pytest.param(content, marks=pytest.mark.slow)
+            for content in (
+                "[1, 2]",
+                "\xff\xfe",
+                '{"KEY": 3}',
+                '{"KEY": {"table": 5}}',
+                '{"KEY": {"unknown": 1, "table": []}}',
+                '{"KEY": {"table": [[1, "tree"]], "bucket_cap_mb": 1}}',
+            )
+        ),
     ],
 )
 def test_a_corrupt_cache_is_ignored_and_replaced(tmp_path: Path, content: str) -> None:

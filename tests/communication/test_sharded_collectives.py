@@ -192,6 +192,7 @@ def train_unevenly() -> tuple[float, str, str]:
     return *differences(mesh), message
 
 
+@pytest.mark.slow
 def test_nodes_with_other_numbers_of_ranks() -> None:
     for difference, way, message in run_ranks(train_unevenly, 3, node_ids=["a", "a", "b"]):
         assert difference == 0.0
@@ -308,6 +309,7 @@ def prefetch_everything() -> tuple[float, int, int]:
     return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)), memory, later
 
 
+@pytest.mark.slow
 def test_units_that_are_gathered_ahead() -> None:
     for difference, memory, later in run_ranks(prefetch_everything, 2):
         assert difference == 0.0

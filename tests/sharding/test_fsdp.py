@@ -252,7 +252,13 @@ def assert_same(results: dict[str, list[Outcome]]) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-@pytest.mark.parametrize(("ranks", "sharding"), [(2, "full"), (3, "grad_op"), (4, "hybrid")])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding"),
+    [pytest.param(2, "full", marks=SLOW), pytest.param(3, "grad_op", marks=SLOW), (4, "hybrid")],
+)
 def test_the_same_numbers_as_data_parallelism(ranks, sharding):
     cases = [case for case in CASES if case != "a skipped step"]
     options: dict[str, Any] = {"sharding": sharding}

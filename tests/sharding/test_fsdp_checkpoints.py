@@ -78,7 +78,9 @@ def save_and_go_on(saving: str, going_on: list[str], model: str, folder: str) ->
     return whole, [fit_some(strategy, model, 2, path) for strategy in going_on]
 
 
-@pytest.mark.parametrize(("saving", "model"), [("smddp_fsdp", "adam"), ("smddp", "momentum")])
+@pytest.mark.parametrize(
+    ("saving", "model"), [("smddp_fsdp", "adam"), pytest.param("smddp", "momentum", marks=pytest.mark.slow)]
+)
 def test_training_goes_on_under_each_strategy(saving, model, tmp_path):
     going_on = ["smddp", "smddp_fsdp", "sharded"]
     for whole, continued in run_trainer_ranks(save_and_go_on, 2, saving, going_on, model, str(tmp_path)):
@@ -162,6 +164,7 @@ def evaluate(strategy: str) -> list[Any]:
     return [*found, trainer.predict(model, loader), model.blocks[0].mix.weight.detach()]
 
 
+@pytest.mark.slow
 def test_evaluation_and_one_module_in_several_runs():
     expected, actual = (run_trainer_ranks(evaluate, 2, strategy) for strategy in ("smddp", "smddp_fsdp"))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
@@ -176,6 +179,7 @@ def save_directory(path: str) -> Outcome:
     return outcome(learner, trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The run is not continued exactly")
 def test_directories_go_on_in_each_layout(tmp_path):
     path, plain = str(tmp_path / "parts.ckpt"), str(tmp_path / "plain.ckpt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -100,6 +101,7 @@ def fit_each(sharding: str | None) -> list[Outcome]:
     return found
 
 
+@pytest.mark.slow
 def test_the_same_numbers_as_data_parallelism():
     expected, full, kept = (run_trainer_ranks(fit_each, 2, sharding) for sharding in (None, "full", "grad_op"))
     for actual in (full, kept):

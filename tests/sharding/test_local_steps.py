@@ -93,6 +93,7 @@ def compare_all() -> None:
         compare(kind, options)
 
 
+@pytest.mark.slow
 def test_the_same_bits_as_with_dtensors() -> None:
     run_ranks(compare_all, 2)
 

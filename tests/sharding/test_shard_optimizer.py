@@ -316,6 +316,7 @@ def test_checkpoints_are_the_same_file_with_and_without_it(tmp_path, make):
     assert (tmp_path / "optimizer.ckpt").stat().st_size < 1.1 * (tmp_path / "None.ckpt").stat().st_size
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_goes_on_with_a_checkpoint(tmp_path):
     path = str(tmp_path / "saved.ckpt")
     run_trainer_ranks(save, 3, path)
