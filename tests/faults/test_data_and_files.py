@@ -107,7 +107,7 @@ def test_a_job_starts_where_one_was_killed(tmp_path: Path) -> None:
 
 def test_two_jobs_at_once(tmp_path: Path) -> None:
     """The end of one does not touch the other."""
-    other, segments = Case(steps=100), shared_memory()
+    other, segments = Case(steps=200), shared_memory()
     with job(other, tmp_path / "other"):
         killed = run(Case([Fault(1, 5, "kill", "comm")]), tmp_path / "killed")
     assert_ended(killed)
