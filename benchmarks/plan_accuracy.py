@@ -1,25 +1,30 @@
-"""What ``lightning-smddp plan`` predicts of a rank's memory, against what ranks then hold, for five models.
+"""What ``lightning-smddp plan`` predicts of a rank's memory and a step's time, against what is so, for five models.
 
-Each strategy trains each model for a few steps in processes of its own. A rank's memory is what its process has that is
-no file's, above what it had before the Trainer; of memory that ranks share, its part. It is looked at every 2 ms.
+Each strategy trains each model for some steps in processes of its own. A rank's memory is what its process has that is
+no file's, above what it had before the Trainer, libraries being imported; of memory that ranks share, its part. It is
+looked at every 3 ms. Freed memory goes back to the system at once. The steps that are timed are not looked at.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import logging
+import multiprocessing
+import os
+import statistics
+import tempfile
 import threading
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Record, launch, parser, table
-from lightning.pytorch import Trainer
+from common import Record, parser, table
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from plan_models import MODELS
 
@@ -27,15 +32,27 @@ import lightning_smddp
 from lightning_smddp import plan
 
 MIB = 2**20
-STEPS = 2  # buckets are made anew, and pipelines checked, in the second
+WATCHED = 3  # steps; buckets are made anew, and pipelines checked, in the second
 WITHIN = 0.15
+TIMEOUT_S = 900.0
 STRATEGIES = [
     "smddp",
     "smddp, shard='optimizer'",
     "smddp_fsdp, full",
     "smddp_fsdp, grad_op",
+    "smddp_deepspeed_stage_1",
+    "smddp_deepspeed_stage_2",
+    "smddp_deepspeed_stage_3",
     "smddp_pipeline, 1f1b",
     "smddp_pipeline, 1f1b, checkpointing",
+]
+PRELOAD = [
+    "torch._dynamo",
+    "torch._inductor.compile_fx",  # by DeepSpeed, at its start
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "lightning_smddp.strategies.lightning",
+    "plan_models",
 ]
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
@@ -45,10 +62,11 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    options.add_argument("--timed", type=int, default=6, help="steps to time behind those that are looked at")
     options.add_argument("--strategies", nargs="+", default=STRATEGIES, help="as `plan` names them")
     args = options.parse_args()
     if args.quick:
-        args.models = ["MLP"]
+        args.models, args.timed = ["MLP"], 2
     record = Record(
         "plan_accuracy",
         f"Predicted and measured memory, {args.ranks} ranks",
@@ -58,65 +76,92 @@ def main() -> None:
     record.data["models"] = {}
     for model in args.models:
         _model(record, args, model)
-    record.finish()
+        record.finish()  # a run that is cut short leaves what it has
 
 
 def _model(record: Record, args: argparse.Namespace, model: str) -> None:
-    predicted = launch("plan_accuracy:predict", 1, {"model": model, "ranks": args.ranks})
-    rows = []
-    predicted = {name: found for name, found in predicted.items() if name in args.strategies}
-    for name, (strategy, total, parts) in predicted.items():
-        measured = launch("plan_accuracy:measure", args.ranks, {"model": model, "strategy": strategy})
-        most = max(measured)
-        rows.append([name, total / MIB, most / MIB, total / most, *(part / MIB for part in parts.values())])
-        predicted[name].append(measured)
-        print(model, name, f"{total / MIB:.0f} predicted, {most / MIB:.0f} measured", flush=True)
-    record.data["models"][model] = predicted
-    within = [name for name, (_, total, _, measured) in predicted.items() if abs(total / max(measured) - 1) <= WITHIN]
+    (predicted,) = run("predict", 1, model, args.ranks)
+    cases = {name: case for name, case in predicted.items() if name in args.strategies}
+    for name, case in cases.items():
+        ranks = run("measure", args.ranks, model, case["strategy"], args.timed)
+        case["measured"] = max(rank["bytes"] for rank in ranks)
+        case["wall_s"] = max(rank["wall_s"] for rank in ranks)
+        case["cpu_s"] = statistics.mean(rank["cpu_s"] for rank in ranks)
+        print(model, name, {key: value for key, value in case.items() if key != "parts"}, flush=True)
+    record.data["models"][model] = cases
+    within = [name for name, case in cases.items() if abs(case["predicted"] / case["measured"] - 1) <= WITHIN]
     record.section(
         model,
         MODELS[model].__doc__ or "",
-        table(["strategy", "predicted", "measured", "ratio", *parts], rows),
-        f"MiB of the rank with most. {len(within)} of {len(predicted)} within {WITHIN:.0%}.",
+        _memory(cases),
+        f"MiB of the rank with most. {len(within)} of {len(cases)} within {WITHIN:.0%}.",
+        _times(cases),
+        "Milliseconds of a step: predicted, best wall time, median processor time of a rank.",
     )
 
 
+def _memory(cases: dict[str, Any]) -> str:
+    rows = []
+    for name, case in cases.items():
+        predicted, measured = case["predicted"], case["measured"]
+        parts = [part / MIB for part in case["parts"].values()]
+        rows.append([name, predicted / MIB, measured / MIB, predicted / measured, *parts])
+    parts = next(iter(cases.values()))["parts"]
+    return table(["strategy", "predicted", "measured", "ratio", *parts], rows)
+
+
+def _times(cases: dict[str, Any]) -> str:
+    rows = []
+    for name, case in cases.items():
+        predicted, wall, cpu = (1e3 * case[key] for key in ("predicted_s", "wall_s", "cpu_s"))
+        rows.append([name, predicted, wall, predicted / wall, cpu])
+    return table(["strategy", "predicted", "wall", "ratio", "CPU"], rows)
+
+
 def predict(model: str, ranks: int) -> dict[str, Any]:
-    """For each strategy its expression, bytes, and bytes of the parts."""
+    """For each strategy its expression, seconds of a step, bytes, and bytes of the parts."""
     _quiet()
     torch.manual_seed(0)
     found = plan(MODELS[model](), ranks, 64.0)
     return {
-        estimate.name: [estimate.strategy, estimate.memory.total, vars(estimate.memory)]
+        estimate.name: {
+            "strategy": estimate.strategy,
+            "predicted": estimate.memory.total,
+            "parts": vars(estimate.memory),
+            "predicted_s": estimate.step_s,
+        }
         for estimate in found.estimates
         if estimate.memory is not None
     }
 
 
-def measure(model: str, strategy: str) -> list[int]:
-    """Bytes that training adds on each rank at most."""
+def measure(model: str, strategy: str, timed: int) -> dict[str, float]:
+    """Bytes that training adds on this rank at most; of a step the best wall time and the median processor time."""
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)  # what is freed is given back
     _quiet()
     torch.manual_seed(0)
     chosen = eval(strategy, {name: getattr(lightning_smddp, name) for name in CLASSES})
+    before = _held()
+    watch = Watch()
     trainer = Trainer(
         strategy=chosen,
         devices=dist.get_world_size(),
         accelerator="cpu",
-        max_steps=STEPS,
+        max_steps=WATCHED + timed,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         plugins=[LightningEnvironment()],
+        callbacks=[watch],
     )
-    most = [0]
-    before = _held()
-    with _watched(most):
+    watch.start()
+    try:
         trainer.fit(MODELS[model]())
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, most[0] - before)
-    return everyone
+    finally:
+        watch.end()
+    wall, cpu = watch.spans()
+    return {"bytes": watch.most - before, "wall_s": min(wall), "cpu_s": statistics.median(cpu)}
 
 
 CLASSES = ("SMDDPStrategy", "PipelineStrategy", "SMDDPFSDPStrategy", "SMDDPDeepSpeedStrategy")
@@ -124,31 +169,96 @@ CLASSES = ("SMDDPStrategy", "PipelineStrategy", "SMDDPFSDPStrategy", "SMDDPDeepS
 
 def _quiet() -> None:
     warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "transformers"):
+    for name in ("lightning.pytorch", "lightning.fabric", "transformers", "DeepSpeed"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-@contextmanager
-def _watched(most: list[int]) -> Iterator[None]:
-    done = threading.Event()
+class Watch(Callback):
+    """Looks at this process's memory all the time, but for the last steps, which it times.
 
-    def look() -> None:
-        while not done.wait(0.002):
-            most[0] = max(most[0], _held())
+    Attributes:
+        most: bytes.
+    """
 
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
+    def __init__(self) -> None:
+        self.most = 0
+        self._times: list[tuple[float, float]] = []
+        self._done, self._looking = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._looking.set()
+        self._thread.start()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """A step is over."""
+        if trainer.global_step >= WATCHED:
+            self._looking.clear()
+            self._times.append((time.perf_counter(), time.process_time()))
+
+    def on_train_end(self, *_: Any) -> None:
+        """Look at what comes behind the steps, too."""
+        self._looking.set()
+
+    def end(self) -> None:
+        """Stop."""
+        self._done.set()
+        self._looking.set()
+        self._thread.join()
+
+    def spans(self) -> tuple[list[float], list[float]]:
+        """Seconds of each timed step: wall, processor time of this rank."""
+        pairs = list(zip(self._times, self._times[1:], strict=False))
+        return [end[0] - start[0] for start, end in pairs], [end[1] - start[1] for start, end in pairs]
+
+    def _look(self) -> None:
+        while not self._done.wait(0.003):
+            self._looking.wait()
+            self.most = max(self.most, _held())
 
 
 def _held() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    sizes = {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.startswith("Rss")}
-    return sizes["RssAnon"] + sizes["RssShmem"] // dist.get_world_size()
+    """Bytes of this process that are no file's; of memory that processes share, each page's part."""
+    own = _kib("/proc/self/status", "RssAnon:")
+    return 1024 * (own + _kib("/proc/self/smaps_rollup", "Pss_Shmem:"))
+
+
+def _kib(path: str, name: str) -> int:
+    return next(int(line.split()[1]) for line in Path(path).read_text().splitlines() if line.startswith(name))
+
+
+def run(function: str, ranks: int, *arguments: Any) -> list[Any]:
+    """What ``function`` returns in ``ranks`` processes, which are copies of one that has imported all libraries.
+
+    Raises:
+        RuntimeError: a rank failed; its traceback is on stderr.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as directory:
+        jobs = [(function, rank, ranks, directory, arguments) for rank in range(ranks)]
+        processes = [context.Process(target=_rank, args=job) for job in jobs]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(TIMEOUT_S)
+        failed = [process for process in processes if process.exitcode != 0]
+        for process in failed:
+            process.kill()
+        if failed:
+            raise RuntimeError(f"{function}{arguments}: {len(failed)} of {ranks} ranks failed")
+        return [json.loads(Path(directory, f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _rank(function: str, rank: int, ranks: int, directory: str, arguments: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    found = globals()[function](*arguments)
+    Path(directory, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

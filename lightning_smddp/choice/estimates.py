@@ -150,26 +150,31 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
 
 
 def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Memory:
-    """``smddp_deepspeed`` with its default buckets on CPUs, all parameters in 32 bits.
+    """``smddp_deepspeed`` on the CPUs of one node with its default buckets, all parameters in 32 bits.
 
-    DeepSpeed trains a copy of each rank's share. With stages 1 and 2 gradients lie in a bucket, in a second one while
-    they are exchanged, and twice as shares; so they take the same memory, where one bucket holds all of them. With
-    stage 3 a model that is smaller than the buckets is gathered whole, too, and gradients are reduced whole. Shares of
-    gradients and buckets were found by measuring, not in a formula of DeepSpeed's.
+    DeepSpeed trains a copy of each rank's share. Gradients go into two buckets in turn, each of which is copied before
+    it is exchanged; from there the rank's share is kept. With stage 3 parameters are gathered into a buffer and copied
+    out of it. In the step there are the share of the gradients, the same as one flat parameter's, and as much for the
+    optimizer. All that is exchanged goes through memory of the node: one segment is written while another is read.
     """
-    share = -(-sizes.parameters // ranks)
-    bucket = min(sizes.gradients, _DEEPSPEED_BUCKET)
-    parameters, buckets = sizes.parameters + share, 2
+    share, share_of_gradients = -(-sizes.parameters // ranks), -(-sizes.gradients // ranks)
+    bucket, gathered = (min(size, _DEEPSPEED_BUCKET) for size in (sizes.gradients, sizes.parameters))
+    held = Memory(optimizer_state=-(-sizes.state // ranks), activations=sizes.batch)
     if stage == 3:
-        parameters, buckets = 2 * share, 4
-    return Memory(
-        parameters=parameters + sizes.buffers,
-        gradients=2 * -(-sizes.gradients // ranks),
-        optimizer_state=-(-sizes.state // ranks),
-        activations=sizes.batch + profile.kept,
-        communication=buckets * bucket + share * (stage < 3),
-        temporary=profile.peak - profile.kept,
-    )
+        held = replace(
+            held,
+            parameters=sizes.buffers + 2 * share,
+            gradients=share_of_gradients + bucket,
+            communication=bucket + 2 * -(-gathered // ranks),
+        )
+        computing = max(profile.kept + 2 * gathered, profile.peak + gathered)
+    else:
+        held = replace(held, parameters=sizes.buffers + sizes.parameters + share, communication=bucket + 2 * share)
+        computing = profile.peak
+    in_step = replace(held, activations=sizes.batch + profile.kept, temporary=computing - profile.kept)
+    exchanging = replace(held, temporary=3 * bucket + share_of_gradients)
+    stepping = replace(held, temporary=3 * share_of_gradients)
+    return max(in_step, exchanging, stepping, key=lambda memory: memory.total)
 
 
 def _fullest(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, state: int) -> Memory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_smddp._compat.torch_memory import recorded_memory
-from lightning_smddp.choice.step_profile import profile_of
+from lightning_smddp.choice.step_profile import profile_of, shortest
 from lightning_smddp.sharding.optimizer_trial import copy_with
 from lightning_smddp.wire.pytree import tensors
 
@@ -72,7 +71,7 @@ def _is_trained(parameter: Tensor) -> bool:
 
 
 def _try(optimizer: Optimizer, group: int, like: Tensor) -> tuple[int, int, float]:
-    """Bytes of state, bytes for a moment, and seconds of a second step."""
+    """Bytes of state, bytes for a moment, and seconds of a later step."""
     parameter = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype))
     parameter.grad = torch.zeros_like(parameter)
     nothing = nn.Parameter(torch.empty(0))
@@ -84,8 +83,6 @@ def _try(optimizer: Optimizer, group: int, like: Tensor) -> tuple[int, int, floa
     step()
     with recorded_memory() as record:
         step()
-    start = time.perf_counter()
-    step()
-    seconds = time.perf_counter() - start
+    seconds = shortest(step)
     storages = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(trial.state[parameter])}
     return sum(storages.values()), profile_of(record).peak, seconds

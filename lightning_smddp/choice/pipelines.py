@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_smddp._compat.torch_memory import recorded_memory
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.partition_table import in_flight, looks_at_other_rows, resources_for
 from lightning_smddp.bridge.pipeline_options import PartitionOptions, PipelineOptions
@@ -17,6 +18,7 @@ from lightning_smddp.bridge.weighing import Weighing
 from lightning_smddp.choice.estimates import Estimate, Memory, Sizes
 from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.stage_profile import profile_stages
+from lightning_smddp.choice.step_profile import profile_of
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, build_graph
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
@@ -76,6 +78,19 @@ class _Case:
         return f"PipelineStrategy({', '.join(arguments)})"
 
 
+@dataclass(frozen=True)
+class _Trials:
+    """Of the strategy's start.
+
+    Attributes:
+        whole: each batch is one micro-batch, as no weights of losses are right.
+        memory: bytes that the trials need at most, beside the module.
+    """
+
+    whole: bool
+    memory: int
+
+
 def estimate_pipelines(
     first: FirstBatch, sizes: Sizes, state: Mapping[int, int], ranks: int, limit: float
 ) -> list[Estimate]:
@@ -89,15 +104,15 @@ def estimate_pipelines(
         limit: bytes of a rank.
     """
     estimates = []
-    whole: bool | None = None  # what the first case finds holds for the others, too
+    trials: _Trials | None = None  # what the first case finds holds for the others, too
     for schedule, checkpointing in _CASES:
         case = _Case(schedule, checkpointing)
         try:
-            pipeline = _Pipeline(first, case, ranks, whole)
+            pipeline = _Pipeline(first, case, ranks, trials)
         except (SplitError, ReplayError, UnclearBatchError) as error:
             estimates.append(Estimate(case.name, case.strategy(meta_init=False), notes=(str(error),)))
         else:
-            whole = pipeline.whole
+            trials = pipeline.trials
             estimates.append(pipeline.estimate(sizes, state, limit))
     return estimates
 
@@ -109,11 +124,12 @@ class _Pipeline:
         first: the module at its first batch.
         case: which.
         ranks: of the pipeline.
-        whole: whether each batch is one micro-batch, as no weights of losses are right; None is to find it out.
+        trials: what another case has found; None is to find it out.
     """
 
-    def __init__(self, first: FirstBatch, case: _Case, ranks: int, whole: bool | None) -> None:
-        self.first, self.case, self.ranks, self.module, self.whole = first, case, ranks, first.module, whole
+    def __init__(self, first: FirstBatch, case: _Case, ranks: int, trials: _Trials | None) -> None:
+        self.first, self.case, self.ranks, self.module = first, case, ranks, first.module
+        self.found = trials
         self.options = case.options()
         self.num_stages = ranks * self.options.stages_per_rank
         self.rank_of_stage = self.options.schedule.rank_of_stage(self.num_stages, ranks)
@@ -123,7 +139,7 @@ class _Pipeline:
         self.pair = self._pair()
         capture = StepCapture(first.module)
         self.step = LightningStep(first.module, "training_step", first.arguments, first.precision, capture)
-        self._divide()
+        self.trials = self._divide()
 
     def _cut(self) -> list[MicroBatch]:
         rows = rows_of(self.first.batch)
@@ -148,16 +164,19 @@ class _Pipeline:
             return self.splitter.cut(self.first.batch, parts, rows)[0]
         return MicroBatch(self.first.batch, rows, 1.0, self.microbatches[0].paths, self.microbatches[0].cuts)
 
-    def _stays_whole(self) -> bool:
+    def _try(self) -> _Trials:
         """What the strategy's first rank finds by running some rows, and their halves."""
         if len(self.microbatches) == 1:
-            return True
+            return _Trials(whole=True, memory=0)
         floating = [value.dtype for value in self.graph.values if value.dtype.is_floating_point]
         buffers = sorted({name for node in self.graph.nodes for name in node.buffers})
         exact = all(dtype.itemsize >= 4 for dtype in floating)
-        return Weighing(self.module, _CPU, self.step, self.pair, exact, buffers, may_be_whole=True).run().whole
+        weighing = Weighing(self.module, _CPU, self.step, self.pair, exact, buffers, may_be_whole=True)
+        with recorded_memory() as record:
+            whole = weighing.run().whole
+        return _Trials(whole, profile_of(record).peak)
 
-    def _divide(self) -> None:
+    def _divide(self) -> _Trials:
         """Cut by the times of a run on the first micro-batch, as the strategy's first rank does."""
         links = (LOOPBACK,) * (self.num_stages - 1)
         count, checkpointing = len(self.microbatches), self.case.checkpointing
@@ -171,9 +190,8 @@ class _Pipeline:
             runs = [run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED) for _ in range(2)]
         found = partition(self.graph, resources, fastest(runs), None, checkpointing)
         self.cuts = StageCuts.at(self.graph, found.cuts)
-        if self.whole is None:
-            self.whole = self._stays_whole()
-        if self.whole:
+        trials = self.found or self._try()
+        if trials.whole:
             self.microbatches = [self.splitter.whole(self.first.batch)]
             run = self.step.alone(self.microbatches[0])
             traced = self._traced(run)  # shapes of all rows
@@ -183,6 +201,7 @@ class _Pipeline:
         self.plain_profiles = self.profiles  # of trials at the start, which keep all activations
         if checkpointing:
             self.plain_profiles = profile_stages(self.graph, plans, run, self._loss, self.module, False)
+        return trials
 
     def _traced(self, run: Callable[[], Any]) -> Trace:
         with preserve_state(self.module, _CPU), kept_parameters(self.module):
@@ -197,7 +216,7 @@ class _Pipeline:
         training = max((self._rank(rank, sizes, state) for rank in range(self.ranks)), key=lambda memory: memory.total)
         start = self._start(sizes)
         notes = []
-        if self.whole:
+        if self.trials.whole:
             notes.append(
                 "each batch is one micro-batch, as those of parts do not make up its loss: stages do not overlap"
             )
@@ -242,22 +261,21 @@ class _Pipeline:
         return max(running, checking, bringing, stepping, key=lambda memory: memory.total)
 
     def _start(self, sizes: Sizes) -> Memory:
-        """The first rank's before training: the whole module, and gradients of some rows to find weights by."""
+        """The first rank's before training: the whole module, for trials of some rows and one micro-batch's times."""
         kept = sum(profile.kept for profile in self.plain_profiles)
         for_a_moment = max(profile.peak - profile.kept for profile in self.plain_profiles)
-        share = self.pair.size / self.microbatches[0].size
-        return Memory(
-            parameters=sizes.parameters + sizes.buffers,
-            gradients=sizes.gradients,
-            activations=sizes.batch + round(share * kept),
-            temporary=round(share * for_a_moment),
-        )
+        held = Memory(parameters=sizes.parameters + sizes.buffers, activations=sizes.batch)
+        trying = replace(held, temporary=self.trials.memory)
+        timing = replace(held, activations=sizes.batch + kept, temporary=for_a_moment)
+        return max(trying, timing, key=lambda memory: memory.total)
 
     def _seconds(self, count: int) -> float:
-        """All micro-batches through the slowest rank, and the time in which it waits for others."""
+        """All micro-batches through the slowest rank, their messages there and back, and its waiting for others."""
         of_rank = [0.0] * self.ranks
         for profile, rank in zip(self.profiles, self.rank_of_stage, strict=True):
             of_rank[rank] += profile.seconds
+            if profile.received:
+                of_rank[rank] += 2 * LOOPBACK.seconds(profile.received)
         played = orders(self.options.schedule, self.ranks, self.num_stages, count)
         bound = simulated_bound({rank: [parse_action(text) for text in actions] for rank, actions in played.items()})
         return count * max(of_rank) / bound

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_smddp._compat.torch_memory import MemoryRecord, recorded_memory
-from lightning_smddp.choice.step_profile import StepProfile, dropped_gradients, profile_of
+from lightning_smddp.choice.step_profile import StepProfile, dropped_gradients, profile_of, shortest
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.runtime.remote import Shapes
@@ -42,22 +42,29 @@ def profile_stages(
         for plan in plans:
             replay = Replay(graph, plan, root, _CPU, checkpointing)
             with recorded_memory() as record:
-                _train(replay, step, loss_of, received)
-            start = time.perf_counter()
-            _train(replay, step, loss_of, received)
-            profiles.append(replace(profile_of(record), seconds=time.perf_counter() - start))
+                _train(replay, step, loss_of, received, record)
+            seconds = shortest(functools.partial(_train, replay, step, loss_of, received, None))
+            size = sum(tensor.nbytes for tensor in received)
+            profiles.append(replace(profile_of(record), seconds=seconds, received=size))
             received = tuple(tensor.detach() for tensor in _forward(replay, step, loss_of, received))
     return profiles
 
 
-def _train(replay: Replay, step: Callable[[], Any], loss_of: Callable[[Any], Tensor], received: _Messages) -> None:
+def _train(
+    replay: Replay,
+    step: Callable[[], Any],
+    loss_of: Callable[[Any], Tensor],
+    received: _Messages,
+    record: MemoryRecord | None,
+) -> None:
     sent = _forward(replay, step, loss_of, received)
     # As in training, outputs are let go when they are sent: gradient edges are enough for the backward.
     differentiable = [tensor for tensor in sent if tensor.requires_grad]
     edges = [get_gradient_edge(tensor) for tensor in differentiable]
     shapes = [(tensor.shape, tensor.dtype) for tensor in differentiable]
     del sent, differentiable
-    MemoryRecord.mark("backward")
+    if record is not None:
+        record.mark("backward")
     if edges:
         torch.autograd.backward(edges, [torch.ones(shape, dtype=dtype) for shape, dtype in shapes])
 

@@ -25,6 +25,7 @@ from lightning_smddp.choice.estimates import (
     fully_sharded,
     sharded_optimizer,
 )
+from lightning_smddp.choice.exchange import ExchangeTimes, pass_seconds
 from lightning_smddp.choice.first_batch import FirstBatch, UnplannableError, look_at_first_batch
 from lightning_smddp.choice.optimizer_profile import OptimizerProfile, profile_optimizers
 from lightning_smddp.choice.pipelines import estimate_pipelines
@@ -148,27 +149,26 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     rows = devices * rows_of(first.batch)
     crowded = max(1.0, devices / _cores())
     units = _units(first.module)
+    exchange = ExchangeTimes(sizes, devices, pass_seconds())
     whole, share = step.seconds + optimizers.seconds, step.seconds + optimizers.seconds / devices
     cases = [
-        ("smddp", '"smddp"', data_parallel(sizes, step, devices), whole),
+        ("smddp", '"smddp"', data_parallel(sizes, step, devices), whole + exchange.data_parallel()),
         (
             "smddp, shard='optimizer'",
             'SMDDPStrategy(shard="optimizer")',
             sharded_optimizer(sizes, step, devices),
-            share,
-        ),
-        ("smddp_fsdp, full", '"smddp_fsdp"', fully_sharded(sizes, step, devices, units, True), share),
-        (
-            "smddp_fsdp, grad_op",
-            'SMDDPFSDPStrategy(sharding="grad_op")',
-            fully_sharded(sizes, step, devices, units, False),
-            share,
+            share + exchange.sharded_optimizer(),
         ),
     ]
+    for sharding, strategy in (("full", '"smddp_fsdp"'), ("grad_op", 'SMDDPFSDPStrategy(sharding="grad_op")')):
+        reshard = sharding == "full"
+        memory = fully_sharded(sizes, step, devices, units, reshard)
+        cases.append((f"smddp_fsdp, {sharding}", strategy, memory, share + exchange.fully_sharded(reshard)))
     if _is_32_bit(first):
         for stage in (1, 2, 3):
             name = f"smddp_deepspeed_stage_{stage}"
-            cases.append((name, f'"{name}"', deepspeed(sizes, step, devices, stage), share))
+            seconds = share + exchange.deepspeed(stage)
+            cases.append((name, f'"{name}"', deepspeed(sizes, step, devices, stage), seconds))
     reasons = _refusals(first)
     estimates = []
     for name, strategy, memory, seconds in cases:

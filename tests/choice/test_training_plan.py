@@ -22,6 +22,7 @@ from lightning_smddp.choice.estimates import (
     fully_sharded,
     sharded_optimizer,
 )
+from lightning_smddp.choice.exchange import ExchangeTimes, pass_seconds
 from lightning_smddp.choice.first_batch import UnplannableError
 from lightning_smddp.choice.optimizer_profile import profile_optimizers
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
@@ -44,6 +45,16 @@ def test_a_step_keeps_what_its_backward_needs() -> None:
     # The inner tanh's backward has the gradient of its result and makes that of its input.
     assert profile.peak == pytest.approx(inner + 2 * inner, rel=0.1)
     assert all(parameter.grad is None for parameter in root.parameters())
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="its LSTM has a workspace")
+def test_memory_that_nobody_writes_is_not_counted() -> None:
+    lstm = nn.LSTM(256, 512)
+    x = torch.zeros(96, 32, 256)
+    profile = profile_step(lambda: lstm(x)[0].sum(), lstm)
+    result, workspace = 4 * 96 * 32 * 512, lstm(x)[0].grad_fn._saved_result3.nbytes
+    assert workspace > 40 * 2**20
+    assert result < profile.kept < 0.6 * workspace
 
 
 def test_a_step_changes_nothing() -> None:
@@ -99,8 +110,24 @@ def test_memory_of_data_parallel_ranks() -> None:
     # 40 of two units, 10 in which they are gathered, 40 of a unit's gradients, 40 of the root.
     assert fully_sharded(SIZES, profile, 4, units, reshard=True) == Memory(26, 23, 45, 35, 130, 10)
     assert fully_sharded(SIZES, profile, 4, units, reshard=False) == Memory(26, 23, 45, 35, 170, 10)
-    assert deepspeed(SIZES, profile, 4, stage=2) == Memory(126, 46, 45, 35, 205, 10)
-    assert deepspeed(SIZES, profile, 4, stage=3) == Memory(51, 46, 45, 35, 360, 10)
+    # Two buckets of 90, a copy and a share of 23 are more than the 40 of the step. Two segments of 100 gather.
+    assert deepspeed(SIZES, profile, 4, stage=2) == Memory(126, 0, 45, 5, 140, 293)
+    assert deepspeed(SIZES, profile, 4, stage=3) == Memory(51, 113, 45, 5, 140, 293)
+    # All of 100 gathered, and the buffer that they come from, where more is kept.
+    assert deepspeed(SIZES, StepProfile(kept=300, peak=310), 4, stage=3) == Memory(51, 113, 45, 305, 140, 200)
+
+
+def test_what_ranks_copy_in_a_step() -> None:
+    exchange = ExchangeTimes(SIZES, 2, seconds_per_byte=1.0)  # 90 bytes of gradients, 100 of parameters
+    # Into the bucket, half of two tensors read and written and divided, that half to the other rank.
+    assert exchange.data_parallel() == 90 * (1 + 1.25 + 0.5)
+    assert exchange.sharded_optimizer() == 90 * (1 + 1.25)
+    gathered = 100 * (0.5 + 1)
+    assert exchange.fully_sharded(reshard=False) == exchange.sharded_optimizer() + gathered
+    assert exchange.fully_sharded(reshard=True) == exchange.sharded_optimizer() + 2 * gathered
+    assert exchange.deepspeed(2) > exchange.data_parallel()
+    assert ExchangeTimes(SIZES, 1, seconds_per_byte=1.0).fully_sharded(reshard=True) == 0
+    assert 1e-12 < pass_seconds() < 1e-7
 
 
 # ---- the choice ----
