@@ -120,7 +120,7 @@ class LightningStep:
                     raise SplitError(str(error)) from error
                 raise ReplayError(str(error)) from error
             except Exception as error:
-                if not self._is_on_trial or isinstance(error, ReplayError):
+                if not self._is_on_trial or isinstance(error, (ReplayError, SplitError)):
                     raise
                 raise ReplayError(f"{_FAILED}{error!r}") from error
             finally:

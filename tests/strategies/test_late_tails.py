@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ class Differentiating(Net):
         return loss
 
 
-def told(bench: Bench, model: type[Net], expected: str, pipeline: Any = None, **options: Any) -> Any:
+def told(bench: Bench, model: Callable[[], Net], expected: str, pipeline: Any = None, **options: Any) -> Any:
     """What was trained; with a warning on the first rank that has ``expected`` in it, if any."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -149,6 +150,9 @@ CASES = {
     "logging once": functools.partial(told, model=LoggingOnce, expected="", accumulate_grad_batches=2),
     "calling again": functools.partial(told, model=CallingAgain, expected="is run as a whole on every rank"),
     "differentiating": functools.partial(told, model=Differentiating, expected="is run as a whole on every rank"),
+    "differentiating, where weights are looked at": functools.partial(
+        told, model=functools.partial(Differentiating, count=32), expected="is run as a whole on every rank"
+    ),
 }
 TWO = Matrix(list(CASES.values()))
 
