@@ -48,6 +48,7 @@ class Rank:
 
     def __init__(self, group: dist.ProcessGroup, build: Build) -> None:
         self.group, self.whole, self.model = group, tied(), tied()
+        dist.barrier(group=group)  # of what comes now some draws from the generator that the threads have in common
         self.optimizer, self.reference = build(self.model), build(self.whole)
         release(self.model, OWNERSHIP, group.rank())
         self.partition = OptimizerPartition(self.optimizer, names_of(self.model), OWNERSHIP, group.rank())
