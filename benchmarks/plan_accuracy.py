@@ -85,6 +85,7 @@ def _model(record: Record, args: argparse.Namespace, model: str) -> None:
     for name, case in cases.items():
         ranks = run("measure", args.ranks, model, case["strategy"], args.timed)
         case["measured"] = max(rank["bytes"] for rank in ranks)
+        case["at_end"] = max(rank["end_bytes"] for rank in ranks)
         case["wall_s"] = max(rank["wall_s"] for rank in ranks)
         case["cpu_s"] = statistics.mean(rank["cpu_s"] for rank in ranks)
         print(model, name, {key: value for key, value in case.items() if key != "parts"}, flush=True)
@@ -105,9 +106,9 @@ def _memory(cases: dict[str, Any]) -> str:
     for name, case in cases.items():
         predicted, measured = case["predicted"], case["measured"]
         parts = [part / MIB for part in case["parts"].values()]
-        rows.append([name, predicted / MIB, measured / MIB, predicted / measured, *parts])
+        rows.append([name, predicted / MIB, measured / MIB, predicted / measured, case["at_end"] / MIB, *parts])
     parts = next(iter(cases.values()))["parts"]
-    return table(["strategy", "predicted", "measured", "ratio", *parts], rows)
+    return table(["strategy", "predicted", "measured", "ratio", "at the end", *parts], rows)
 
 
 def _times(cases: dict[str, Any]) -> str:
@@ -161,7 +162,8 @@ def measure(model: str, strategy: str, timed: int) -> dict[str, float]:
     finally:
         watch.end()
     wall, cpu = watch.spans()
-    return {"bytes": watch.most - before, "wall_s": min(wall), "cpu_s": statistics.median(cpu)}
+    held = {"bytes": watch.most - before, "end_bytes": watch.most_at_end - before}
+    return {**held, "wall_s": min(wall), "cpu_s": statistics.median(cpu)}
 
 
 CLASSES = ("SMDDPStrategy", "PipelineStrategy", "SMDDPFSDPStrategy", "SMDDPDeepSpeedStrategy")
@@ -177,11 +179,13 @@ class Watch(Callback):
     """Looks at this process's memory all the time, but for the last steps, which it times.
 
     Attributes:
-        most: bytes.
+        most: bytes, from the start to the last step.
+        most_at_end: behind it, where `smddp_fsdp` makes the module whole again.
     """
 
     def __init__(self) -> None:
-        self.most = 0
+        self.most = self.most_at_end = 0
+        self._has_trained = False
         self._times: list[tuple[float, float]] = []
         self._done, self._looking = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._look)
@@ -199,6 +203,7 @@ class Watch(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         """Look at what comes behind the steps, too."""
+        self._has_trained = True
         self._looking.set()
 
     def end(self) -> None:
@@ -215,7 +220,10 @@ class Watch(Callback):
     def _look(self) -> None:
         while not self._done.wait(0.003):
             self._looking.wait()
-            self.most = max(self.most, _held())
+            if self._has_trained:
+                self.most_at_end = max(self.most_at_end, _held())
+            else:
+                self.most = max(self.most, _held())
 
 
 def _held() -> int:

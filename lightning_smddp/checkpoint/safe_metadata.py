@@ -19,6 +19,7 @@ from lightning_smddp.checkpoint.errors import CheckpointError
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
+_PROPERTIES = 5  # of a tensor: dtype, layout, whether it trains, memory format, pinning
 _ALLOWED = {
     f"{_DCP}metadata.{name}"
     for name in (
@@ -64,6 +65,10 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         kind = type(self.stack[-2])
         if kind not in _PLAIN_CLASSES:
             raise _Refused(f"changes a {kind.__name__}, which is not plain data; it was not changed")
+        if (
+            kind is dcp.TensorProperties
+        ):  # torch 2.15 has strides behind, which ours do not need, nor an older torch know
+            self.stack[-1] = self.stack[-1][:_PROPERTIES]
         super().load_build()
 
     dispatch = {**_PythonUnpickler.dispatch, pickle.BUILD[0]: load_build}

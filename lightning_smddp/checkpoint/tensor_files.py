@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -73,7 +79,13 @@ def plan_writing(described: Sequence[Sequence[Any]]) -> tuple[list[SavePlan], Me
             paths[name] = tuple(path)
         plan = create_default_local_save_plan(stand_ins, is_coordinator=True)
         local_plans.append(replace(plan, planner_data=paths))
-    return DefaultSavePlanner(dedup_save_to_lowest_rank=True).create_global_plan(local_plans)
+    plans, metadata = DefaultSavePlanner(dedup_save_to_lowest_rank=True).create_global_plan(local_plans)
+    for name, stored in metadata.state_dict_metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        # Without the strides that torch 2.15 notes: what is written is contiguous.
+        bare = replace(stored, properties=TensorProperties(dtype=stored.properties.dtype))
+        metadata.state_dict_metadata[name] = bare
+    return plans, metadata
 
 
 class BareTensors(DefaultSavePlanner):

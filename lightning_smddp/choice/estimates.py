@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from lightning_smddp.choice.step_profile import StepProfile
+from lightning_smddp.deepspeed.config import BUCKET_ON_CPU
 
-_DEEPSPEED_BUCKET = 4 * 2**22  # bytes, on CPUs: `lightning_smddp.deepspeed.config`
+_DEEPSPEED_BUCKET = 4 * BUCKET_ON_CPU  # bytes
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Mem
         computing = max(profile.kept + 2 * gathered, profile.peak + gathered)
     else:
         held = replace(held, parameters=sizes.buffers + sizes.parameters + share, communication=bucket + 2 * share)
-        computing = profile.peak
+        # Activations are there, too, while gradients go from one bucket through another to the rank's share.
+        computing = profile.peak + 2 * bucket + share_of_gradients
     in_step = replace(held, activations=sizes.batch + profile.kept, temporary=computing - profile.kept)
     exchanging = replace(held, temporary=3 * bucket + share_of_gradients)
     stepping = replace(held, temporary=3 * share_of_gradients)

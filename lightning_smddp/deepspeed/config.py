@@ -7,16 +7,17 @@ from collections.abc import Collection
 from typing import Any
 
 STAGES = (1, 2, 3)
+BUCKET_ON_CPU = 2**22  # elements
 _ADAMS = ("adam", "adamw")
 
-# Elements, for DeepSpeed's of 50 million to a billion: with those a smaller model is gathered, and its gradients are
+# In place of DeepSpeed's 50 million to a billion: with those a smaller model is gathered, and its gradients are
 # copied, as a whole, so that a rank holds more than without sharding. Ranks that share memory need no large messages.
 _SIZES_ON_CPU = {
-    "reduce_bucket_size": 2**22,
-    "allgather_bucket_size": 2**22,
-    "stage3_prefetch_bucket_size": 2**22,
-    "stage3_max_live_parameters": 2**22,
-    "stage3_max_reuse_distance": 2**22,
+    "reduce_bucket_size": BUCKET_ON_CPU,
+    "allgather_bucket_size": BUCKET_ON_CPU,
+    "stage3_prefetch_bucket_size": BUCKET_ON_CPU,
+    "stage3_max_live_parameters": BUCKET_ON_CPU,
+    "stage3_max_reuse_distance": BUCKET_ON_CPU,
 }
 
 

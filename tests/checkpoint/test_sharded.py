@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
 from lightning_smddp.checkpoint import files, tensor_files
 from lightning_smddp.checkpoint.convert import consolidate, shard
@@ -136,6 +136,19 @@ def test_reads_what_it_wrote(files: int, tmp_path: Path) -> None:
     assert len(parts) == files
     assert is_sharded(tmp_path / "a.ckpt")
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_what_a_torch_with_strides_wrote_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.15 puts them behind what 2.13 knows of a tensor."""
+    usual = TensorProperties.__getstate__
+
+    def with_strides(properties: TensorProperties) -> Any:
+        return (*usual(properties)[:5], (1,))
+
+    monkeypatch.setattr(TensorProperties, "__getstate__", with_strides)
+    expected = save(tmp_path / "a.ckpt")
+    monkeypatch.undo()
+    assert_same(load_sharded(tmp_path / "a.ckpt"), expected)
 
 
 def test_what_is_loaded_may_be_changed(tmp_path: Path) -> None:
