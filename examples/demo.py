@@ -24,8 +24,9 @@ from demo_turns import OUTPUT, Arm, print_table, quiet, run_in_turns, take_turn
 TASKS = {"digits": "CNN on scikit-learn's digits", "gpt": "byte-level GPT on Python's standard library"}
 ARMS = {"single": "one device", "ddp": "ddp", "smddp": "smddp"}
 HEADER = ["", "ranks", "train loss", "acc.", "step, ms", "sync", "loss", "weights"]
+STEPS = {"digits": 132, "gpt": 120}
 TURN_STEPS = 3  # arms alternate after so many steps
-TIMED_PAIRS = {False: 25, True: 3}  # of steps with and without synchronisation; True: quick
+TIMED_PAIRS = {False: 25, True: 1}  # of steps with and without synchronisation; True: quick
 
 
 # ---- one arm, in a process of its own (with two ranks: in two) ----
@@ -96,12 +97,13 @@ def train(task: str, arm: str, out: Path, turns: list[int], quick: bool) -> None
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
     ranks = 1 if arm == "single" else 2
-    steps = (5 if quick else 132) if task == "digits" else (4 if quick else 120)
+    steps = 4 if quick else STEPS[task]
     if task == "digits":
         data = DigitsData(batch_size=360)
         model, train_data, val = Digits(), data.train, data.val_dataloader()
     else:
-        model, train_data, val = GPT(), standard_library(samples=16 * steps), None
+        size = {"width": 64, "depth": 2, "heads": 2} if quick else {}
+        model, train_data, val = GPT(**size), standard_library(samples=16 * steps), None
     stopwatch = Stopwatch()
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, strategy="auto" if arm == "single" else arm, max_steps=steps, max_epochs=-1,
@@ -203,7 +205,7 @@ def draw(everything: dict[str, dict[str, dict]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few steps each: does it work at all?")
+    parser.add_argument("--quick", action="store_true", help="a few steps each, of a smaller GPT: does it work at all?")
     parser.add_argument("--task", choices=TASKS, help="one arm only: which model (used by the demonstration itself)")
     parser.add_argument("--arm", choices=ARMS, help="one arm only: which strategy")
     parser.add_argument("--out", type=Path, help="one arm only: where its results go")

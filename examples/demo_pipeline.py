@@ -19,7 +19,7 @@ ARMS = {"single": "one device", "pipeline": "smddp_pipeline"}
 HEADER = ["", "ranks", "parameters by rank", "train loss", "step, ms", "loss"]
 TURN_STEPS = 3
 MICROBATCHES = 8
-DRAWN_STEP = 7
+DRAWN_STEP = {False: 7, True: 2}  # True: quick
 
 
 def train(arm: str, out: Path, turns: list[int], quick: bool) -> None:
@@ -56,10 +56,11 @@ def train(arm: str, out: Path, turns: list[int], quick: bool) -> None:
 
     torch.set_num_threads(1)
     L.seed_everything(0, verbose=False)
-    steps = 8 if quick else 42
+    steps = 4 if quick else 42
+    size = {"width": 64, "depth": 2, "heads": 2} if quick else {}
     ranks = 1 if arm == "single" else 2
     pictures = [OUTPUT / "pipeline_timeline.svg", OUTPUT / "pipeline_timeline.json"]
-    timeline = PipelineTimeline(pictures, batch_idx=DRAWN_STEP)
+    timeline = PipelineTimeline(pictures, batch_idx=DRAWN_STEP[quick])
     stopwatch = Stopwatch()
     trainer = L.Trainer(
         accelerator="cpu", devices=ranks, max_steps=steps,
@@ -67,7 +68,7 @@ def train(arm: str, out: Path, turns: list[int], quick: bool) -> None:
         callbacks=[stopwatch] if arm == "single" else [timeline, stopwatch],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(GPT(), DataLoader(standard_library(samples=16 * steps), batch_size=16))
+    trainer.fit(GPT(**size), DataLoader(standard_library(samples=16 * steps), batch_size=16))
     if trainer.is_global_zero:
         times = stopwatch.step_ms[1:]  # without the first, in which the pipeline is made
         result = {"ranks": ranks, "losses": stopwatch.losses, "parameters": stopwatch.parameters}
@@ -101,7 +102,7 @@ def run(quick: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few steps each: does it work at all?")
+    parser.add_argument("--quick", action="store_true", help="a few steps each, of a smaller GPT: does it work at all?")
     parser.add_argument("--arm", choices=ARMS, help="one arm only: which (used by the demonstration itself)")
     parser.add_argument("--out", type=Path, help="one arm only: where its results go")
     parser.add_argument("--turns", type=int, nargs=2, help="one arm only: pipes to take turns with the other arm")

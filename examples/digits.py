@@ -55,6 +55,6 @@ class DigitsData(L.LightningDataModule):
 
 if __name__ == "__main__":
     L.seed_everything(0)
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp", max_epochs=3)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp", max_epochs=2)
     trainer.fit(Digits(), DigitsData())
     trainer.print(f"validation accuracy {trainer.callback_metrics['val_accuracy']:.3f}")

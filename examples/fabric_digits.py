@@ -16,7 +16,7 @@ def main() -> None:
     model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters(), lr=3e-3))
     data = DigitsData()
     train, val = fabric.setup_dataloaders(data.train_dataloader(), data.val_dataloader())
-    for epoch in range(3):
+    for epoch in range(2):
         train.sampler.set_epoch(epoch)  # another order in each epoch
         for images, labels in train:
             optimizer.zero_grad()

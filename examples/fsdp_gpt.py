@@ -17,7 +17,7 @@ if __name__ == "__main__":
     L.seed_everything(0)
     data = DataLoader(standard_library(samples=512), batch_size=16, shuffle=True)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp_fsdp", max_epochs=1, gradient_clip_val=1.0)
-    trainer.fit(Watched(), data)
+    trainer.fit(Watched(width=96, depth=2, heads=3), data)
     trainer.save_checkpoint("gpt.ckpt")  # one plain file, for any strategy
     found = trainer.callback_metrics
     trainer.print(f"train loss {found['train_loss']:.2f}, gradient norm {found['grad_2.0_norm_total']:.2f}")

@@ -13,7 +13,7 @@ def main() -> None:
     communication = CommunicationOptions(tuning_cache=False, collective_timeout=60)
     strategy = SMDDPStrategy(algorithm="auto", communication=communication)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=30, log_every_n_steps=10)
-    trainer.fit(GPT(), DataLoader(standard_library(samples=4096), batch_size=8, shuffle=True))
+    trainer.fit(GPT(width=96, depth=2, heads=3), DataLoader(standard_library(samples=4096), batch_size=8, shuffle=True))
     report = strategy.communication_report  # on every rank: all of them answer
     trainer.print(f"train loss {trainer.callback_metrics['train_loss']:.3f}")
     trainer.print(f"gradients a step: {report.gradient_bytes / report.steps / 2**20:.1f} MiB on each rank")

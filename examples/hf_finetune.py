@@ -68,7 +68,7 @@ if __name__ == "__main__":
     size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     config = hf.BertConfig(vocab_size=len(tokenizer), num_labels=len(MODULES), pad_token_id=1, **size)
     strategy = parser.parse_args().strategy
-    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=3, gradient_clip_val=1.0)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, gradient_clip_val=1.0)
     rows = 16 if strategy == "smddp" else 32  # of each of two replicas, or of one pipeline
     loaders = [DataLoader(part, rows, collate_fn=hf.default_data_collator) for part in (train, val)]
     trainer.fit(FineTuning(config, lr=3e-3), *loaders)

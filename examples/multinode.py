@@ -31,6 +31,6 @@ if __name__ == "__main__":
         strategy=strategy(resume="auto"),
         callbacks=[ModelCheckpoint("multinode_checkpoints", save_last=True)],  # which all nodes see
     )
-    trainer.fit(Classifier(), DigitsData(batch_size=32))
+    trainer.fit(Classifier(), DigitsData(batch_size=64))
     accuracy = trainer.callback_metrics.get("val_accuracy")  # None: an earlier start has finished the run
     trainer.print("nothing is left to do" if accuracy is None else f"validation accuracy {accuracy:.3f}")

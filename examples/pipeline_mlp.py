@@ -10,9 +10,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 
 class Classifier(L.LightningModule):
-    def __init__(self, width: int = 512) -> None:
+    def __init__(self, width: int = 512, lr: float = 5e-3) -> None:
         super().__init__()
-        self.accuracy = MulticlassAccuracy(10, average="micro")
+        self.lr, self.accuracy = lr, MulticlassAccuracy(10, average="micro")
         self.net = nn.Sequential(
             nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
             nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10),
@@ -30,11 +30,11 @@ class Classifier(L.LightningModule):
         self.log("val_accuracy", self.accuracy, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters())
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
 
 
 if __name__ == "__main__":
     L.seed_everything(0)
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy="smddp_pipeline", max_epochs=2)
-    trainer.fit(Classifier(), DigitsData(batch_size=64))
+    trainer.fit(Classifier(), DigitsData(batch_size=128))
     trainer.print(f"validation accuracy {trainer.callback_metrics['val_accuracy']:.3f}")

@@ -18,7 +18,7 @@ def main() -> None:
         communication=CommunicationOptions(tuning_cache=False, collective_timeout=60),
     )
     trainer = L.Trainer(accelerator="cpu", devices=4, strategy=strategy, max_epochs=2)
-    trainer.fit(Classifier(), DigitsData(batch_size=32))  # of each replica: the global batch is 64
+    trainer.fit(Classifier(), DigitsData(batch_size=64))  # of each replica: the global batch is 128
     report = strategy.communication_report  # of the replicas' gradients; on every rank: all of them answer
     trainer.print(f"validation accuracy {trainer.callback_metrics['val_accuracy']:.3f}")
     trainer.print(report)

@@ -30,7 +30,7 @@ class UNet(nn.Module):
 
 
 class Denoiser(L.LightningModule):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.net = UNet(width)
 
@@ -50,7 +50,7 @@ class Denoiser(L.LightningModule):
 if __name__ == "__main__":
     L.seed_everything(0)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="smddp_pipeline", max_epochs=2, limit_val_batches=0, log_every_n_steps=5
+        accelerator="cpu", devices=2, strategy="smddp_pipeline", max_epochs=1, limit_val_batches=0, log_every_n_steps=5
     )
     trainer.fit(Denoiser(), DigitsData(batch_size=64))
     trainer.print(f"train loss {trainer.callback_metrics['train_loss']:.3f}")

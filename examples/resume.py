@@ -31,6 +31,6 @@ if __name__ == "__main__":
         strategy=SMDDPStrategy(resume="auto"),  # from the newest valid checkpoint in DIRECTORY, if there is one
         callbacks=[ModelCheckpoint(DIRECTORY, save_last=True), Reclaimed()],
     )
-    trainer.fit(Digits(), DigitsData())
+    trainer.fit(Digits(width=32), DigitsData())
     weights = sum(p.detach().double().abs().sum().item() for p in trainer.model.parameters())
     trainer.print(f"step {trainer.global_step}, sum of weights {weights:.12f}")

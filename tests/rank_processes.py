@@ -41,6 +41,9 @@ PRELOAD = [
     "lightning.pytorch",
     "lightning_smddp.strategies.lightning",
     "pytest",
+    "s3fs",  # a second of each rank with checkpoints: Lightning asks whether it is there
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
 ]
 DUMP_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to Lightning's SLURM requeueing
 
