@@ -196,17 +196,23 @@ def test_a_path_that_brings_other_values_is_an_error(device: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nodes", "kinds"),
+    [
+        pytest.param("aaaa", {"node's ranks"}, marks=pytest.mark.exhaustive),
+        ("aabb", {"node's ranks", "across nodes"}),
+    ],
+)
 @on_gpus(4)
-def test_on_devices_the_paths_of_training_are_tried(device: str) -> None:
-    for nodes, kinds in ((["a"] * 4, {"node's ranks"}), (["a", "a", "b", "b"], {"node's ranks", "across nodes"})):
-        (code, text), *_ = run_trainer_ranks(examined, 4, "--json", node_ids=nodes)
-        measured = json.loads(text)["measured"]
-        assert (code, measured["device"]) == (0, "cuda")
-        assert all(problem is None for problem in measured["paths"].values())
-        tried = " ".join(measured["paths"])
-        assert all(kind in tried for kind in ("all-reduce", "messages between neighbours", *kinds))
-        assert [link["ranks"] for link in measured["neighbours"]] == [[0, 1], [1, 2], [2, 3]]
-        assert all(link["gigabytes_per_s"] > 0 for link in measured["neighbours"])
+def test_on_devices_the_paths_of_training_are_tried(device: str, nodes: str, kinds: set[str]) -> None:
+    (code, text), *_ = run_trainer_ranks(examined, 4, "--json", node_ids=list(nodes))
+    measured = json.loads(text)["measured"]
+    assert (code, measured["device"]) == (0, "cuda")
+    assert all(problem is None for problem in measured["paths"].values())
+    tried = " ".join(measured["paths"])
+    assert all(kind in tried for kind in ("all-reduce", "messages between neighbours", *kinds))
+    assert [link["ranks"] for link in measured["neighbours"]] == [[0, 1], [1, 2], [2, 3]]
+    assert all(link["gigabytes_per_s"] > 0 for link in measured["neighbours"])
 
 
 def test_a_slow_link_inside_a_node_is_named() -> None:
@@ -248,7 +254,7 @@ def test_ranks_of_its_own_that_fail_are_an_error(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("show", [as_text, as_json], ids=["text", "json"])
+@pytest.mark.parametrize("show", [as_text, pytest.param(as_json, marks=pytest.mark.exhaustive)], ids=["text", "json"])
 def test_alone_it_measures_with_ranks_of_its_own(show: Callable[..., str]) -> None:
     code, text = examined(*(["--json"] if show is as_json else []))
     assert code == 0

@@ -34,17 +34,17 @@ _IN_NAME = ("strategy", "launcher", "trainer")
     ("rank", "cause", "case"),
     [
         death(0, "kill", "comm", SIGKILL, everyday=True),
-        death(0, "kill", "data", SIGKILL, everyday=True, strategy=PP, asleep={1: 30.0}),
+        death(0, "kill", "data", SIGKILL, everyday=True, strategy=PP, asleep={1: 12.0}),
         death(1, "raise", "backward", MESSAGE, everyday=True),
-        death(1, "kill", "forward", SIGKILL, strategy=PP, world_size=3),
-        death(1, "kill", "data", SIGKILL, launcher="torchrun", asleep={0: 30.0}),
         death(0, "kill", "forward", SIGKILL, workers=2),
         death(1, "kill", "setup", SIGKILL, step=0),
         death(0, "exit", "validation", EXIT, strategy=PP, launcher="spawn", trainer=VALIDATES),
-        death(0, "segv", "forward", SIGSEGV),
         death(1, "raise", "comm", MESSAGE, workers=2, strategy=PP, launcher="torchrun"),
         death(1, "raise", "forward", MESSAGE, save_every=3, saves_on_exception=True),
         *exhaustive(
+            death(1, "kill", "forward", SIGKILL, strategy=PP, world_size=3),
+            death(1, "kill", "data", SIGKILL, launcher="torchrun", asleep={0: 30.0}),
+            death(0, "segv", "forward", SIGSEGV),
             death(1, "kill", "forward", SIGKILL, strategy=PP, launcher="spawn", workers=2),
             death(0, "sysexit", "optimizer", r"sys.exit\(0\)", launcher="torchrun"),
             death(1, "kill", "comm", SIGKILL, world_size=3),
@@ -102,7 +102,12 @@ def test_silence(case: Case, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "launcher", "ignores_sigint"),
-    [("smddp", "torchrun", False), (PP, "spawn", False), ("smddp", "spawn", True)],
+    [
+        ("smddp", "torchrun", False),
+        (PP, "spawn", True),
+        pytest.param(PP, "spawn", False, marks=pytest.mark.exhaustive),
+        pytest.param("smddp", "spawn", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_of_the_launcher(strategy: str, launcher: str, ignores_sigint: bool, tmp_path: Path) -> None:
     case = Case([Fault(1, 5, "launcher", "forward")], strategy, launcher, ignores_sigint=ignores_sigint)
@@ -113,7 +118,7 @@ def test_of_the_launcher(strategy: str, launcher: str, ignores_sigint: bool, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["smddp", PP])
+@pytest.mark.parametrize("strategy", ["smddp", pytest.param(PP, marks=pytest.mark.exhaustive)])
 def test_by_the_kernel_for_lack_of_memory(strategy: str, tmp_path: Path) -> None:
     if reason := memory.no_cgroups():
         pytest.skip(f"memory cgroups are not permitted here: {reason}")

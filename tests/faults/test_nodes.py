@@ -30,11 +30,14 @@ def two_nodes(kind: str, rank: int, ranks: int, **case: Any) -> Case:
     ("cause", "case"),
     [
         (SIGKILL, two_nodes("kill", 3, 4, launcher="torchrun")),
-        (f"{SIGKILL}, most likely by the kernel for lack of memory", two_nodes("oom_kill", 3, 4)),
+        pytest.param(
+            f"{SIGKILL}, most likely by the kernel for lack of memory", two_nodes("oom_kill", 3, 4),
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(MESSAGE, two_nodes("raise", 1, 2), marks=pytest.mark.exhaustive),
     ],
     ids=["kill", "oom", "raise"],
-)
+)  # fmt: skip
 def test_the_cause_is_known_on_both_nodes(cause: str, case: Case, tmp_path: Path) -> None:
     if case.faults[0].kind == "oom_kill" and (reason := memory.no_cgroups()):
         pytest.skip(f"memory cgroups are not permitted here: {reason}")

@@ -31,8 +31,8 @@ def stop(kind: str, step: int, phase: str, code: int | None, everyday: bool = Fa
         stop("term", 0, "forward", TERM, strategy=PP),
         stop("term", 5, "forward", None, launcher="torchrun"),  # the agent exits with a code of its own
         stop("term", 5, "validation", TERM, trainer={"limit_val_batches": 2, "val_check_interval": 3}),
-        stop("int", 5, "forward", INT),
         *exhaustive(
+            stop("int", 5, "forward", INT),
             stop("term", 5, "comm", TERM, launcher="spawn"),
             stop("int_group", 5, "backward", INT, strategy=PP),
             stop("int_group", 5, "optimizer", INT, launcher="spawn"),

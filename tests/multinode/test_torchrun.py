@@ -1,4 +1,4 @@
-"""Jobs of torchrun on several nodes: data parallelism, then a pipeline, as one process trains. Nodes and ranks die."""
+"""Jobs of torchrun on several nodes: data parallelism and a pipeline, as one process trains. Nodes and ranks die."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
         command = ["python", "-m", "torch.distributed.run", *size, *meeting, *program]
         environment = {name: text for name, text in node.environment().items() if not name.startswith("PYTEST")}
         environment |= {"XDG_CACHE_HOME": str(self.where), job.ACCIDENT: self.accident}
-        if not self.accident.startswith("none"):
+        if self.accident != job.NONE:
             environment |= REPLACEABLE
         self.agents[index] = forked(_be_node, self, index, command, environment)
 
@@ -90,7 +90,7 @@ def _be_node(one: Job, index: int, command: list[str], environment: dict[str, st
 
 
 @contextmanager
-def started(where: Path, nodes: int, devices: int, rendezvous: str, accident: str = "none:0::0") -> Iterator[Job]:
+def started(where: Path, nodes: int, devices: int, rendezvous: str, accident: str = job.NONE) -> Iterator[Job]:
     with nodes_at_a_switch(nodes) as places:
         one = Job(where, places, rendezvous, devices, accident)
         try:
@@ -129,12 +129,15 @@ def test_a_node_is_killed_and_the_job_goes_on(rendezvous: str, tmp_path: Path) -
         codes = one.wait()
     assert codes == [0, 0], one.output
     job.check(tmp_path, 2, 2, "torchrun", one.output)
-    assert one.output.count("the run goes on from") == 2  # the first training had ended
+    assert "the run goes on from" in one.output
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=OTHER)])
-def test_four_nodes(rendezvous: str, tmp_path: Path) -> None:
-    with started(tmp_path, 4, 1, rendezvous) as one:
+@pytest.mark.parametrize(
+    ("nodes", "rendezvous"),
+    [(3, "c10d"), pytest.param(4, "c10d", marks=OTHER), pytest.param(4, "static", marks=OTHER)],
+)
+def test_more_nodes(nodes: int, rendezvous: str, tmp_path: Path) -> None:
+    with started(tmp_path, nodes, 1, rendezvous) as one:
         codes = one.wait()
-    assert codes == [0, 0, 0, 0], one.output
-    job.check(tmp_path, 1, 4, "torchrun", one.output)
+    assert codes == [0] * nodes, one.output
+    job.check(tmp_path, 1, nodes, "torchrun", one.output)

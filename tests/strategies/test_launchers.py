@@ -129,7 +129,7 @@ def fit_with_cli(config: str, path: str) -> tuple[Outcome, Any, dict[str, Any]]:
     ("config", "compression"),
     [
         (BY_NAME, None),
-        (BY_CLASS.format(compression="null"), None),
+        pytest.param(BY_CLASS.format(compression="null"), None, marks=pytest.mark.exhaustive),
         pytest.param(BY_CLASS.format(compression="int8"), Compression("int8"), marks=pytest.mark.exhaustive),
         (BY_CLASS.format(compression="{method: powersgd, rank: 2}"), Compression("powersgd", rank=2)),
     ],

@@ -90,7 +90,7 @@ def test_a_collective_that_times_out_names_the_late_rank() -> None:
 
 
 def wait_for_a_stopped_peer() -> None:
-    supervisor = start(stop_grace=5.0)
+    supervisor = start(stop_grace=2.0)
     supervisor.install_signals()
     dist.barrier()
     if dist.get_rank() == 1:

@@ -11,6 +11,9 @@ import pytest
 from tests.supervision.jobs import Job, job, kill, left_over
 
 CAUSE = "KeyError: 'the first cause'"
+# Rank 0 is the hub of the others.
+FIRST = [0, pytest.param(1, marks=pytest.mark.exhaustive)]
+SECOND = [pytest.param(0, marks=pytest.mark.exhaustive), 1]
 
 
 def uploaded(started: Job) -> list[bool]:
@@ -18,10 +21,10 @@ def uploaded(started: Job) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("fails", FIRST)
 def test_ranks_that_wait_in_c_are_not_ended_before_the_hook_of_another_one(tmp_path: Path, fails: int) -> None:
-    with job(tmp_path, "upload", 3, fails=fails, seconds=2.5, allowed=20.0, grace=1.0) as started:
-        assert 2.5 < started.wait(20.0) < 8.5
+    with job(tmp_path, "upload", 3, fails=fails, seconds=2.0, allowed=20.0, grace=1.0) as started:
+        assert 2.0 < started.wait(20.0) < 8.5
         assert uploaded(started)[fails], started.text()
         assert [rank.code for rank in started.ranks] == [1, 1, 1], started.text()
         assert [rank.values("cleaned") for rank in started.ranks] == [[]] * 3, started.text()
@@ -30,9 +33,9 @@ def test_ranks_that_wait_in_c_are_not_ended_before_the_hook_of_another_one(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("fails", SECOND)
 def test_a_hook_that_does_not_end_holds_nobody_for_longer_than_is_allowed(tmp_path: Path, fails: int) -> None:
-    with job(tmp_path, "upload", 2, fails=fails, seconds=60.0, allowed=2.0, grace=0.5) as started:
+    with job(tmp_path, "upload", 2, fails=fails, seconds=60.0, allowed=2.0, grace=0.5, unwind=1.0) as started:
         assert 1.5 < started.wait(20.0) < 10.0
         assert [rank.code for rank in started.ranks] == [1, 1], started.text()
         assert not uploaded(started)[fails]
@@ -41,7 +44,7 @@ def test_a_hook_that_does_not_end_holds_nobody_for_longer_than_is_allowed(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("fails", FIRST)
 def test_followers_end_behind_the_hook_of_the_rank_that_failed(tmp_path: Path, fails: int) -> None:
     with job(tmp_path, "upload", 3, fails=fails, follows=True, seconds=2.0, allowed=20.0) as started:
         started.wait(30.0)
@@ -51,7 +54,7 @@ def test_followers_end_behind_the_hook_of_the_rank_that_failed(tmp_path: Path, f
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [0, 1])
+@pytest.mark.parametrize("fails", SECOND)
 def test_a_launcher_that_ends_all_ranks_does_not_end_a_hook(tmp_path: Path, fails: int) -> None:
     with job(tmp_path, "upload", 2, fails=fails, follows=True, seconds=1.5, allowed=20.0) as started:
         started.until("begun")

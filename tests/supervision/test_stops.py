@@ -59,16 +59,16 @@ def test_the_same_signal_to_all_ranks_at_once_is_one_request(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_while_a_peer_is_stopped_there_is_no_agreement_and_the_grace_time_ends_all(tmp_path: Path) -> None:
-    options = {"fault": [1, 3], "kind": "SIGSTOP", "meet": True, "signals": True, "stop_grace": 2.5}
+    options = {"fault": [1, 3], "kind": "SIGSTOP", "meet": True, "signals": True, "stop_grace": 1.5}
     with job(tmp_path, "train", 3, **options) as started:
         started.until_stopped(1, at=3)
         kill(started.ranks[2].pid, signal.SIGTERM)
-        assert 2.0 < started.wait(30.0) < 8.0
+        assert 1.0 < started.wait(30.0) < 7.0
         assert [rank.code for rank in started.ranks] == [143, -9, 143], started.text()
         for number in (0, 2):
             assert started.ranks[number].last_line == (
                 f"lightning-smddp: rank {number} (host host{number}) at step 3 (backward) is ended, exit code 143. "
-                "Cause: it did not stop within 2.5 s of SIGTERM"
+                "Cause: it did not stop within 1.5 s of SIGTERM"
             )
             assert started.ranks[number].values("cleaned") == [False]
         assert left_over(started) == []
@@ -86,7 +86,7 @@ def test_while_the_hub_is_stopped_the_grace_time_ends_all(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_ranks_that_come_to_a_gate_stop_there_without_the_agreement_of_a_stopped_one(tmp_path: Path) -> None:
-    options = {"fault": [1, 3], "kind": "SIGSTOP", "signals": True, "steps": 10000, "pause": 0.01, "stop_grace": 6.0}
+    options = {"fault": [1, 3], "kind": "SIGSTOP", "signals": True, "steps": 10000, "pause": 0.01, "stop_grace": 4.0}
     with job(tmp_path, "train", 2, **options) as started:
         started.until_stopped(1)
         kill(started.ranks[0].pid, signal.SIGTERM)
