@@ -154,6 +154,7 @@ def test_a_dead_rank_is_reported(how: str, report: str) -> None:
     assert report in caught.value.tracebacks[1]
 
 
+@pytest.mark.slow
 def test_a_hung_rank_is_killed_and_its_stack_shown() -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(hang_on_rank_one, 2, timeout=1.5)

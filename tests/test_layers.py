@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ def describe(path: Path, found: list[tuple[int, str]]) -> list[str]:
     return [f"{path.relative_to(PACKAGE.parent)}:{line} {name}" for line, name in found]
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 

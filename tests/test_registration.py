@@ -102,6 +102,7 @@ def test_without_autoload_an_import_registers_before_and_after_lightning_and_rel
     assert output.split()[-1] == "SMDDPStrategy"
 
 
+@pytest.mark.slow
 def test_an_error_of_ours_does_not_break_torch() -> None:
     output = python(
         """

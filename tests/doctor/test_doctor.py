@@ -187,6 +187,7 @@ def with_wrong_messages() -> tuple[int, str]:
         return examined()
 
 
+@pytest.mark.slow
 @on_gpus(2)
 def test_a_path_that_brings_other_values_is_an_error(device: str) -> None:
     (code, text), (other, nothing) = run_trainer_ranks(with_wrong_messages, 2)

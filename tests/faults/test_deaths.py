@@ -34,14 +34,14 @@ _IN_NAME = ("strategy", "launcher", "trainer")
     ("rank", "cause", "case"),
     [
         death(0, "kill", "comm", SIGKILL, everyday=True),
-        death(0, "kill", "data", SIGKILL, everyday=True, strategy=PP, asleep={1: 12.0}),
-        death(1, "raise", "backward", MESSAGE, everyday=True),
-        death(0, "kill", "forward", SIGKILL, workers=2),
+        death(0, "kill", "data", SIGKILL, strategy=PP, asleep={1: 12.0}),
+        death(1, "raise", "backward", MESSAGE),
         death(1, "kill", "setup", SIGKILL, step=0),
         death(0, "exit", "validation", EXIT, strategy=PP, launcher="spawn", trainer=VALIDATES),
         death(1, "raise", "comm", MESSAGE, workers=2, strategy=PP, launcher="torchrun"),
         death(1, "raise", "forward", MESSAGE, save_every=3, saves_on_exception=True),
         *exhaustive(
+            death(0, "kill", "forward", SIGKILL, workers=2),
             death(1, "kill", "forward", SIGKILL, strategy=PP, world_size=3),
             death(1, "kill", "data", SIGKILL, launcher="torchrun", asleep={0: 30.0}),
             death(0, "segv", "forward", SIGSEGV),

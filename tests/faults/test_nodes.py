@@ -94,7 +94,7 @@ def test_the_network_of_a_pipeline_is_cut(tmp_path: Path) -> None:
 
 
 def test_the_network_is_away_for_a_moment(tmp_path: Path) -> None:
-    result = run(two_nodes("blink", 1, 2, steps=25), tmp_path)
+    result = run(two_nodes("blink", 1, 2, steps=20), tmp_path)
     assert result.codes == [0, 0], result.describe()
     assert not result.left, result.describe()
 

@@ -206,10 +206,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.parametrize(
     ("strategy", "rank", "launcher", "seconds"),  # longer than other ranks, and a script's launcher, wait without it
     [
-        ("smddp", 1, TORCHRUN, 8),
+        ("smddp", 1, TORCHRUN, 5),
         pytest.param("smddp_pipeline", 1, [], 12, marks=pytest.mark.exhaustive),
         pytest.param("smddp", 0, [], 12, marks=pytest.mark.exhaustive),
-        pytest.param("smddp_pipeline", 0, TORCHRUN, 8, marks=pytest.mark.exhaustive),
+        pytest.param("smddp_pipeline", 0, TORCHRUN, 5, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_long_hook_for_exceptions_comes_to_its_end(

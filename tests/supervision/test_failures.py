@@ -29,8 +29,8 @@ def check_survivors(started: Job, failed: int, verb: str, cause: str, step: str 
             assert rank.last_line.endswith(expected), (expected, started.text())
 
 
-EVERYDAY = [("SIGKILL", 0), ("SIGKILL", 1), ("raise", 1)]
-OFTEN = [("segv", 1), ("exit", 0), ("sys.exit", 1), ("raise", 0), ("oom", 1)]
+EVERYDAY = [("SIGKILL", 1), ("raise", 1)]
+OFTEN = [("SIGKILL", 0), ("segv", 1), ("exit", 0), ("sys.exit", 1), ("raise", 0), ("oom", 1)]
 
 
 def marks_of(kind: str, failed: int) -> list[pytest.MarkDecorator]:
