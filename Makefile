@@ -21,7 +21,7 @@ help:
 	@echo "make gpu    what is promised on GPUs, on those of this machine, and a page of results (gpu.md);"
 	@echo "            SIMULATED=1: on simulated devices"
 	@echo "make lint   ruff check, ruff format --check, and the shape of the package"
-	@echo "make types  mypy --strict on the package"
+	@echo "make types  mypy --strict on the package and the benchmarks"
 	@echo "make bench  list the benchmark commands"
 	@echo "make clean  remove caches and build output (not .venv, .venv-public)"
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from models import WORKLOADS, Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from trainer_turns import Job, train_in_turns
 
@@ -235,9 +236,9 @@ def _shard(module: nn.Module, reshard: bool, with_ours: bool) -> Callable[[], No
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
-    units = [part for part in module.modules() if isinstance(part, Block)]
+    units: list[nn.Module] = [part for part in module.modules() if isinstance(part, Block)]
     if not units:
-        units = [part for part in module if isinstance(part, nn.Linear)]
+        units = [part for part in module.children() if isinstance(part, nn.Linear)]
     for unit in [*units, module]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
 
@@ -250,7 +251,8 @@ def _parameters(module: nn.Module) -> Tensor:
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
-    return torch.cat([parameter.full_tensor().detach().flatten() for parameter in module.parameters()])
+    whole = [cast(DTensor, parameter).full_tensor() for parameter in module.parameters()]
+    return torch.cat([tensor.detach().flatten() for tensor in whole])
 
 
 if __name__ == "__main__":

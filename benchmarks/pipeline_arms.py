@@ -16,6 +16,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from pipeline_models import Workload
 from torch import Tensor, nn
 
+from lightning_smddp import PipelineStrategy
+
 Arm = Callable[[], object]
 
 
@@ -65,7 +67,9 @@ class Fit:
 
     def stages_begin(self) -> list[str]:
         """The first item of each stage but the first, as the strategy has divided the module."""
-        plan = self.trainer.strategy._pipelined.partitioned.plan
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, PipelineStrategy)
+        plan = strategy._pipelined.partitioned.plan
         stages = plan.stage_of_node
         firsts = [stages.index(stage) for stage in range(1, max(stages) + 1)]
         return [plan.graph.nodes[index].name for index in firsts]

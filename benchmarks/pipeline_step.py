@@ -27,7 +27,7 @@ from torch import Tensor, cat, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_smddp import CommunicationOptions, PipelineStrategy
-from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
+from lightning_smddp.pipeline.runtime.stage import ReplayedStage
 
 RANKS = 2
 OURS, AUTO = "smddp_pipeline", "smddp_pipeline, own cut"
@@ -155,16 +155,17 @@ def _overhead(workload: Workload, count: int, rounds: int) -> dict[str, list[flo
     arm()
     found: dict[int, list[float]] = {}
     clock = _ItemClock()
-    original = PipelineRuntime.run_stage
+    original = ReplayedStage.__call__
 
-    def run_stage(self: Any, stage: int, index: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self._running.observe = clock
+    def timed(self: ReplayedStage, microbatch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self.running is not None
+        self.running.observe = clock
         begin, clock.inside = time.perf_counter(), 0.0
-        result = original(self, stage, index, received)
-        found.setdefault(stage, []).append(1e6 * (time.perf_counter() - begin - clock.inside))
-        return result
+        sent = original(self, microbatch, received)
+        found.setdefault(self.stage, []).append(1e6 * (time.perf_counter() - begin - clock.inside))
+        return sent
 
-    PipelineRuntime.run_stage = run_stage  # type: ignore[method-assign]
+    ReplayedStage.__call__ = timed  # type: ignore[method-assign]
     for _ in range(rounds):
         arm()
     arm.close()

@@ -119,7 +119,8 @@ class BERT(Learner):
     def __init__(self) -> None:
         super().__init__()
         sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6, "num_hidden_layers": 6}
-        config = transformers.BertConfig(vocab_size=8000, max_position_embeddings=128, num_labels=5, **sizes)
+        config = transformers.BertConfig(vocab_size=8000, max_position_embeddings=128, **sizes)
+        config.num_labels = 5
         self.model = transformers.BertForSequenceClassification(config)
 
     def tensors(self, count: int) -> tuple[Tensor, ...]:

@@ -116,7 +116,7 @@ def _rank_main(job: Job, rank: int, ranks: int, port: int, pipe: Connection, blo
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, DataLoader(range(10**6), batch_size=None))  # type: ignore[arg-type]
+    trainer.fit(module, DataLoader(range(10**6), batch_size=None))
     pipe.send((max(turns.memory) - before, turns.losses))
 
 

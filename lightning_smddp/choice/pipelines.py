@@ -262,11 +262,14 @@ class _Pipeline:
 
     def _start(self, sizes: Sizes) -> Memory:
         """The first rank's before training: the whole module, for trials of some rows and one micro-batch's times."""
-        kept = sum(profile.kept for profile in self.plain_profiles)
-        for_a_moment = max(profile.peak - profile.kept for profile in self.plain_profiles)
         held = Memory(parameters=sizes.parameters + sizes.buffers, activations=sizes.batch)
         trying = replace(held, temporary=self.trials.memory)
-        timing = replace(held, activations=sizes.batch + kept, temporary=for_a_moment)
+        # One stage behind the other, and back: at a stage's fullest moment there is what those before it have kept.
+        kept, fullest = 0, 0
+        for profile in self.plain_profiles:
+            fullest = max(fullest, kept + profile.peak)
+            kept += profile.kept
+        timing = replace(held, activations=sizes.batch + kept, temporary=fullest - kept)
         return max(trying, timing, key=lambda memory: memory.total)
 
     def _seconds(self, count: int) -> float:

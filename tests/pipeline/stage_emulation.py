@@ -174,7 +174,11 @@ def assert_every_cut(
 
 
 def apart(
-    root: nn.Module, make_step: Callable[[nn.Module], Step], graph: StepGraph, cuts: Sequence[int]
+    root: nn.Module,
+    make_step: Callable[[nn.Module], Step],
+    graph: StepGraph,
+    cuts: Sequence[int],
+    checkpointing: bool = False,
 ) -> list[Stage]:
     """Stages on copies of ``root`` of their own; parameters that a stage does not use are on the meta device."""
     stages = []
@@ -184,7 +188,7 @@ def apart(
         for name, parameter in list(part.named_parameters()):
             if name not in mine:
                 set_contents(parameter, torch.empty_like(parameter, device="meta"))
-        stages.append(Stage(part, Replay(graph, plan, part, CPU), make_step(part)))
+        stages.append(Stage(part, Replay(graph, plan, part, CPU, checkpointing), make_step(part)))
     return stages
 
 
@@ -194,6 +198,7 @@ def assert_transparent_apart(
     is_small: Callable[[str], bool],
     num_stages: int,
     tolerance: float = 1e-6,
+    checkpointing: bool = False,
 ) -> list[Stage]:
     """As :func:`assert_transparent`, each stage with its own parameters only."""
     reference = copy.deepcopy(root)
@@ -202,7 +207,7 @@ def assert_transparent_apart(
     expected.backward()
     traced = copy.deepcopy(root)
     graph = program_of(traced, make_step(traced), is_small)
-    stages = apart(root, make_step, graph, even_cuts(graph, num_stages))
+    stages = apart(root, make_step, graph, even_cuts(graph, num_stages), checkpointing)
     assert len(stages) == num_stages
     torch.manual_seed(7)
     actual = loss_of(run_stages(graph, stages))

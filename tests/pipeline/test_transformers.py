@@ -144,6 +144,12 @@ def test_a_cache_passes_through_the_blocks() -> None:
     assert_transparent_apart(root_of("llama"), step_of("llama", use_cache=True), deeper_than(3), 3, 2e-6)
 
 
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_cache_is_as_it_was_when_a_checkpointed_block_runs_again(name: str) -> None:
+    step = step_of(name, use_cache=True)
+    assert_transparent_apart(root_of(name), step, deeper_than(3), 3, 2e-6, checkpointing=True)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 @pytest.mark.parametrize("depth", [3, 99])
 def test_shapes_of_a_new_signature(name: str, depth: int) -> None:

@@ -36,6 +36,7 @@ from lightning_smddp.pipeline.runtime.answers import NOTHING, Answers
 from lightning_smddp.pipeline.runtime.eager import Compiled, Eager
 from lightning_smddp.pipeline.runtime.metadata import Metadata
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, RemoteTensor, ReplayError, Shape, Shapes
+from lightning_smddp.pipeline.runtime.run_again import RunAgain
 from lightning_smddp.pipeline.runtime.stage_graph import StageGraph, StagePlan
 from lightning_smddp.pipeline.runtime.stage_values import StageValues
 from lightning_smddp.pipeline.runtime.tails import Tail
@@ -352,6 +353,7 @@ class Run(TorchFunctionMode):
         wanted = self.replay.checkpointing or (node.checkpointed and in_checkpoint())
         if wanted and torch.is_grad_enabled() and not node.rebinds:  # what it changed could not be run again
             with _plainly_saved():
+                forward = RunAgain(forward, args, kwargs)
                 result = self._do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})
         else:
             result = self._do(forward, args, kwargs)
