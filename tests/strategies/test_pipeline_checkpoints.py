@@ -31,7 +31,7 @@ class Trained(Evaluated):
     """Adam, a scheduler, a hyperparameter, a metric whose state is saved, and something of the user's own."""
 
     def __init__(self, layers: int = 5) -> None:
-        super().__init__(layers)
+        super().__init__(layers, count=24)
         self.save_hyperparameters()
         self.accuracy = MulticlassAccuracy(CLASSES)
         self.accuracy.persistent(True)
@@ -125,14 +125,14 @@ def test_resumes(ranks: int, strategy: Any, alone: Any, piped: Path, tmp_path: P
     unbroken = alone[1]
     results = run_trainer_ranks(train, ranks, strategy, str(tmp_path), "resumed-{epoch}", str(piped / "epoch=0.ckpt"))
     for result in results:
-        assert_same({**result, "losses": unbroken["losses"][:5] + result["losses"]}, unbroken)
-        assert_same(result["losses"], unbroken["losses"][5:])
+        assert_same({**result, "losses": unbroken["losses"][:3] + result["losses"]}, unbroken)
+        assert_same(result["losses"], unbroken["losses"][3:])
     assert_same_checkpoint(tmp_path / "resumed-epoch=2.ckpt", alone[0] / "epoch=2.ckpt")
 
 
 def test_goes_on_in_one_process(alone: Any, piped: Path, tmp_path: Path) -> None:
     result = train("auto", str(tmp_path), ckpt_path=str(piped / "epoch=0.ckpt"))
-    assert_same(result, {**alone[1], "losses": alone[1]["losses"][5:]})
+    assert_same(result, {**alone[1], "losses": alone[1]["losses"][3:]})
 
 
 def take_over(directory: str, of_one: str, of_two: str) -> Any:
@@ -148,7 +148,7 @@ def test_takes_over(alone: Any, piped: Path, tmp_path: Path) -> None:
     results = run_trainer_ranks(take_over, 2, str(tmp_path), *sources)
     unbroken = train("auto", str(tmp_path), "alone-{epoch}", str(tmp_path / "smddp-epoch=0.ckpt"))
     for from_one, from_two, from_smddp in results:
-        assert_same(from_one, {**alone[1], "losses": alone[1]["losses"][5:]})
+        assert_same(from_one, {**alone[1], "losses": alone[1]["losses"][3:]})
         assert_same(from_two, from_one)
         assert_same(from_smddp["weights"], unbroken["weights"])
 

@@ -164,7 +164,7 @@ def trained(schedule: str, sparing: bool) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.exhaustive), "interleaved_zero_bubble"])
 def test_activation_checkpointing_changes_nothing_but_memory(schedule: str) -> None:
     for (expected, expected_loss), (weights, loss) in run_trainer_ranks(checkpointed, 2, schedule):
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)

@@ -25,7 +25,7 @@ from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net, assert_
 class Half(Net):
     """One process takes batches of 8, each of two replicas 4 of these."""
 
-    def __init__(self, count: int = 40) -> None:
+    def __init__(self, count: int = 24) -> None:
         super().__init__(batch_size=8, count=count)
         self.accuracy = MulticlassAccuracy(CLASSES)
         self.auroc = MulticlassAUROC(CLASSES)
@@ -93,43 +93,38 @@ def replicas(options: Any = None, **trainer_options: Any) -> Case:
     return functools.partial(halves, options=options or {}, **trainer_options)
 
 
-FOUR = Matrix(
-    [
-        replicas(),
-        replicas({"algorithm": "shared_memory"}),
-        replicas({"algorithm": "native", "schedule": "interleaved_zero_bubble"}),
-        replicas({"schedule": "interleaved_1f1b", "placement": "spread", "num_microbatches": 3}),
-        replicas(accumulate_grad_batches=2, gradient_clip_val=0.1),
-        replicas({"active_microbatches": 2}, accumulate_grad_batches=3),
-        kept_gradients,
-        unfrozen_later,
-    ],
-    4,
-)
-
-
-V_SHAPED = Matrix(
-    [replicas({"schedule": "dualpipev"}), replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2)], 4
-)
+CASES = [
+    replicas({"algorithm": "native", "schedule": "interleaved_zero_bubble"}),
+    replicas({"schedule": "interleaved_1f1b", "placement": "spread", "num_microbatches": 3}),
+    replicas({"algorithm": "shared_memory"}, accumulate_grad_batches=2, gradient_clip_val=0.1),
+    kept_gradients,
+    unfrozen_later,
+]
+MORE_CASES = [
+    replicas(),
+    replicas({"active_microbatches": 2}, accumulate_grad_batches=3),
+    replicas({"schedule": "dualpipev"}),
+    replicas({"schedule": "zbv_zero_bubble"}, accumulate_grad_batches=2),
+]
+COMPRESSED = replicas({"compression": Compression("bf16", scope="all")})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FOUR.cases, ids=name_of)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_two_pipelines(case: Case) -> None:
     FOUR.compare(case)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", V_SHAPED.cases, ids=name_of)
-def test_other_schedules(case: Case) -> None:
-    V_SHAPED.compare(case)
+@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
+def test_more_pipelines(case: Case) -> None:
+    MORE.compare(case)
 
 
 @pytest.mark.slow
 def test_compression() -> None:
     """All ranks have the same weights, near those of one process."""
-    (case,) = COMPRESSED.cases
-    results = COMPRESSED.compare(case, tolerance=0.05)
+    results = FOUR.compare(COMPRESSED, tolerance=0.05)
     for result in results[1:]:
         assert_same(result["weights"], results[0]["weights"], 0.0)
 
@@ -140,12 +135,12 @@ def save_and_resume(path: str) -> dict[str, Any]:
     compression = Compression("int8", scope="all", block_size=4)
     for name, epochs, start in (("whole", 2, None), ("first", 1, None), ("second", 2, path)):
         options = grouped(pipeline_parallel_size=2, compression=compression, verbose=False)
-        module, trainer = Half(), make_trainer(PipelineStrategy(**options), max_epochs=epochs)
+        module, trainer = Half(count=40), make_trainer(PipelineStrategy(**options), max_epochs=epochs)
         if name == "first":
             module.on_train_end = functools.partial(trainer.save_checkpoint, path)  # type: ignore[method-assign]
         trainer.fit(module, ckpt_path=start)
         found[name] = {key: value.clone() for key, value in module.state_dict().items()}
-    module, trainer = Half(), make_trainer(silent(compression=compression), max_epochs=2)
+    module, trainer = Half(count=40), make_trainer(silent(compression=compression), max_epochs=2)
     loaded: dict[str, Any] = {}
     trainer.strategy._training_starts = lambda: loaded.update(trainer.strategy._compression_state())
     trainer.fit(module, ckpt_path=path)
@@ -210,7 +205,7 @@ def sample_numbers(bench: Bench) -> Any:
 @pytest.mark.slow
 def test_every_sample_is_seen_once_an_epoch() -> None:
     """With the sampler that Lightning puts in."""
-    seen = SAMPLED.results(sample_numbers)
+    seen = FOUR.results(sample_numbers)
     torch.testing.assert_close(seen[0], seen[1])
     torch.testing.assert_close(seen[2], seen[3])
     for epoch in range(2):
@@ -218,6 +213,5 @@ def test_every_sample_is_seen_once_an_epoch() -> None:
     assert not torch.equal(seen[0][0], seen[0][1])
 
 
-COMPRESSED = Matrix([replicas({"compression": Compression("bf16", scope="all")})], 4)
-SAMPLED = Matrix([sample_numbers], 4)
-CASES = FOUR.cases
+FOUR = Matrix([*CASES, COMPRESSED, sample_numbers], 4)
+MORE = Matrix(MORE_CASES, 4)

@@ -45,6 +45,7 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"active_microbatches": 3, "num_microbatches": 8}),
     ("interleaved_1f1b", {"split": ["net.2", "net.4", "net.13"]}),
     ("interleaved_1f1b", {"activation_checkpointing": True, "active_microbatches": 2}),
+    ("interleaved", {"stages_per_rank": 3}),
 ]
 MORE_SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"active_microbatches": 2}),
@@ -55,11 +56,13 @@ MORE_SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"activation_checkpointing": True}),
 ]
 ONE = Matrix([layout("interleaved_1f1b", stages_per_rank=3), training("zbv_zero_bubble"), training("1f1b")], 1)
-TWO = Matrix([layout("1f1b"), layout("interleaved", stages_per_rank=3), layout("zbv_zero_bubble")])
+TWO = Matrix([layout("1f1b"), layout("zbv_zero_bubble")])
 MORE = Matrix([training(name, **options) for name, options in SCHEDULES])
-THREE = Matrix([layout("1f1b"), training("zbv_zero_bubble"), training("gpipe", num_microbatches=2)], 3)
-FOUR = Matrix([training("gpipe", num_microbatches=3), training("interleaved_1f1b"), training("dualpipev")], 4)
+THREE = Matrix([training("1f1b"), training("zbv_zero_bubble")], 3)
+FOUR = Matrix([training("gpipe", num_microbatches=3), training("dualpipev")], 4)
 EVERY = Matrix([layout(name, **options) for name, options in [*SCHEDULES, *MORE_SCHEDULES]])
+EVERY_THREE = Matrix([layout("1f1b"), training("gpipe", num_microbatches=2)], 3)
+EVERY_FOUR = Matrix([layout("interleaved_1f1b")], 4)
 
 
 @pytest.mark.slow
@@ -97,15 +100,22 @@ def test_every_step_under_each(case: Case) -> None:
     EVERY.compare(case)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("matrix", [EVERY_THREE, EVERY_FOUR], ids=["three", "four"])
+def test_more_on_more_ranks(matrix: Matrix) -> None:
+    for case in matrix.cases:
+        matrix.compare(case)
+
+
 # ---- batches ----
 
 
 def batches_of(bench: Bench, batch_size: int, count: int, num_microbatches: Any = "auto") -> Any:
-    return bench.fit(Net(batch_size=batch_size, count=count), {"num_microbatches": num_microbatches})
+    return bench.fit(Net(batch_size=batch_size, count=count), {"num_microbatches": num_microbatches}, max_epochs=1)
 
 
 def sequences(bench: Bench) -> Any:
-    return bench.fit(Gpt(), {"num_microbatches": 3})
+    return bench.fit(Gpt(), {"num_microbatches": 3}, max_epochs=1)
 
 
 BATCHES = Matrix(
