@@ -26,25 +26,29 @@ class OptimizerProfile:
     Attributes:
         state: bytes that they keep, by parameter's id.
         temporary: bytes that a step needs for a moment.
-        seconds: of a step of all parameters.
+        seconds: of a step of all parameters, beside the next.
+        fixed_seconds: of a step however few parameters there are; no sharding makes it shorter.
         notes: what could not be tried.
     """
 
     state: dict[int, int]
     temporary: int
     seconds: float
+    fixed_seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
 
 def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
     """Step a copy of each optimizer on one parameter of each shape, with gradients of zero. Nothing of them changes."""
     state: dict[int, int] = {}
-    temporary, seconds = 0, 0.0
+    temporary, seconds, fixed_seconds = 0, 0.0, 0.0
     notes = []
     for optimizer in optimizers:
         tried: dict[_Kind, tuple[int, int, float]] = {}
         passing = []
         try:
+            fixed = _fixed_seconds(optimizer)
+            fixed_seconds += fixed
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in filter(_is_trained, group["params"]):
                     kind = (number, parameter.shape, parameter.dtype)
@@ -52,7 +56,7 @@ def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
                         tried[kind] = _try(optimizer, number, parameter)
                     state[id(parameter)] = tried[kind][0]
                     passing.append((bool(group.get("foreach")), tried[kind][1]))
-                    seconds += tried[kind][2]
+                    seconds += max(0.0, tried[kind][2] - fixed)
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
             own = [p for group in optimizer.param_groups for p in group["params"] if _is_trained(p)]
             state.update({id(parameter): _FALLBACK_COPIES * parameter.nbytes for parameter in own})
@@ -63,16 +67,24 @@ def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
             )
         alone = max([size for is_together, size in passing if not is_together], default=0)
         temporary = max(temporary, alone, sum(size for is_together, size in passing if is_together))
-    return OptimizerProfile(state, temporary, seconds, tuple(notes))
+    return OptimizerProfile(state, temporary, seconds, fixed_seconds, tuple(notes))
 
 
 def _is_trained(parameter: Tensor) -> bool:
     return parameter.requires_grad
 
 
-def _try(optimizer: Optimizer, group: int, like: Tensor) -> tuple[int, int, float]:
-    """Bytes of state, bytes for a moment, and seconds of a later step."""
-    parameter = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype))
+def _fixed_seconds(optimizer: Optimizer) -> float:
+    """Of a step of one parameter with a single number."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in filter(_is_trained, group["params"]):
+            return _try(optimizer, number, parameter, torch.Size([1] * parameter.ndim))[2]
+    return 0.0
+
+
+def _try(optimizer: Optimizer, group: int, like: Tensor, shape: torch.Size | None = None) -> tuple[int, int, float]:
+    """Bytes of state, bytes for a moment, and seconds of a later step, with ``shape`` in place of its own."""
+    parameter = nn.Parameter(torch.zeros(like.shape if shape is None else shape, dtype=like.dtype))
     parameter.grad = torch.zeros_like(parameter)
     nothing = nn.Parameter(torch.empty(0))
     everyone = [other for members in optimizer.param_groups for other in members["params"]]

@@ -150,7 +150,8 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     crowded = max(1.0, devices / _cores())
     units = _units(first.module)
     exchange = ExchangeTimes(sizes, devices, pass_seconds())
-    whole, share = step.seconds + optimizers.seconds, step.seconds + optimizers.seconds / devices
+    least = step.seconds + optimizers.fixed_seconds
+    whole, share = least + optimizers.seconds, least + optimizers.seconds / devices
     cases = [
         ("smddp", '"smddp"', data_parallel(sizes, step, devices), whole + exchange.data_parallel()),
         (
@@ -180,7 +181,8 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     if devices > 1:
         for estimate in estimate_pipelines(first, sizes, optimizers.state, devices, limit):
             if estimate.step_s is not None:
-                seconds = crowded * (estimate.step_s + optimizers.seconds / devices)
+                stepping = optimizers.fixed_seconds + optimizers.seconds / devices
+                seconds = crowded * (estimate.step_s + stepping)
                 estimate = replace(estimate, step_s=seconds)
             estimates.append(estimate)
     name = type(first.module).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,23 @@ def test_an_optimizer_that_cannot_be_tried_is_said() -> None:
     profile = profile_optimizers([torch.optim.LBFGS([parameter])])
     assert profile.state == {id(parameter): 800}
     assert "LBFGS cannot be tried on one parameter" in profile.notes[0]
+
+
+class Ponders(torch.optim.SGD):
+    """Takes its time, however few parameters there are."""
+
+    def step(self, closure: Any = None) -> Any:
+        begin = time.process_time()
+        while time.process_time() < begin + 0.02:
+            pass
+        return super().step(closure)
+
+
+def test_what_each_step_of_an_optimizer_takes_anyway_is_told_apart() -> None:
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(4))]
+    profile = profile_optimizers([Ponders(parameters)])
+    assert profile.fixed_seconds >= 0.02
+    assert profile.seconds < 0.02
 
 
 SIZES = Sizes(parameters=100, buffers=1, gradients=90, state=180, optimizer_temporary=60, batch=5)
