@@ -36,9 +36,15 @@ def run(*arguments: Any, temporary: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("saved_in", ["disk", "memory"])
-def test_at_random_times(kills: int, saved_in: str, tmp_path: Path, memory_directory: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved_in", "kills"),
+    [
+        ("disk", 10),
+        pytest.param("disk", 100, marks=pytest.mark.exhaustive),
+        pytest.param("memory", 100, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_at_random_times(saved_in: str, kills: int, tmp_path: Path, memory_directory: Path) -> None:
     """With TMPDIR on the other file system."""
     directory, temporary = (tmp_path, memory_directory) if saved_in == "disk" else (memory_directory, tmp_path)
     found = run("random", directory, kills, kills, temporary=temporary)

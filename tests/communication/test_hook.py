@@ -212,10 +212,19 @@ def compare(case: Case, tables: list[Any], exact: bool) -> None:
                 torch.testing.assert_close(tensor, other, rtol=tolerance, atol=tolerance)
 
 
-def test_two_ranks_train_bit_by_bit_as_with_stock_ddp() -> None:
-    run_ranks(compare_all, 2, [*CASES], ["native", "shared_memory", "hierarchical"], True, True)
+EVERYDAY = ["plain", "small buckets as views", "unused parameters", "accumulated", "sparse embedding"]
 
 
+@pytest.mark.parametrize(
+    "names",
+    [EVERYDAY, pytest.param([name for name in CASES if name not in EVERYDAY], marks=pytest.mark.slow)],
+    ids=["everyday", "others"],
+)
+def test_two_ranks_train_bit_by_bit_as_with_stock_ddp(names: list[str]) -> None:
+    run_ranks(compare_all, 2, names, ["native", "shared_memory", "hierarchical"], True, True)
+
+
+@pytest.mark.slow
 def test_two_nodes_of_one_rank_train_bit_by_bit_as_with_stock_ddp() -> None:
     names = ["gradients as bucket views", "small buckets", "join", "mixed dtypes"]
     run_ranks(compare_all, 2, names, ["hierarchical", "balanced"], True, True, node_ids=["a", "b"])

@@ -83,6 +83,7 @@ def train() -> CommunicationReport:
         return wrapper.synchronizers[0].report()
 
 
+@pytest.mark.slow
 def test_the_report_has_times_of_the_device() -> None:
     for report in run_ranks(train, 2, backend="nccl"):
         assert report.steps == STEPS

@@ -43,32 +43,36 @@ def schedule(name: str, **options: Any) -> Case:
     return functools.partial(everything, options={"schedule": name, **options})
 
 
-# Of each list, what `make test` runs on simulated devices, and the rest: on the CPU that has tests of its own.
-SCHEDULES = [
-    training("interleaved_zero_bubble"),
-    training("1f1b", active_microbatches=2, activation_checkpointing=True),
-    schedule("1f1b"),
+# What `make test` runs on simulated devices is what devices make different; the CPU has tests of its own of the rest,
+# which is `exhaustive` here.
+SCHEDULES = [schedule("1f1b", active_microbatches=2, activation_checkpointing=True)]
+OTHER_SCHEDULES = [
+    *(schedule("1f1b"), training("interleaved_zero_bubble")),
+    *map(training, ("dualpipev", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble")),
 ]
-OTHER_SCHEDULES = list(
-    map(training, ("dualpipev", "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zbv_zero_bubble"))
-)
-OPTIMIZATION = [fp16_with_overflow, gpt_checkpointed]  # the first one clips
-OTHER_OPTIMIZATION = [accumulation, clip_by_norm, clip_by_value, bf16_mixed, fp16_accumulation, gpt]
+OPTIMIZATION = [fp16_with_overflow]  # which clips
+OTHER_OPTIMIZATION = [
+    gpt_checkpointed,
+    *(accumulation, clip_by_norm, clip_by_value, bf16_mixed, fp16_accumulation, gpt),
+]
 CHECKPOINTS = [save_afterwards]  # going on: tests/gpu/test_data_parallel.py
 OTHER_CHECKPOINTS = [resume_twice, best_and_last, tied]
-SPLIT = [training("interleaved_1f1b", num_microbatches=4)]
-OTHER_SPLITS = [training("1f1b"), training("dualpipev")]
+SPLITS = [training("interleaved_1f1b", num_microbatches=4), training("1f1b"), training("dualpipev")]
 REPLICAS = [
     replicas(),
     replicas({"schedule": "interleaved_zero_bubble"}, accumulate_grad_batches=2, gradient_clip_val=0.1),
 ]
 COMPRESSED = replicas({"algorithm": "balanced", "compression": Compression("bf16", scope="all")})
-SPREAD = [replicas({"placement": "spread", "algorithm": "hierarchical"}), COMPRESSED]
-ONE = Matrix([training("1f1b"), training("zbv_zero_bubble"), fp16_with_overflow], 1)
+SPREAD = [
+    replicas({"placement": "spread", "algorithm": "hierarchical", "schedule": "interleaved_zero_bubble"}),
+    replicas({"placement": "spread", "algorithm": "hierarchical"}),
+    COMPRESSED,
+]
+ONE = Matrix([training("1f1b")], 1)
+MORE_ON_ONE = Matrix([training("zbv_zero_bubble"), fp16_with_overflow], 1)
 TWO = [Matrix([*SCHEDULES, *OPTIMIZATION, *CHECKPOINTS], 2, timeout=110)]
 MORE_ON_TWO = [Matrix(cases, 2, timeout=110) for cases in (OTHER_SCHEDULES, OTHER_OPTIMIZATION, OTHER_CHECKPOINTS)]
-FOUR = [Matrix([*SPLIT, *REPLICAS[1:]], 4, timeout=110)]
-MORE_ON_FOUR = [Matrix(cases, 4, timeout=110) for cases in (OTHER_SPLITS, REPLICAS[:1])]
+ON_FOUR = [Matrix(cases, 4, timeout=110) for cases in (SPLITS, REPLICAS)]
 NODES = Matrix(SPREAD[:1], 4, timeout=110, node_ids=["a", "a", "b", "b"])
 MORE_ON_NODES = Matrix([training("1f1b"), *SPREAD[1:]], 4, timeout=110, node_ids=["a", "a", "b", "b"])
 ALL_KINDS = (
@@ -95,10 +99,11 @@ def cases_of(matrices: list[Matrix], *marks: pytest.MarkDecorator) -> list[Any]:
 REST = pytest.mark.exhaustive
 
 
+@pytest.mark.slow
 @on_gpus(1)
-@pytest.mark.parametrize("case", ONE.cases, ids=name_of)
-def test_one(case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    compare(ONE, case, tmp_path_factory)
+@pytest.mark.parametrize(("matrix", "case"), [*cases_of([ONE]), *cases_of([MORE_ON_ONE], REST)])
+def test_one(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    compare(matrix, case, tmp_path_factory)
 
 
 @pytest.mark.slow
@@ -108,9 +113,9 @@ def test_two(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.T
     compare(matrix, case, tmp_path_factory)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @on_gpus(4)
-@pytest.mark.parametrize(("matrix", "case"), [*cases_of(FOUR), *cases_of(MORE_ON_FOUR, REST)])
+@pytest.mark.parametrize(("matrix", "case"), cases_of(ON_FOUR))
 def test_four(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     compare(matrix, case, tmp_path_factory)
 

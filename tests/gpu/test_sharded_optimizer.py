@@ -27,8 +27,12 @@ PIPELINES = Matrix([replicas(SHARDED, accumulate_grad_batches=2, gradient_clip_v
 
 @pytest.mark.slow
 @on_gpus(2)
-def test_two(device: str) -> None:
-    check(Group(ITEMS, 2))
+@pytest.mark.parametrize(
+    "items", [ITEMS[2:], pytest.param(ITEMS[:2], marks=pytest.mark.exhaustive)], ids=["overflow", "rest"]
+)
+def test_two(items: list[Item], device: str) -> None:
+    """The rest: on two nodes."""
+    check(Group(items, 2))
 
 
 @pytest.mark.slow

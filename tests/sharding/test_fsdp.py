@@ -252,23 +252,32 @@ def assert_same(results: dict[str, list[Outcome]]) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-SLOW = pytest.mark.slow
+COMPARED = [case for case in CASES if case != "a skipped step"]
+SOME = ["groups and a schedule", "clipping by norm"]
+OTHERS = [case for case in COMPARED if case not in SOME]
+# Whose units stay whole, and of whose parameters three ranks have unequal parts.
+WHOLE_MEANWHILE = ["layouts of memory", "outside of units", "looking at gradients", "validation"]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sharding"),
-    [pytest.param(2, "full", marks=SLOW), pytest.param(3, "grad_op", marks=SLOW), (4, "hybrid")],
+    ("ranks", "sharding", "cases"),
+    [
+        pytest.param(2, "full", SOME, id="2-full"),
+        pytest.param(2, "full", OTHERS, marks=pytest.mark.slow, id="2-full-others"),
+        pytest.param(3, "grad_op", WHOLE_MEANWHILE, marks=pytest.mark.slow, id="3-grad_op"),
+        pytest.param(3, "grad_op", COMPARED, marks=pytest.mark.exhaustive, id="3-grad_op-all"),
+        pytest.param(4, "hybrid", ["tied weights", "accumulation"], marks=pytest.mark.slow, id="4-hybrid"),
+    ],
 )
-def test_the_same_numbers_as_data_parallelism(ranks, sharding):
-    cases = [case for case in CASES if case != "a skipped step"]
+def test_the_same_numbers_as_data_parallelism(ranks, sharding, cases):
     options: dict[str, Any] = {"sharding": sharding}
     if sharding == "hybrid":
-        cases = ["tied weights", "clipping by norm", "accumulation"]
         options["shard_size"] = 2
     for results in run_trainer_ranks(train_both, ranks, cases, options, timeout=110.0):
         assert_same(results)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Gradients are not finite")
 def test_a_step_with_bad_gradients_is_left_out():
     for results in run_trainer_ranks(train_both, 2, ["a skipped step"], {}):
@@ -287,6 +296,7 @@ def test_bad_gradients_end_the_run():
         run_trainer_ranks(fit_bad, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, "bf16"])
 def test_gradients_between_nodes(compression):
     """Two nodes: within one through shared memory, between them through the network, compressed if asked for."""
@@ -322,6 +332,7 @@ def memory_held(sharding: str) -> tuple[dict[str, set[int]], int]:
     return holding.seen, sum(p.numel() * p.itemsize for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_memory_stays_between_steps_where_all_of_it_is_needed_again():
     (seen, size), _ = run_trainer_ranks(memory_held, 2, "grad_op")
     assert min(seen["train"]) >= size

@@ -15,6 +15,7 @@ from tests.ranks import run_trainer_ranks
 from tests.sharding.test_fsdp import Block, Tied, fully_sharded
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, samples, silent
+from tests.strategies.pipeline_learners import run_each
 
 
 class Momentum(Tied):
@@ -78,9 +79,8 @@ def save_and_go_on(saving: str, going_on: list[str], model: str, folder: str) ->
     return whole, [fit_some(strategy, model, 2, path) for strategy in going_on]
 
 
-@pytest.mark.parametrize(
-    ("saving", "model"), [("smddp_fsdp", "adam"), pytest.param("smddp", "momentum", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("saving", "model"), [("smddp_fsdp", "adam"), ("smddp", "momentum")])
 def test_training_goes_on_under_each_strategy(saving, model, tmp_path):
     going_on = ["smddp", "smddp_fsdp", "sharded"]
     for whole, continued in run_trainer_ranks(save_and_go_on, 2, saving, going_on, model, str(tmp_path)):
@@ -89,33 +89,44 @@ def test_training_goes_on_under_each_strategy(saving, model, tmp_path):
             assert_equal(actual, expected, tolerance=1e-5)
 
 
+def in_one_start(ranks: int, *fits: tuple[Any, ...]) -> list[Outcome]:
+    """What each call of :func:`fit_some` with these arguments leaves, on the first rank."""
+    return run_trainer_ranks(run_each, ranks, fit_some, fits)[0]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The run is not continued exactly")
 def test_the_file_is_that_of_plain_training_and_goes_on_in_any_number_of_ranks(tmp_path):
     mine, plain = str(tmp_path / "mine.ckpt"), str(tmp_path / "plain.ckpt")
-    run_trainer_ranks(fit_some, 2, "smddp_fsdp", "adam", 1, None, mine)
-    run_trainer_ranks(fit_some, 2, "smddp", "adam", 1, None, plain)
+    in_one_start(2, ("smddp_fsdp", "adam", 1, None, mine), ("smddp", "adam", 1, None, plain))
     own, other = (torch.load(path, weights_only=True) for path in (mine, plain))
     assert set(own) - set(other) == set()
     assert list(own["state_dict"]) == list(other["state_dict"])
     torch.testing.assert_close(own["state_dict"], other["state_dict"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(own["optimizer_states"], other["optimizer_states"], rtol=1e-5, atol=1e-5)
-    for strategy, ranks in (("smddp_fsdp", 3), ("smddp_fsdp", 1), ("auto", 1)):
-        with_mine, with_plain = (
-            run_trainer_ranks(fit_some, ranks, strategy, "adam", 2, path)[0] for path in (mine, plain)
-        )
-        assert_equal(with_mine, with_plain, tolerance=1e-4)
+    for strategies, ranks in ((["smddp_fsdp"], 3), (["smddp_fsdp", "auto"], 1)):
+        fits = [(strategy, "adam", 2, path) for strategy in strategies for path in (mine, plain)]
+        found = in_one_start(ranks, *fits)
+        for with_mine, with_plain in zip(found[::2], found[1::2], strict=True):
+            assert_equal(with_mine, with_plain, tolerance=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The run is not continued exactly")
 def test_training_goes_on_in_a_pipeline_and_back(tmp_path):
-    path = str(tmp_path / "first.ckpt")
-    for saving, going_on in (("smddp_fsdp", "smddp_pipeline"), ("smddp_pipeline", "smddp_fsdp")):
-        run_trainer_ranks(fit_some, 2, saving, "in a row", 1, None, path)
-        # What ranks of a pipeline train on is one process's; what those of smddp_fsdp train on, smddp's.
-        other, ranks = ("auto", 1) if going_on == "smddp_pipeline" else ("smddp", 2)
-        expected = run_trainer_ranks(fit_some, ranks, other, "in a row", 2, path)[0]
-        actual = run_trainer_ranks(fit_some, 2, going_on, "in a row", 2, path)[0]
-        assert_equal(actual, expected, tolerance=1e-5)
+    divided, staged = str(tmp_path / "divided.ckpt"), str(tmp_path / "staged.ckpt")
+    *_, in_pipeline, back, as_back = in_one_start(
+        2,
+        ("smddp_fsdp", "in a row", 1, None, divided),
+        ("smddp_pipeline", "in a row", 1, None, staged),
+        ("smddp_pipeline", "in a row", 2, divided),
+        ("smddp_fsdp", "in a row", 2, staged),
+        ("smddp", "in a row", 2, staged),
+    )
+    # What ranks of a pipeline train on is one process's; what those of smddp_fsdp train on, smddp's.
+    (alone,) = in_one_start(1, ("auto", "in a row", 2, divided))
+    assert_equal(in_pipeline, alone, tolerance=1e-5)
+    assert_equal(back, as_back, tolerance=1e-5)
 
 
 def resume_compressed(folder: str) -> list[str]:
@@ -127,6 +138,7 @@ def resume_compressed(folder: str) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "loses"), [("ab", True), ("aa", False)])
 def test_what_compression_remembers_is_missed(nodes, loses, tmp_path):
     said = run_trainer_ranks(resume_compressed, 2, str(tmp_path), node_ids=list(nodes))
@@ -136,6 +148,7 @@ def test_what_compression_remembers_is_missed(nodes, loses, tmp_path):
 class Evaluated(Learner):
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(3)
         self.blocks = nn.Sequential(Block(8), Block(8))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -166,28 +179,28 @@ def evaluate(strategy: str) -> list[Any]:
 
 @pytest.mark.slow
 def test_evaluation_and_one_module_in_several_runs():
-    expected, actual = (run_trainer_ranks(evaluate, 2, strategy) for strategy in ("smddp", "smddp_fsdp"))
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    for expected, actual in run_trainer_ranks(run_each, 2, evaluate, [("smddp",), ("smddp_fsdp",)]):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def save_directory(path: str) -> Outcome:
-    """In training, and behind it."""
-    learner = Tied()
+GOING_ON = ["smddp", "smddp_fsdp"]
+
+
+def save_directory_and_go_on(path: str, plain: str) -> list[Outcome]:
+    """From a directory and from a plain file, with each strategy."""
     trainer = make_trainer(fully_sharded(sharded=True), max_epochs=1)
-    trainer.fit(learner)
+    trainer.fit(Tied())
     trainer.save_checkpoint(path)
-    return outcome(learner, trainer)
+    fit_some("smddp", "adam", 1, save=plain)
+    return [fit_some(strategy, "adam", 2, source) for strategy in GOING_ON for source in (path, plain)]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The run is not continued exactly")
 def test_directories_go_on_in_each_layout(tmp_path):
     path, plain = str(tmp_path / "parts.ckpt"), str(tmp_path / "plain.ckpt")
-    run_trainer_ranks(save_directory, 2, path)
+    found = run_trainer_ranks(save_directory_and_go_on, 2, path, plain)[0]
     assert sorted(child.name for child in Path(path).glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-    run_trainer_ranks(fit_some, 2, "smddp", "adam", 1, None, plain)
-    for strategy, ranks in (("smddp", 2), ("smddp_fsdp", 2), ("smddp_fsdp", 3)):
-        from_parts, from_plain = (
-            run_trainer_ranks(fit_some, ranks, strategy, "adam", 2, source) for source in (path, plain)
-        )
-        assert_equal(from_parts[0], from_plain[0], tolerance=1e-4)
+    found += in_one_start(3, *(("smddp_fsdp", "adam", 2, source) for source in (path, plain)))
+    for from_parts, from_plain in zip(found[::2], found[1::2], strict=True):
+        assert_equal(from_parts, from_plain, tolerance=1e-4)

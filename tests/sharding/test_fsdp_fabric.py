@@ -83,6 +83,7 @@ def save_and_go_on(folder: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_the_same_numbers_and_checkpoints_as_smddp(tmp_path: Any) -> None:
     for results in run_trainer_ranks(save_and_go_on, 2, str(tmp_path)):
         expected, seen, whole = results["smddp"]
@@ -123,7 +124,9 @@ def train_both_ways(package: str) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+@pytest.mark.parametrize(
+    "package", [pytest.param("lightning.fabric", marks=pytest.mark.exhaustive), "lightning_fabric"]
+)
 def test_two_modules_in_both_namespaces(package: str) -> None:
     for expected, actual in run_trainer_ranks(train_both_ways, 2, package):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import seed_everything
 from torch import nn
@@ -63,16 +64,22 @@ def fit_late(meta_init: bool, path: str | None = None, save: str | None = None) 
     return outcome(model, trainer), max(most), sum(p.numel() for p in model.parameters())
 
 
+def fit_and_go_on(path: str) -> list[tuple[Outcome, int, int]]:
+    """At first, and from then on without ``meta_init`` and with it."""
+    return [fit_late(True, save=path), fit_late(False, path), fit_late(True, path)]
+
+
+@pytest.mark.slow
 def test_no_rank_ever_holds_the_whole(tmp_path):
-    path = str(tmp_path / "late.ckpt")
-    results = run_trainer_ranks(fit_late, 2, True, None, path)
-    for _, most, total in results:
+    first, second = run_trainer_ranks(fit_and_go_on, 2, str(tmp_path / "late.ckpt"))
+    for _, most, total in (first[0], second[0]):
         assert most < 0.75 * total  # its half, what has memory from the start, and a block
-    torch.testing.assert_close(results[0][0].weights, results[1][0].weights, rtol=0, atol=0)
-    plain, meta = (run_trainer_ranks(fit_late, 2, meta_init, path)[0][0] for meta_init in (False, True))
+    torch.testing.assert_close(first[0][0].weights, second[0][0].weights, rtol=0, atol=0)
+    (plain, *_), (meta, *_) = first[1:]
     assert_equal(meta, plain)
 
 
+@pytest.mark.slow
 def test_first_values_do_not_depend_on_the_number_of_ranks():
     two, three = (run_trainer_ranks(first_values, ranks)[0] for ranks in (2, 3))
     torch.testing.assert_close(two, three, rtol=0, atol=0)

@@ -53,7 +53,7 @@ def train(strategy: Any, cgroup: str) -> list[float]:
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**18)  # what is freed is given back
     memory.join(Path(cgroup))
     module = Deep()
-    make_trainer(strategy, max_steps=3).fit(module)
+    make_trainer(strategy, max_steps=2).fit(module)
     return module.losses
 
 

@@ -66,6 +66,7 @@ def save_and_go_on(folder: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_the_same_numbers_and_checkpoints_as_without_it(tmp_path: Any) -> None:
     for results in run_trainer_ranks(save_and_go_on, 2, str(tmp_path)):
         expected, whole = results["None"]

@@ -254,15 +254,19 @@ def train_both(cases: list[str]) -> dict[str, list[tuple[Outcome, int]]]:
 
 COMPARED = [case for case in CASES if case != "a skipped step"]
 EVERYDAY = ["groups and a schedule", "whole parameters", "clipping by norm"]
-# Shares of parameters that three ranks cannot have equal parts of.
-UNEVEN = [*EVERYDAY, "hooks that write", "a gradient scaler", "unfreezing", "layouts of memory"]
+# To a sharded optimizer like "an average of weights" and like "groups and a schedule".
+LEFT_OUT = ["an exponential average of weights", "16-bit"]
+OTHERS = [case for case in COMPARED if case not in [*EVERYDAY, *LEFT_OUT]]
+# Of parameters that three ranks cannot have equal parts of.
+UNEVEN = ["whole parameters", "hooks that write", "unfreezing", "layouts of memory"]
 
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
         pytest.param(2, EVERYDAY, id="2-everyday"),
-        pytest.param(2, [case for case in COMPARED if case not in EVERYDAY], marks=pytest.mark.slow, id="2-others"),
+        pytest.param(2, OTHERS, marks=pytest.mark.slow, id="2-others"),
+        pytest.param(2, LEFT_OUT, marks=pytest.mark.exhaustive, id="2-left out"),
         pytest.param(3, UNEVEN, marks=pytest.mark.slow, id="3-uneven"),
         pytest.param(3, [case for case in COMPARED if case not in UNEVEN], marks=pytest.mark.exhaustive, id="3-others"),
     ],
@@ -276,6 +280,7 @@ def test_the_same_numbers_as_without_sharding(ranks, cases):
                 raise AssertionError(f"{case}: {error}") from None
 
 
+@pytest.mark.slow
 def test_each_rank_has_a_share_of_the_optimizer_state():
     results = run_trainer_ranks(train_both, 2, ["groups and a schedule"])
     whole = results[0]["groups and a schedule"][0][1]
@@ -305,7 +310,8 @@ def save_and_go_on(folder: str, make: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("make", [AdamLearner, pytest.param(AdafactorLearner, marks=pytest.mark.slow), Convolution])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [AdamLearner, AdafactorLearner, Convolution])
 def test_checkpoints_are_the_same_file_with_and_without_it(tmp_path, make):
     (first, *_) = run_trainer_ranks(save_and_go_on, 2, str(tmp_path), make)
     for way in ("None to optimizer", "optimizer to None", "optimizer to optimizer"):
@@ -340,11 +346,15 @@ def go_on(path: str, shard: str | None) -> Outcome:
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")  # resumed without callbacks
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
-@pytest.mark.parametrize(("kind", "ranks"), [("sharded", 2), ({"pipeline_parallel_size": 2, "shard": "optimizer"}, 4)])
-def test_a_run_goes_on_to_the_bit(kind: Any, ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks", "chosen"),
+    [("sharded", 2, 3), ({"pipeline_parallel_size": 2, "shard": "optimizer"}, 4, 1)],
+    ids=["smddp", "pipeline"],
+)
+def test_a_run_goes_on_to_the_bit(kind: Any, ranks: int, chosen: int, tmp_path: Path) -> None:
     """From within an epoch, within accumulation, and at its end; with dropout."""
-    scenario = Scenario(accumulate=2, validate=3)
-    assert run_trainer_ranks(resume_from_each, ranks, kind, scenario, str(tmp_path), 3, timeout=110) == [{}] * ranks
+    body, scenario = resume_from_each, Scenario(accumulate=2, validate=3, epochs=2)
+    assert run_trainer_ranks(body, ranks, kind, scenario, str(tmp_path), chosen, timeout=110) == [{}] * ranks
 
 
 class OneRankWrites(AdamLearner):
@@ -392,7 +402,9 @@ def fit_sharded(make: Any) -> None:
     [
         (OneRankWrites, "written to other parameters on some ranks than on others .*net.2.bias.*: none"),
         (Lbfgs, "cannot shard LBFGS: its step needs all parameters and gradients at once"),
-        (Zero, "ZeroRedundancyOptimizer and shard='optimizer' both shard the optimizer"),
+        pytest.param(
+            *(Zero, "ZeroRedundancyOptimizer and shard='optimizer' both shard the optimizer"), marks=pytest.mark.slow
+        ),
         (Normed, "cannot shard GlobalNormOptimizer: what it does to one parameter depends on others"),
     ],
 )
@@ -450,7 +462,8 @@ def train_without_shared_copy(case: str) -> list[tuple[Outcome, int]]:
     return [train(case, shard) for shard in BOTH]
 
 
-@pytest.mark.parametrize("case", ["whole parameters", pytest.param("layouts of memory", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["whole parameters", "layouts of memory"])
 def test_without_a_shared_copy_shares_are_gathered(case):
     for (expected, _), (actual, _) in run_trainer_ranks(train_without_shared_copy, 3, case):
         assert_equal(actual, expected, tolerance=1e-7)

@@ -59,19 +59,24 @@ def sharded(make: Any) -> tuple[list[Tensor], str, int, bool]:
     return weights, kind, elements, is_kept
 
 
-@pytest.mark.parametrize("make", [adamw, adafactor])
+def sharded_with_each() -> dict[str, Any]:
+    return {make.__name__: sharded(make) for make in (adamw, adafactor)}
+
+
 @pytest.mark.parametrize(
     ("node_ids", "copies"),
     [(["a", "a"], NodeCopies), (["a", "a", "a"], NodeCopies), (["a", "b", "b"], NodeCopies), (["a", "b"], RankCopies)],
 )
-def test_steps_equal_those_of_one_process(make, node_ids, copies):
-    module = layers()
-    expected = steps(module, make(module))
-    results = run_ranks(sharded, len(node_ids), make, node_ids=node_ids)
-    for weights, kind, _, is_kept in results:
-        assert kind == copies.__name__
-        assert is_kept
-        torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
+def test_steps_equal_those_of_one_process(node_ids, copies):
+    results = run_ranks(sharded_with_each, len(node_ids), node_ids=node_ids)
+    for make in (adamw, adafactor):
+        module = layers()
+        expected = steps(module, make(module))
+        for result in results:
+            weights, kind, _, is_kept = result[make.__name__]
+            assert kind == copies.__name__
+            assert is_kept
+            torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_each_element_has_state_on_one_rank():
@@ -135,25 +140,29 @@ def clipped(make: Any, norm_type: float, max_norm: float, dtype: torch.dtype) ->
     return found
 
 
+NORMS = [
+    (2.0, 0.01, torch.float32),
+    (1.0, 0.01, torch.float32),
+    (float("inf"), 0.001, torch.float32),
+    (2.0, 1e6, torch.float32),
+    (2.0, 0.01, torch.bfloat16),
+]
+
+
+def clipped_by_each(make: Any) -> list[Any]:
+    return [clipped(make, *norm) for norm in NORMS]
+
+
 @pytest.mark.parametrize("make", [adamw, adafactor])
-@pytest.mark.parametrize(
-    ("norm_type", "max_norm", "dtype"),
-    [
-        (2.0, 0.01, torch.float32),
-        (1.0, 0.01, torch.float32),
-        (float("inf"), 0.001, torch.float32),
-        (2.0, 1e6, torch.float32),
-        (2.0, 0.01, torch.bfloat16),
-    ],
-)
-def test_each_rank_reads_its_share_for_the_norm(make: Any, norm_type: float, max_norm: float, dtype: Any) -> None:
-    module = layers().to(dtype)
-    module[1].bias.requires_grad_(False)
-    module(torch.ones(4, 30, dtype=dtype)).square().mean().backward()
-    expected = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    results = run_ranks(clipped, 2, make, norm_type, max_norm, dtype)
-    for norm, found, _ in results:
-        assert norm == pytest.approx(float(expected), rel=1e-6)
-        torch.testing.assert_close(found, gradients, rtol=1e-6, atol=1e-12)
-    assert sum(read for *_, read in results) == 1.0
+def test_each_rank_reads_its_share_for_the_norm(make: Any) -> None:
+    everyones = run_ranks(clipped_by_each, 2, make)
+    for (norm_type, max_norm, dtype), *results in zip(NORMS, *everyones, strict=True):
+        module = layers().to(dtype)
+        module[1].bias.requires_grad_(False)
+        module(torch.ones(4, 30, dtype=dtype)).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        for norm, found, _ in results:
+            assert norm == pytest.approx(float(expected), rel=1e-6)
+            torch.testing.assert_close(found, gradients, rtol=1e-6, atol=1e-12)
+        assert sum(read for *_, read in results) == 1.0

@@ -33,8 +33,6 @@ COMMUNICATION: list[dict[str, Any]] = [
 # Each algorithm with more than one level, each kind of state; the rest takes the same ways.
 SOME = [COMMUNICATION[0], COMMUNICATION[7], COMMUNICATION[8]]
 REST = [options for options in COMMUNICATION if options not in SOME]
-# Of pipelines: others than below.
-EACH_OF_PIPELINES = [pytest.param(SOME[1:2], id="some"), pytest.param([*SOME[2:], *REST], id="rest", marks=EXHAUSTIVE)]
 EACH = [pytest.param(SOME, id="some"), pytest.param(REST, id="rest", marks=EXHAUSTIVE)]
 IN_A_STEP = {"average", "backward", "run_pipeline_schedule"}
 
@@ -90,8 +88,8 @@ def fit_replicas(communication: list[dict[str, Any]]) -> list[Found]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("communication", EACH_OF_PIPELINES)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("communication", [[*SOME, *REST]])
 def test_pipelines_with_replicas_make_none_in_a_step(communication: list[dict[str, Any]]) -> None:
     require_ready(run_trainer_ranks(fit_replicas, 4, communication, node_ids=NODES, timeout=120))
 
@@ -120,7 +118,7 @@ def fit_others(schedules: bool) -> list[Found]:
     simulated_cuda.limit_waits(20.0)
     found = []
     cases: list[tuple[Net, dict[str, Any]]] = [
-        (Tied(), {"pipeline_parallel_size": 2, "algorithm": "hierarchical"}),
+        (Tied(), {"pipeline_parallel_size": 2, **SOME[1]}),
         (Thawing(count=16, batch_size=4), {"pipeline_parallel_size": 2, "algorithm": "balanced"}),
     ]
     if schedules:
@@ -169,6 +167,7 @@ def uneven() -> list[float]:
     return [*tensor.tolist()]
 
 
+@pytest.mark.slow
 def test_places_may_make_different_numbers_of_groups() -> None:
     for tensor in run_trainer_ranks(uneven, 4, node_ids=NODES):
         assert tensor == [6.0] * 3

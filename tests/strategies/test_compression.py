@@ -63,7 +63,7 @@ def learn_digits(compressions: list[Any]) -> list[tuple[float, Tensor, int]]:
     results = []
     for compression in compressions:
         model = Digits()
-        trainer = make_trainer(silent(compression=compression), max_epochs=3)
+        trainer = make_trainer(silent(compression=compression), max_epochs=2)
         trainer.fit(model)
         report = trainer.strategy.communication_report
         results.append((model.accuracy(), weights(model), report.inter_node_bytes))

@@ -112,7 +112,7 @@ def train(case: str, strategy: Any, ranks: int = 1) -> Outcome:
     options = dict(given.options)
     if given.callback is not None:
         options["callbacks"] = [given.callback()]
-    return fit(strategy, given.model(4 * ranks, 48), max_epochs=3, **options)
+    return fit(strategy, given.model(4 * ranks, 48), max_epochs=2, **options)
 
 
 def train_all() -> dict[str, Outcome]:

@@ -23,7 +23,9 @@ def fit_data_parallel(algorithms: list[str]) -> list[Any]:
     return [fit(strategy, Learner(), max_epochs=1) for strategy in strategies]
 
 
-@pytest.mark.parametrize(("ranks", "algorithms"), [(1, []), (2, ["native", "hierarchical", "balanced"])])
+@pytest.mark.parametrize(
+    ("ranks", "algorithms"), [(1, []), pytest.param(2, ["native", "hierarchical", "balanced"], marks=pytest.mark.slow)]
+)
 def test_smddp_equals_one_process(ranks: int, algorithms: list[str]) -> None:
     alone = fit("auto", Learner(batch_size=4 * ranks), accelerator="cpu", max_epochs=1)
     for stock, *outcomes in run_trainer_ranks(fit_data_parallel, ranks, algorithms):
@@ -88,9 +90,13 @@ CASES: dict[str, tuple[type[Net], list[type[Callback]]]] = {
 }
 
 
-def fit_pipelines() -> dict[str, Any]:
+# What others of `CASES` do not do with more.
+SOME = ["batches of their own on the device", "batches changed in a hook", "a hook on the loss"]
+
+
+def fit_pipelines(names: list[str]) -> dict[str, Any]:
     OwnBatches.first = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return {name: _fit_case(name) for name in CASES}
+    return {name: _fit_case(name) for name in names}
 
 
 def _fit_case(name: str) -> Any:
@@ -99,10 +105,16 @@ def _fit_case(name: str) -> Any:
 
 
 @pytest.mark.slow
-def test_pipelines_equal_one_process() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [SOME, pytest.param([name for name in CASES if name not in SOME], marks=pytest.mark.exhaustive)],
+    ids=["some", "rest"],
+)
+def test_pipelines_equal_one_process(names: list[str]) -> None:
     """Other schedules, and one rank: ``tests/gpu/test_pipelines.py``."""
-    outcomes = run_trainer_ranks(fit_pipelines, 2)
-    for name, (module, callbacks) in CASES.items():
+    outcomes = run_trainer_ranks(fit_pipelines, 2, names)
+    for name in names:
+        module, callbacks = CASES[name]
         more = {"accelerator": "cpu", "max_epochs": 1, "callbacks": [make() for make in callbacks]}
         alone = fit("auto", module(), **more)
         for outcome in outcomes:

@@ -30,6 +30,7 @@ from tests.strategies.learners import (
     samples,
     silent,
 )
+from tests.strategies.pipeline_learners import Cases
 
 # Lightning's advice on integers is no reason not to reduce them.
 pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning")
@@ -134,12 +135,23 @@ CASES = {
 _EVERYDAY = ("plain", "accumulation", "clip-norm", "bf16-mixed", "manual", "uneven-last-batch")
 
 
+def fit_case(name: str) -> list[Outcome]:
+    case = CASES[name]
+    return fit_with_each([case.ddp, case.smddp], case.make, case.options)
+
+
+EVERYDAY = Cases(fit_case, [(name,) for name in _EVERYDAY])
+OTHERS = Cases(fit_case, [(name,) for name in CASES if name not in _EVERYDAY])
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _EVERYDAY)) for name in CASES]
 )
 def test_equals_ddp_and_one_process(name: str) -> None:
-    case = CASES[name]
-    results = run_trainer_ranks(fit_with_each, 2, [case.ddp, case.smddp], case.make, case.options)
+    case, started = CASES[name], OTHERS
+    if name in _EVERYDAY:
+        started = EVERYDAY
+    results = started.results((name,))
     for stock, ours in results:
         assert_equal(ours, stock)
     assert_equal(results[0][1], Outcome(results[0][1].losses, results[1][1].weights, results[1][1].metrics), 0.0)
@@ -207,6 +219,7 @@ def stop_early(strategy: str) -> int:
     return trainer.current_epoch
 
 
+@pytest.mark.slow
 def test_early_stopping_stops_all_ranks_at_once() -> None:
     assert run_trainer_ranks(stop_early, 2, "smddp") == [3, 3]
 
@@ -265,6 +278,7 @@ def fit_twice_with_one_strategy() -> tuple[Outcome, Outcome]:
     return outcome(second, other), fit("ddp", Learner(), max_epochs=3)
 
 
+@pytest.mark.slow
 def test_one_strategy_object_in_two_trainers() -> None:
     for ours, stock in run_trainer_ranks(fit_twice_with_one_strategy, 2):
         assert_equal(ours, stock)
@@ -289,23 +303,23 @@ def fit_with_options(options: dict[str, Any]) -> tuple[Outcome, dict[str, Any]]:
     return outcome(model, trainer), seen
 
 
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"views": True, "static": False}),
+    ({"gradient_as_bucket_view": False}, {"views": False}),
+    ({"bucket_cap_mb": 3, "static_graph": True}, {"cap": 3 * 2**20, "static": True}),
+    ({"bucket_cap_mb": 0.001, "algorithm": "native"}, {"cap": 1048, "views": True}),
+    ({"find_unused_parameters": True, "algorithm": "shared_memory"}, {"views": True}),
+    ({"algorithm": "hierarchical"}, {"views": True}),
+    ({"algorithm": "balanced"}, {"views": True}),
+]
+WITH_OPTIONS = Cases(fit_with_options, [(options,) for options, _ in OPTIONS])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, {"views": True, "static": False}),
-        ({"gradient_as_bucket_view": False}, {"views": False}),
-        ({"bucket_cap_mb": 3, "static_graph": True}, {"cap": 3 * 2**20, "static": True}),
-        ({"bucket_cap_mb": 0.001, "algorithm": "native"}, {"cap": 1048, "views": True}),
-        ({"find_unused_parameters": True, "algorithm": "shared_memory"}, {"views": True}),
-        ({"algorithm": "hierarchical"}, {"views": True}),
-        ({"algorithm": "balanced"}, {"views": True}),
-    ],
-    ids=lambda value: "-".join(map(str, value)) or "defaults",
-)
+@pytest.mark.parametrize(("options", "expected"), OPTIONS, ids=lambda value: "-".join(map(str, value)) or "defaults")
 def test_ddp_options(options: dict[str, Any], expected: dict[str, Any]) -> None:
-    (ours, seen), _ = run_trainer_ranks(fit_with_options, 2, options)
-    (stock,), _ = run_trainer_ranks(fit_with_each, 2, ["ddp"], Learner, {})
+    (ours, seen), _ = WITH_OPTIONS.results((options,))
+    (stock, _), _ = EVERYDAY.results(("plain",))
     assert_equal(ours, stock)
     assert {name: seen[name] for name in expected} == expected
 
@@ -331,9 +345,10 @@ def fit_with_pytorch_lightning(make_strategy: Callable[[], Any] | str) -> Outcom
     return outcome(model, trainer)
 
 
+@pytest.mark.slow
 def test_pytorch_lightning() -> None:
     ours, _ = run_trainer_ranks(fit_with_pytorch_lightning, 2, "smddp")
-    (stock,), _ = run_trainer_ranks(fit_with_each, 2, ["ddp"], Learner, {})
+    (stock, _), _ = EVERYDAY.results(("plain",))
     assert_equal(ours, stock)
 
 
