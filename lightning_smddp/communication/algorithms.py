@@ -82,11 +82,14 @@ class Native:
         work = dist.all_reduce(tensor, operation, group=self.group, async_op=True)
         assert work is not None
         future: Future[Any] = work.get_future()
+        size = self.world_size
 
+        # Freed by a thread of the backend, which can be after the group was closed: it must not be the last one to
+        # hold the group, as gloo's thread would wait for itself then, and end the process.
         def mean(done: Future[Any]) -> Tensor:
             done.value()  # raises what the collective raised
             if late:
-                tensor.div_(self.world_size)
+                tensor.div_(size)
             return tensor
 
         return future.then(mean)

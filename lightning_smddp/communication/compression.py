@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.buckets import Layout
+from lightning_smddp.communication.buckets import Layout, Piece
 
 Method = Literal["bf16", "fp16", "int8", "powersgd"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -176,17 +176,38 @@ class Int8Codec:
         return 1 + 4 / self.block_size
 
 
+Parts = dict[str, list[tuple[int, Tensor]]]
+"""Parts of flattened parameters by name, each with the number of its first element."""
+
+
+def add_parts(flat: Tensor, layout: Layout, parts: Parts) -> None:
+    """Add to ``flat``, which consists of ``layout``, what ``parts`` have of the same elements, in place."""
+    for piece in layout.pieces:
+        for begin, values in parts.get(piece.name, ()):
+            low, high = max(piece.begin, begin), min(piece.begin + piece.numel, begin + values.numel())
+            if low < high:
+                start = piece.offset + low - piece.begin
+                flat[start : start + high - low] += values[low - begin : high - begin].to(flat.device, flat.dtype)
+
+
+def collect_parts(parts: Parts, layout: Layout, flat: Tensor) -> None:
+    """Add to ``parts`` what ``flat``, which consists of ``layout``, has of named parameters."""
+    for piece in layout.pieces:
+        if piece.name:
+            values = flat[piece.offset : piece.offset + piece.numel]
+            parts.setdefault(piece.name, []).append((piece.begin, values))
+
+
 class ErrorFeedback:
     """Remembers what compression lost, for the next step.
 
     What matters is the sum over the ranks of what they hold for an element; which rank holds it does not. So the
-    state is exported as one tensor for each parameter, summed over ranks, and restored under any other layout,
-    number of ranks or nodes, by giving every member of an exchange an equal share.
+    state is exported summed over ranks, by parameter, and restored under any other layout, number of ranks or nodes.
     """
 
     def __init__(self) -> None:
         self._residuals: dict[int | None, tuple[Layout, Tensor]] = {}
-        self._restored: dict[str, Tensor] = {}
+        self._restored: Parts = {}
 
     def add_to(self, shard: Tensor, layout: Layout) -> None:
         """Add what is remembered for ``layout`` to ``shard``, in place."""
@@ -209,30 +230,57 @@ class ErrorFeedback:
         """Every bucket has taken its part of what was restored."""
         self._restored = {}
 
+    def parts(self) -> Parts:
+        """What this rank remembers of the steps that it has seen."""
+        parts: Parts = {}
+        for layout, residual in self._residuals.values():
+            collect_parts(parts, layout, residual)
+        return parts
+
+    @property
+    def restored(self) -> Parts:
+        """What was restored, without what was taken from it as a whole."""
+        return self._restored
+
     def totals(self, numels: dict[str, int]) -> dict[str, Tensor]:
         """What this rank remembers, for each parameter: fp32 of shape ``(numel,)``."""
-        totals = {name: torch.zeros(numel) for name, numel in numels.items()}
-        for layout, residual in self._residuals.values():
-            for piece in layout.pieces:
-                if piece.name in totals:
-                    part = residual[piece.offset : piece.offset + piece.numel]
-                    totals[piece.name][piece.begin : piece.begin + piece.numel] += part.float().cpu()
+        parts, totals = self.parts(), {}
+        for name, numel in numels.items():
+            totals[name] = torch.zeros(numel)
+            add_parts(totals[name], Layout(None, (Piece(name, 0, 0, numel, 0),)), parts)
         return totals
 
     def restore(self, totals: dict[str, Tensor], members: int) -> None:
         """Start from ``totals`` over all ranks, of which each of the ``members`` of an exchange takes a share."""
+        self.restore_parts({name: [(0, total / members)] for name, total in totals.items()})
+
+    def restore_parts(self, parts: Parts) -> None:
+        """Start from ``parts``, which are no other rank's."""
         self._residuals.clear()
-        self._restored = {name: total / members for name, total in totals.items()}
+        self._restored = parts
 
     def _residual(self, shard: Tensor, layout: Layout) -> Tensor:
         known = self._residuals.get(layout.slot)
-        if known is not None and known[1].numel() == shard.numel() and known[1].dtype == shard.dtype:
-            return known[1]
+        if known is not None:
+            same = known[1].numel() == shard.numel() and known[1].dtype == shard.dtype
+            if same and known[0] == layout:
+                return known[1]
+        before: Parts = {}
+        if known is not None:  # the bucket had other parameters
+            collect_parts(before, *known)
         residual = torch.zeros_like(shard)
-        for piece in layout.pieces:
-            restored = self._restored.get(piece.name)
-            if restored is not None:
-                part = restored[piece.begin : piece.begin + piece.numel]
-                residual[piece.offset : piece.offset + piece.numel].copy_(part)
+        add_parts(residual, layout, before)
+        add_parts(residual, layout, self._restored)
+        self._forget_taken(layout)
         self._residuals[layout.slot] = (layout, residual)
         return residual
+
+    def _forget_taken(self, layout: Layout) -> None:
+        """What was restored and is in ``layout`` as a whole is not taken once more, when the layout has changed."""
+        for piece in layout.pieces:
+            left = []
+            for begin, values in self._restored.get(piece.name, ()):
+                if begin < piece.begin or begin + values.numel() > piece.begin + piece.numel:
+                    left.append((begin, values))
+            if piece.name in self._restored:
+                self._restored[piece.name] = left

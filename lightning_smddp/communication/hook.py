@@ -6,7 +6,7 @@ picks the algorithm for its size. ``strategies/session.py`` makes the synchroniz
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -85,10 +85,11 @@ class GradientSynchronizer:
             future = self._dense_mean(algorithm, bucket)
         intra, inter = self._traffic(algorithm, tensor, size, bucket)
         self.recorder.hook_left(entered, size, intra, inter)
+        done = _recording(self.recorder)
         if future.done() and not tensor.is_cuda:  # on a device work that is queued counts as done
-            self._done(future)  # raises what the exchange raised
+            done(future)  # raises what the exchange raised
             return future
-        return future.then(self._done)
+        return future.then(done)
 
     def algorithm_for(self, size: int) -> Algorithm:
         """The algorithm for a bucket of ``size`` bytes."""
@@ -149,10 +150,6 @@ class GradientSynchronizer:
         for feedback, members in self._feedbacks():
             feedback.restore(errors, members)
         self._steps_since_restore = 0
-
-    def _done(self, future: Future[Any]) -> Any:
-        self.recorder.bucket_done()
-        return future.value()
 
     def _dense_mean(self, algorithm: Algorithm, bucket: GradBucket) -> Future[Any]:
         tensor, layout = bucket.buffer(), self._layout(bucket)
@@ -270,6 +267,16 @@ class GradientSynchronizer:
         if next_rank in topology.local_ranks:
             return ring, 0
         return 0, ring
+
+
+def _recording(recorder: Recorder) -> Callable[[Future[Any]], Any]:
+    """What follows a bucket. It holds no group, as ``Native.all_reduce`` says why."""
+
+    def done(future: Future[Any]) -> Any:
+        recorder.bucket_done()
+        return future.value()
+
+    return done
 
 
 def _finished(tensor: Tensor) -> Future[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_smddp.communication.buckets import Layout
+from lightning_smddp._compat.fsdp import unit_parameters
 from lightning_smddp.communication.communicator import Communicator, OnWait
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.inter_node import ScatterExchange
 from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.nonfinite import agreed
 from lightning_smddp.communication.shared_segments import SharedSegments
 from lightning_smddp.communication.unit_collectives import (
     DeviceReduceScatter,
@@ -25,6 +27,8 @@ from lightning_smddp.communication.unit_collectives import (
     SharedAllGather,
     SharedReduceScatter,
 )
+from lightning_smddp.communication.unit_layouts import UnitLayout
+from lightning_smddp.communication.unit_memory import Exchanges, UnitMemory
 
 
 class ShardedCollectives:
@@ -61,8 +65,7 @@ class ShardedCollectives:
         mesh: with one dimension, whose ranks share each parameter, or two, ``(replicate, shard)``: groups of ranks
             that share each parameter, and ranks that hold the same share.
         timeout: how long a collective waits for a rank.
-        compression: of gradients between nodes: by ``"bf16"``, ``"fp16"`` or ``"int8"``. What error feedback remembers
-            is not saved: a resumed training begins with none.
+        compression: of gradients between nodes: by ``"bf16"``, ``"fp16"`` or ``"int8"``.
         on_wait: called with ``(seconds, rank waited for last or None)`` when this rank waited inside its node.
 
     Attributes:
@@ -86,6 +89,8 @@ class ShardedCollectives:
         self.fsdp_mesh = mesh
         self.notes: list[str] = []
         self._communicators: list[Communicator] = []
+        self._layouts: list[UnitLayout] = []
+        self._remembers = False
         self._replicas: _MeanOverReplicas | None = None
         self._shards: _Shards | None = None
         device = torch.device(mesh.device_type)
@@ -104,7 +109,12 @@ class ShardedCollectives:
         for communicator in self._communicators:
             self.notes += communicator.notes
         self.notes += self._shards.notes
-        if compression is not None and not any(each.compresses(compression) for each in self._communicators):
+        compresses = compression is not None and any(each.compresses(compression) for each in self._communicators)
+        if compression is not None and compression.error_feedback:
+            self._remembers = compresses
+            for communicator in self._communicators:  # one copy's ranks may be on one node, another one's on several
+                self._remembers = agreed(self._remembers, communicator.group, communicator.device)
+        if compression is not None and not compresses:
             self.notes.append(f"compression={compression.method!r} applies between nodes, and there is one node")
 
     def attach(self, module: nn.Module) -> None:
@@ -114,21 +124,33 @@ class ShardedCollectives:
         """
         if self._shards is None:
             return
+        shard_group = self.fsdp_mesh.get_group()
         for name, unit in module.named_modules():
             if isinstance(unit, FSDPModule):
-                number = self._shards.attach(name or type(module).__name__, unit)
+                layout = UnitLayout(len(self._layouts), shard_group.size(), partial(unit_parameters, unit))
+                self._layouts.append(layout)
+                self._shards.attach(name or type(module).__name__, unit, layout)
                 if self._replicas is not None:
-                    unit.set_all_reduce_hook(self._replicas.hook(number))
+                    unit.set_all_reduce_hook(self._replicas.hook(layout, shard_group.rank()))
 
     @property
-    def remembers(self) -> bool:
-        """Whether error feedback remembers what compression has lost."""
-        exchanges: list[Any] = []
-        if self._shards is not None:
-            exchanges.append(self._shards.exchange)
+    def memory(self) -> UnitMemory | None:
+        """What compression remembers; None, on all ranks, if no rank ever remembers anything."""
+        if self._shards is None or not self._remembers:
+            return None
+        replica_group, feedback, members = None, None, 1
         if self._replicas is not None:
-            exchanges.append(self._replicas.exchange)
-        return any(getattr(exchange, "feedback", None) is not None for exchange in exchanges)
+            replica_group = self._communicators[0].group
+            feedback, members = self._replicas.feedback, self._replicas.members
+        exchanges = Exchanges(
+            shard_group=self._communicators[-1].group,
+            replica_group=replica_group,
+            owners=self._shards.owners,
+            partners=self._shards.exchange,
+            replicas=feedback,
+            members=members,
+        )
+        return UnitMemory(self._layouts, exchanges, self._communicators[-1].device)
 
     @property
     def shared_bytes(self) -> int:
@@ -162,6 +184,7 @@ class _Shards:
     def __init__(self, communicator: Communicator, compression: Compression | None, on_wait: OnWait | None) -> None:
         self.notes: list[str] = []
         self._names: list[str] = []
+        self._communicator = communicator
         self._segments: SharedSegments | None = None
         self.exchange: ScatterExchange | None = None
         self._inside: IntraNodeGroup | None = None
@@ -196,23 +219,28 @@ class _Shards:
             mesh = communicator.node_mesh
         self._segments = SharedSegments(mesh, self._names, on_wait)
 
-    def attach(self, name: str, unit: FSDPModule) -> int:
-        """Give the unit its collectives; returns its number."""
-        number = len(self._names)
+    def attach(self, name: str, unit: FSDPModule, layout: UnitLayout) -> None:
+        """Give the unit its collectives."""
         self._names.append(name)
         gather: SharedAllGather | None = None
         scatter: SharedReduceScatter | DeviceReduceScatter | None = None
         if self._group is not None and self._segments is not None:
-            gather = SharedAllGather(self._segments, number, self._group)
-            scatter = SharedReduceScatter(self._segments, number, self._group, self.exchange)
+            gather = SharedAllGather(self._segments, layout.number, self._group)
+            scatter = SharedReduceScatter(self._segments, layout, self._group, self.exchange)
         elif self._group is not None and self.exchange is not None:
-            scatter = DeviceReduceScatter(self._inside, number, self._group, self.exchange)
+            scatter = DeviceReduceScatter(self._inside, layout, self._group, self.exchange)
         # FSDP2's base classes of these have no public names.
         if gather is not None:
             unit.set_custom_all_gather(cast(Any, gather))
         if scatter is not None:
             unit.set_custom_reduce_scatter(cast(Any, scatter))
-        return number
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks, in the group, whose parts this one brings to an exchange."""
+        if self._group is None:
+            return (self._communicator.rank,)
+        return self._group.owners
 
     @property
     def shared_bytes(self) -> int:
@@ -248,13 +276,17 @@ class _MeanOverReplicas:
             if better in names:
                 self.name = better
         self._algorithm = communicator.algorithm(self.name, compression)
-        self.exchange = getattr(self._algorithm, "exchange", None)
+        exchange = getattr(self._algorithm, "exchange", None)
+        self.feedback: ErrorFeedback | None = getattr(exchange, "feedback", None)
+        self.members = communicator.topology.num_nodes
+        if communicator.flattens(self.name, compression):
+            self.members = communicator.world_size
 
-    def hook(self, unit: int) -> Callable[[Tensor], None]:
-        """What FSDP2 calls with the gradients of unit number ``unit``, flat, after its reduce-scatter."""
+    def hook(self, layout: UnitLayout, owner: int) -> Callable[[Tensor], None]:
+        """What FSDP2 calls with the part of a unit's gradients that is ``owner``'s, flat, after its reduce-scatter."""
 
         def all_reduce(gradients: Tensor) -> None:
-            self._algorithm.all_reduce(gradients, Layout.flat(gradients.numel(), unit)).wait()
+            self._algorithm.all_reduce(gradients, layout.reduced([owner], gradients.numel())).wait()
 
         return all_reduce
 

@@ -27,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.communication.buckets import Layout, sum_dtype
+from lightning_smddp.communication.buckets import sum_dtype
 from lightning_smddp.communication.inter_node import ScatterExchange
 from lightning_smddp.communication.intra_node import IntraNodeGroup
 from lightning_smddp.communication.shared_memory import add_up
 from lightning_smddp.communication.shared_segments import GATHER, REDUCE, SharedSegments
 from lightning_smddp.communication.topology import Topology
+from lightning_smddp.communication.unit_layouts import UnitLayout
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
@@ -131,13 +132,13 @@ class SharedReduceScatter:
 
     Args:
         segments: of this node.
-        unit: the unit's number, the same on all ranks.
+        unit: what it consists of.
         group: the ranks among which the unit's parameters are sharded.
         exchange: between the nodes; None on one node.
     """
 
     def __init__(
-        self, segments: SharedSegments, unit: int, group: ShardGroup, exchange: ScatterExchange | None = None
+        self, segments: SharedSegments, unit: UnitLayout, group: ShardGroup, exchange: ScatterExchange | None = None
     ) -> None:
         self._segments, self._unit, self._group, self._exchange = segments, unit, group, exchange
         self._parts: Tensor | None = None  # between `allocate` and the call: a row of bytes for each rank of the node
@@ -150,7 +151,7 @@ class SharedReduceScatter:
             return torch.empty(tuple(size), dtype=dtype)
         mesh = self._segments.mesh
         row = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._parts = self._segments.lend(self._unit, row * mesh.size).view(mesh.size, row)
+        self._parts = self._segments.lend(self._unit.number, row * mesh.size).view(mesh.size, row)
         self._numel = numel
         return self._parts[mesh.rank, : numel * dtype.itemsize].view(dtype).view(tuple(size))
 
@@ -167,7 +168,7 @@ class SharedReduceScatter:
         parts, self._parts = self._parts, None
         if parts is None or parts[self._segments.mesh.rank].data_ptr() != input_tensor.data_ptr():
             raise RuntimeError(f"FSDP2 reduces gradients in {_OTHER_MEMORY}")
-        self._segments.begin(REDUCE, self._unit, input_tensor.nbytes)
+        self._segments.begin(REDUCE, self._unit.number, input_tensor.nbytes)
         self._segments.finish_all()
         owners, output, sums = self._group.owners, output_tensor.view(-1), output_tensor.view(1, -1)
         if self._exchange is not None:
@@ -178,7 +179,7 @@ class SharedReduceScatter:
             slices = [part[low : low + output.nbytes].view(output.dtype) for part in parts]
             _reduce(slices, total, factor)
         if self._exchange is not None:
-            self._exchange.reduce(sums, output, Layout.flat(sums.numel(), self._unit))
+            self._exchange.reduce(sums, output, self._unit.reduced(owners, output.numel()))
 
 
 class DeviceReduceScatter:
@@ -186,12 +187,14 @@ class DeviceReduceScatter:
 
     Args:
         inside: the ranks of this node.
-        unit: the unit's number, the same on all ranks.
+        unit: what it consists of.
         group: the ranks among which the unit's parameters are sharded.
         exchange: between the nodes.
     """
 
-    def __init__(self, inside: IntraNodeGroup | None, unit: int, group: ShardGroup, exchange: ScatterExchange) -> None:
+    def __init__(
+        self, inside: IntraNodeGroup | None, unit: UnitLayout, group: ShardGroup, exchange: ScatterExchange
+    ) -> None:
         self._inside, self._unit, self._group, self._exchange = inside, unit, group, exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -218,7 +221,8 @@ class DeviceReduceScatter:
             sums = by_shard.mul_(factor)
         else:
             sums = self._inside.reduce_scatter(by_shard, None, factor, self._inside.bounds(by_shard.numel()))
-        self._exchange.reduce(sums.view(len(nodes), -1), output, Layout.flat(sums.numel(), self._unit))
+        layout = self._unit.reduced(self._group.owners, output.numel())
+        self._exchange.reduce(sums.view(len(nodes), -1), output, layout)
 
 
 class _Gathering(dist.Work):

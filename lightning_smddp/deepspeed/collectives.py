@@ -33,6 +33,7 @@ from lightning_smddp.communication.inter_node import ScatterExchange
 from lightning_smddp.communication.shared_segments import SharedSegments
 from lightning_smddp.communication.topology import Topology
 from lightning_smddp.communication.unit_collectives import ShardGroup, SharedAllGather, SharedReduceScatter
+from lightning_smddp.communication.unit_layouts import UnitLayout
 
 _MIN_ELEMENTS = 2**12  # less costs the same either way
 _NAMES = ["ZeRO's parameters", "ZeRO's gradients"]  # of the two kinds of segments, for messages
@@ -71,7 +72,8 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         group = ShardGroup(self._ranks, communicator.topology, partners)
         self._segments = SharedSegments(communicator.node_mesh, _NAMES, communicator.on_wait)
         self._gather = SharedAllGather(self._segments, 0, group)
-        self._scatter = SharedReduceScatter(self._segments, 1, group, exchange)
+        nameless = UnitLayout(1, len(self._ranks), tuple)  # nothing is remembered of what is reduced
+        self._scatter = SharedReduceScatter(self._segments, nameless, group, exchange)
 
     def describe(self) -> str:
         """How gradients and parameters travel."""

@@ -71,6 +71,7 @@ class TrainerStrategy(_Base):
         self._reliability = reliability
         self._resume = resume
         self._session = GradientCommunication(gradients)
+        self._last_compression_state: Mapping[str, Mapping[str, Tensor]] = {}
         self._exact_resume = ExactResume()
         self._supervision = RunSupervision(self)
         self._checks = SanityChecks(self)
@@ -247,6 +248,7 @@ class TrainerStrategy(_Base):
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
         self._exact_resume.close()
+        self._keep_compression_state()
         self._release_model()
         self._session.close()
         self._sagemaker.end()
@@ -255,6 +257,15 @@ class TrainerStrategy(_Base):
             self._tear_down_model()
         finally:
             self._supervision.let_go()
+
+    def _keep_compression_state(self) -> None:
+        """Of a run that ends, for what is saved behind it. Collective."""
+        module = self.lightning_module
+        if self._session.options.compression is None or module is None or module.trainer.state.fn != "fit":
+            return
+        self._last_compression_state = {}
+        if not self._interrupted:
+            self._last_compression_state = self._compression_state()
 
     # ---- checkpoints ----
 
@@ -282,7 +293,7 @@ class TrainerStrategy(_Base):
         self._exact_resume.add_to(checkpoint, self._decisions())
         compresses = self._session.options.compression is not None
         if compresses and "optimizer_states" in checkpoint and not self._interrupted:
-            state = self._compression_state()
+            state = self._compression_state() or self._last_compression_state
             if state:
                 checkpoint[COMPRESSION_KEY] = state
         with self._supervision.saves():

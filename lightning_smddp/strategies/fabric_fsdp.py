@@ -387,6 +387,20 @@ class FabricFullyShardedParallel(FabricStrategy):
         with self._all_divided():
             return gathered_optimizer(optimizer.state_dict(), self._keepers, self.root_device)
 
+    def communication_state(self) -> dict[str, dict[str, Tensor]]:
+        """What compression remembers of the module set up last, on global rank 0; elsewhere empty. Collective."""
+        memory = self._modules[-1].collectives.memory if self._modules else None
+        if memory is None:
+            return {}
+        state = memory.state_dict(self.global_rank == 0)
+        return {"error_feedback": state} if state else {}
+
+    def load_communication_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Continue from a saved :meth:`communication_state`, which each rank gives."""
+        memory = self._modules[-1].collectives.memory if self._modules else None
+        if memory is not None:
+            memory.load_state_dict(state.get("error_feedback", {}))
+
     # ---- the end ----
 
     def teardown(self) -> None:

@@ -24,6 +24,7 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
+from lightning_smddp.communication.unit_memory import UnitMemory
 from lightning_smddp.pipeline.gradients.clipping import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.state.full_state import broadcast_initial
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
@@ -41,7 +42,7 @@ from lightning_smddp.sharding.whole_states import (
     gathered_optimizer,
 )
 from lightning_smddp.sharding.whole_view import WholeView
-from lightning_smddp.strategies.base import TrainerStrategy
+from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
 from lightning_smddp.strategies.dividing import AverageWatch, Place, Sharding, ShardingOptions, divide, make_whole
 from lightning_smddp.strategies.fsdp_checks import (
     require_optimizers_of_module,
@@ -401,12 +402,22 @@ class FullyShardedParallel(TrainerStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             plain = _plain(optimizer)  # Lightning would move all to the GPU, offloaded or not
             plain.load_state_dict(divided_optimizer_state(self._optimized(plain), state))
-        if self._collectives is not None and self._collectives.remembers and self.is_global_zero:
-            warnings.warn(
-                "The run is not continued exactly: what compression of gradients has lost is not in checkpoints of "
-                "strategy='smddp_fsdp', and begins with nothing.",
-                stacklevel=2,
-            )
+        if self._memory is not None:
+            state = checkpoint.get(COMPRESSION_KEY, {})
+            self._memory.load_state_dict(state.get("error_feedback", {}))
+
+    @property
+    def _memory(self) -> UnitMemory | None:
+        if self._collectives is None:
+            return None
+        return self._collectives.memory
+
+    @override
+    def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        if self._memory is None:
+            return {}
+        state = self._memory.state_dict(self.is_global_zero)
+        return {"error_feedback": state} if state else {}
 
     @override
     def _can_save(self, filepath: Any) -> bool:

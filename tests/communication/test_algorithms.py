@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -286,6 +287,28 @@ def test_a_dead_rank_is_an_error_not_a_wrong_mean(name: str) -> None:
         run_ranks(die_in_an_all_reduce, 2, name, node_ids=nodes)
     assert "SIGKILL" in caught.value.tracebacks[1]
     assert "noticed:" in caught.value.tracebacks[0]
+
+
+def let_go_of_while_under_way() -> bool:
+    """Whether the backend's thread would be the last one to hold the group."""
+    communicator, apart = communicate(), dist.new_group()
+    native, tensor = Native(communicator.group), torch.ones(3)
+    held = weakref.ref(native)
+    if dist.get_rank() == 1:
+        dist.barrier(apart)  # till then the other rank's is under way
+    future = native.all_reduce(tensor, Layout.flat(3))
+    del native
+    is_held = held() is not None
+    if dist.get_rank() == 0:
+        assert not future.done()
+        dist.barrier(apart)
+    future.wait()
+    communicator.close()
+    return is_held
+
+
+def test_what_follows_a_collective_does_not_hold_its_group() -> None:
+    assert run_ranks(let_go_of_while_under_way, 2) == [False, False]
 
 
 def test_native_passes_a_failed_collective_on() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,6 @@ def pipelined() -> Any:
 MODELS = {"adam": Tied, "momentum": Momentum, "in a row": InRow}
 STRATEGIES = {
     "smddp_pipeline": pipelined,
-    "compressed": lambda: fully_sharded(compression="bf16"),
     "smddp": lambda: silent(find_unused_parameters=True),
     "smddp_fsdp": fully_sharded,
     "sharded": lambda: fully_sharded(sharding="grad_op"),
@@ -127,22 +125,6 @@ def test_training_goes_on_in_a_pipeline_and_back(tmp_path):
     (alone,) = in_one_start(1, ("auto", "in a row", 2, divided))
     assert_equal(in_pipeline, alone, tolerance=1e-5)
     assert_equal(back, as_back, tolerance=1e-5)
-
-
-def resume_compressed(folder: str) -> list[str]:
-    path = str(Path(folder) / "first.ckpt")
-    fit_some("compressed", "in a row", 1, save=path)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit_some("compressed", "in a row", 2, path)
-    return [str(warning.message) for warning in caught]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "loses"), [("ab", True), ("aa", False)])
-def test_what_compression_remembers_is_missed(nodes, loses, tmp_path):
-    said = run_trainer_ranks(resume_compressed, 2, str(tmp_path), node_ids=list(nodes))
-    assert [any("what compression of gradients has lost" in text for text in texts) for texts in said] == [loses, False]
 
 
 class Evaluated(Learner):
