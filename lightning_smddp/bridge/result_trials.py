@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.bridge.capture import StepCapture
-from lightning_smddp.bridge.logged_values import is_loss, learn_rules
+from lightning_smddp.bridge.logged_values import Rule, is_loss, learn_rules
 from lightning_smddp.bridge.step_attributes import learn_steps
 from lightning_smddp.bridge.step_results import KeptState, Observed
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -80,18 +80,19 @@ class Findings:
         """
         found = replace(self, rules=dict(self.rules), doubts=dict(self.doubts), differences=dict(self.differences))
         for name, rule in earlier.rules.items():
-            before = now = earlier.doubts.get(name, [rule])
+            before = now = earlier._possible(name)
             if name in self.rules:
-                now = self.doubts.get(name, [self.rules[name]])
+                now = self._possible(name)
             both = [one for one in before if one in now]
             if not both:
                 found.differences[f"the logged {name!r}"] = (f"the {now[0]} of parts", f"not their {rule}, as before,")
             found.rules[name] = rule
             if both and rule not in both:
                 found.rules[name] = both[0]
-            found.doubts.pop(name, None)
-            if len(both) > 1:
-                found.doubts[name] = both
+            doubted = [*earlier.doubts.get(name, ()), *found.doubts.pop(name, ())]
+            doubts = [one for one in both if one in doubted]
+            if len(doubts) > 1:
+                found.doubts[name] = doubts
         known, new = ({tuple(path): dimension for path, dimension in one.joins} for one in (earlier, self))
         if any(known.get(path, dimension) != dimension for path, dimension in new.items()):
             found.differences[RETURNED] = ("put together in one way", "in another way")
@@ -99,6 +100,10 @@ class Findings:
         paths = [list(where) for where, _ in earlier.per_row]
         found.per_row = [*earlier.per_row, *(entry for entry in self.per_row if list(entry[0]) not in paths)]
         return found
+
+    def _possible(self, name: str) -> list[Rule]:
+        """The rules that explain a name's values, its own first, which doubts leave out where it is that of means."""
+        return list(dict.fromkeys([self.rules[name], *self.doubts.get(name, ())]))
 
     def teach(self, capture: StepCapture, key: Any) -> None:
         """Let ``capture`` combine results of the step ``key`` so."""
