@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -72,17 +73,30 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
             raise _LookedError
 
     environment = import_module(f"{package}.plugins.environments").LightningEnvironment()
-    trainer = import_module(package).Trainer(
-        strategy=Looks(torch.device("cpu")), precision=precision, plugins=[environment], **_QUIET
-    )
-    try:
-        trainer.fit(module, datamodule=datamodule)
-    except _LookedError:
-        return
+    with _without_remarks(package):
+        trainer = import_module(package).Trainer(
+            strategy=Looks(torch.device("cpu")), precision=precision, plugins=[environment], **_QUIET
+        )
+        try:
+            trainer.fit(module, datamodule=datamodule)
+        except _LookedError:
+            return
     raise UnplannableError(
         f"The train_dataloader of {type(module).__name__} gave no batch: nothing was traced. Give it data, or a "
         "datamodule that has some."
     )
+
+
+@contextmanager
+def _without_remarks(package: str) -> Iterator[None]:
+    """Lightning logs what it thinks of its own Trainer, which is nobody's here. Warnings stay."""
+    logger = logging.getLogger(package)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _package_of(module: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -226,12 +227,15 @@ def test_what_cannot_be_planned(make: Any, devices: int, memory: float, text: st
         lightning_smddp.plan(make(), devices, memory)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--devices", "1", "--memory", "1"]
+    remarks: list[str] = []  # of Lightning's Trainer, which is none that anybody trains with
+    monkeypatch.setattr(logging.Handler, "handle", lambda self, record: remarks.append(record.getMessage()))
     assert main(["plan", f"{MODULES}:make", "--kwargs", '{"width": 8}', *arguments]) == 0
     printed = capsys.readouterr().out
     assert "Small on 1 rank of 1 GiB" in printed
     assert printed.splitlines()[-1].startswith("Trainer(strategy=")
+    assert remarks == []
     assert main(["plan", f"{MODULES}:WithoutData", "--datamodule", f"{MODULES}:Data", *arguments]) == 0
     assert main(["plan", f"{MODULES}:Small", "--devices", "1", "--memory", "1e-9"]) == 1
     assert "No strategy fits" in capsys.readouterr().out
