@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from lightning_smddp.pipeline.partition.mesh import PipelineMesh
 from lightning_smddp.pipeline.partition.splitter import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
 from lightning_smddp.strategies.option_checks import is_positive, require_bools
-from lightning_smddp.strategies.options import GradientOptions
+from lightning_smddp.strategies.options import FromDDP, GradientOptions
 from lightning_smddp.wording import counted
 
 FALLBACKS = ("replicate", "error")
 
 
-class AsDataParallel(TypedDict, total=False):
-    """Arguments of ``SMDDPStrategy``, many of them ``DDPStrategy``'s, that a pipeline has as well, by name."""
+class AsDataParallel(FromDDP, total=False):
+    """Arguments of ``SMDDPStrategy`` that a pipeline has as well, by name."""
 
-    accelerator: Any
-    parallel_devices: Any
-    cluster_environment: Any
-    checkpoint_io: Any
-    precision_plugin: Any
-    process_group_backend: str | None
-    timeout: timedelta | None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"]
     bucket_cap_mb: float | None
     shard: Literal["optimizer"] | None
 

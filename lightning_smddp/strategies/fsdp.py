@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,7 @@ from lightning_smddp.strategies.option_checks import OptionGroups, by_name, grou
 from lightning_smddp.strategies.options import (
     GROUPS,
     CommunicationOptions,
+    FromDDP,
     GradientOptions,
     ReliabilityOptions,
     require_resume,
@@ -73,17 +74,9 @@ _STEP_CONTEXTS = {
 }
 
 
-class FromDDP(TypedDict, total=False):
-    """Arguments of ``DDPStrategy``, and one of ``FSDPStrategy``, that this strategy has as well, by name."""
+class FromFSDP(FromDDP, total=False):
+    """And an argument of ``FSDPStrategy``."""
 
-    accelerator: Any
-    parallel_devices: Any
-    cluster_environment: Any
-    checkpoint_io: Any
-    precision_plugin: Any
-    process_group_backend: str | None
-    timeout: timedelta | None
-    start_method: Literal["popen", "spawn", "fork", "forkserver"]
     cpu_offload: bool
 
 
@@ -135,9 +128,9 @@ class FullyShardedParallel(TrainerStrategy):
         communication: CommunicationOptions = CommunicationOptions(),
         resume: Literal["auto", "never"] | None = None,
         reliability: ReliabilityOptions = ReliabilityOptions(),
-        **kwargs: Unpack[FromDDP],
+        **kwargs: Unpack[FromFSDP],
     ) -> None:
-        require_known_to_pipeline(self, kwargs, FromDDP.__annotations__, self._option_groups)
+        require_known_to_pipeline(self, kwargs, FromFSDP.__annotations__, self._option_groups)
         require_resume(resume)
         sharding_options = ShardingOptions(sharding, shard_size, wrap, meta_init, kwargs.pop("cpu_offload", False))
         reliability = group_of("reliability", ReliabilityOptions, reliability)

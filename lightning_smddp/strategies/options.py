@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from lightning_smddp.communication.algorithms import NAMES
 from lightning_smddp.communication.autotune import default_cache
@@ -17,6 +17,19 @@ from lightning_smddp.communication.compression import Compression
 from lightning_smddp.strategies.option_checks import OptionGroups, duration, group_of, is_positive, require_bools
 
 OnNonfinite = Literal["error", "skip", "ignore"]
+
+
+class FromDDP(TypedDict, total=False):
+    """Arguments of Lightning's ``DDPStrategy`` that strategies of other classes have as well, by name."""
+
+    accelerator: Any
+    parallel_devices: Any
+    cluster_environment: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+    process_group_backend: str | None
+    timeout: timedelta | None
+    start_method: Literal["popen", "spawn", "fork", "forkserver"]
 
 
 @dataclass(frozen=True)
