@@ -227,7 +227,7 @@ def test_pipeline_arguments_are_the_signature() -> None:
 def test_arguments_of_full_sharding_are_the_signature() -> None:
     parameters = inspect.signature(SMDDPFSDPStrategy.__init__).parameters.values()
     found = documented("## Full sharding")
-    assert list(found) == [*defaults_of(parameters), *fsdp.FromDDP.__annotations__]
+    assert list(found) == [*defaults_of(parameters), *fsdp.FromFSDP.__annotations__]
     own = {name: text for name, text in found.items() if not text.startswith("as of")}
     assert own.items() <= defaults_of(parameters).items()
     of_fabric = defaults_of(inspect.signature(SMDDPFabricFSDPStrategy.__init__).parameters.values())

@@ -73,7 +73,7 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
             raise _LookedError
 
     environment = import_module(f"{package}.plugins.environments").LightningEnvironment()
-    with _without_remarks(package):
+    with _without_remarks():
         trainer = import_module(package).Trainer(
             strategy=Looks(torch.device("cpu")), precision=precision, plugins=[environment], **_QUIET
         )
@@ -88,15 +88,18 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
 
 
 @contextmanager
-def _without_remarks(package: str) -> Iterator[None]:
+def _without_remarks() -> Iterator[None]:
     """Lightning logs what it thinks of its own Trainer, which is nobody's here. Warnings stay."""
-    logger = logging.getLogger(package)
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+    # With both packages in a process, the one that came last logs for the other one, too.
+    loggers = [logging.getLogger(package) for package in ("lightning.pytorch", "pytorch_lightning")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _package_of(module: Any) -> str:
