@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net
 from tests.strategies.test_late_tails import SOMETHING_ELSE, told
 
@@ -131,19 +130,14 @@ class Weighted(nn.Module):
 CASES = {
     "annealed": functools.partial(told, model=Annealed, expected=SOMETHING_ELSE),
     "between modules": functools.partial(told, model=Between, expected=SOMETHING_ELSE),
-    "in a loop": functools.partial(told, model=InALoop, expected=SOMETHING_ELSE),
-    "given to a module": functools.partial(told, model=GivenToAModule, expected=SOMETHING_ELSE),
     "kept by a module": functools.partial(told, model=KeptByAModule, expected=SOMETHING_ELSE),
-    "kept in a buffer": functools.partial(told, model=KeptInABuffer, expected=SOMETHING_ELSE),
     "annealed, a mean": functools.partial(told, model=AnnealedMean, expected=""),
 }
-TWO = Matrix(list(CASES.values()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_equals_one_process(case: Case) -> None:
-    TWO.compare(case)
+MORE_CASES = {
+    "in a loop": functools.partial(told, model=InALoop, expected=SOMETHING_ELSE),
+    "given to a module": functools.partial(told, model=GivenToAModule, expected=SOMETHING_ELSE),
+    "kept in a buffer": functools.partial(told, model=KeptInABuffer, expected=SOMETHING_ELSE),
+}
 
 
 class Hidden(Net):
@@ -181,7 +175,7 @@ def told_late(bench: Bench) -> list[str]:
 
 @pytest.mark.slow
 def test_what_nobody_sees_shows_in_a_trial_of_its_own() -> None:
-    first, second = run_trainer_ranks(told_late, 2, Bench({}))
+    first, second = TWO.results(told_late)
     assert len(first) == 1
     assert first[0].startswith("At batch 0 of epoch 1")
     assert "From here on each batch runs as one micro-batch" in first[0]
@@ -196,10 +190,25 @@ class Normed(Net):
         self.net.insert(1, nn.BatchNorm1d(16))
 
 
-def told_of_norms() -> None:
-    told(Bench({"num_microbatches": 2}), Normed, "it changes the buffers")
+def told_of_norms(bench: Bench) -> None:
+    told(bench, Normed, "it changes the buffers", {"num_microbatches": 2})
+
+
+TWO, MORE = Matrix([*CASES.values(), told_late, told_of_norms]), Matrix(list(MORE_CASES.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_equals_one_process(case: Case) -> None:
+    TWO.compare(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_CASES.values(), ids=list(MORE_CASES))
+def test_more_equal_one_process(case: Case) -> None:
+    MORE.compare(case)
 
 
 @pytest.mark.slow
 def test_batch_norm_is_no_loss_that_changes() -> None:
-    run_trainer_ranks(told_of_norms, 2)
+    assert TWO.results(told_of_norms) == [None, None]  # told as it expects

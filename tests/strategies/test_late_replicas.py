@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import samples
-from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net
+from tests.strategies.pipeline_learners import Bench, Matrix, Net
 from tests.strategies.test_late_numbers import Asking
 from tests.strategies.test_late_tails import SOMETHING_ELSE
 
@@ -69,16 +68,16 @@ class Hidden(Half):
         return self.last(self.net(batch[0]), batch[1])
 
 
-def refused(**options: Any) -> str:
+def refused(bench: Bench) -> str:
     with pytest.raises(RuntimeError) as caught:
-        Bench(REPLICAS).fit(Odd(), {"num_microbatches": "auto"}, max_epochs=2, **options)
+        bench.fit(Odd(), {**REPLICAS, "num_microbatches": "auto"}, max_epochs=2)
     return str(caught.value)
 
 
-def hidden() -> list[str]:
+def hidden(bench: Bench) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Bench(REPLICAS).fit(Hidden(), max_epochs=2)
+        bench.fit(Hidden(), REPLICAS, max_epochs=2)
     return [str(warning.message) for warning in caught if "the loss is another than" in str(warning.message)]
 
 
@@ -86,26 +85,30 @@ def fitting(bench: Bench, **options: Any) -> Any:
     return bench.fit(OddMean(), REPLICAS, max_epochs=2, **options)
 
 
-CASES = [functools.partial(fitting), functools.partial(fitting, accumulate_grad_batches=2)]
-FOUR = Matrix(CASES, 4)
+ACCUMULATED = functools.partial(fitting, accumulate_grad_batches=2)
+FOUR, MORE = Matrix([ACCUMULATED, hidden, refused], 4), Matrix([fitting], 4)
 
 
 @pytest.mark.slow
 def test_a_part_that_shows_in_gradients_alone_ends_the_run() -> None:
-    messages = run_trainer_ranks(refused, 4)
+    messages = FOUR.results(refused)
     assert any(SOMETHING_ELSE in message and "of its size" in message for message in messages)
     assert any("`ckpt_path`" in message for message in messages)
 
 
 @pytest.mark.slow
 def test_all_replicas_go_on_alike() -> None:
-    first, *others = run_trainer_ranks(hidden, 4)
+    first, *others = FOUR.results(hidden)
     assert len(first) == 1
     assert "From here on each batch runs as one micro-batch" in first[0]
     assert not any(others)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=["each batch", "accumulated"])
-def test_equals_one_process(case: Case) -> None:
-    FOUR.compare(case)
+def test_equals_one_process() -> None:
+    FOUR.compare(ACCUMULATED)
+
+
+@pytest.mark.exhaustive
+def test_equals_one_process_in_each_batch() -> None:
+    MORE.compare(fitting)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.ranks import run_trainer_ranks
 from tests.strategies.pipeline_learners import Bench, Case, Matrix, Net
 
 
@@ -141,20 +140,31 @@ def told(bench: Bench, model: Callable[[], Net], expected: str, pipeline: Any = 
 SOMETHING_ELSE = "does something else than in the first batch"
 CASES = {
     "spreading": functools.partial(told, model=Spreading, expected=SOMETHING_ELSE),
-    "summing": functools.partial(told, model=Summing, expected=SOMETHING_ELSE),
     "accumulating": functools.partial(told, model=Accumulating, expected=SOMETHING_ELSE, accumulate_grad_batches=2),
-    "harmless": functools.partial(told, model=Harmless, expected=""),
     "harmless, accumulated": functools.partial(told, model=Harmless, expected="", accumulate_grad_batches=2),
-    "logging": functools.partial(told, model=Logging, expected=""),
     "logging more": functools.partial(told, model=LoggingSpread, expected="shows what parts of a batch do not make up"),
-    "logging once": functools.partial(told, model=LoggingOnce, expected="", accumulate_grad_batches=2),
     "calling again": functools.partial(told, model=CallingAgain, expected="is run as a whole on every rank"),
+}
+MORE_CASES = {
+    "summing": functools.partial(told, model=Summing, expected=SOMETHING_ELSE),
+    "harmless": functools.partial(told, model=Harmless, expected=""),
+    "logging": functools.partial(told, model=Logging, expected=""),
+    "logging once": functools.partial(told, model=LoggingOnce, expected="", accumulate_grad_batches=2),
     "differentiating": functools.partial(told, model=Differentiating, expected="is run as a whole on every rank"),
     "differentiating, where weights are looked at": functools.partial(
         told, model=functools.partial(Differentiating, count=32), expected="is run as a whole on every rank"
     ),
 }
-TWO = Matrix(list(CASES.values()))
+
+
+def refused_late(bench: Bench) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        bench.fit(SummingLate(), max_epochs=1, accumulate_grad_batches=2)
+    return str(caught.value)
+
+
+TWO = Matrix([*CASES.values(), refused_late])
+MORE = Matrix(list(MORE_CASES.values()))
 
 
 @pytest.mark.slow
@@ -163,14 +173,14 @@ def test_equals_one_process(case: Case) -> None:
     TWO.compare(case)
 
 
-def refused_late() -> str:
-    with pytest.raises(RuntimeError) as caught:
-        Bench({}).fit(SummingLate(), max_epochs=1, accumulate_grad_batches=2)
-    return str(caught.value)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_CASES.values(), ids=list(MORE_CASES))
+def test_more_equal_one_process(case: Case) -> None:
+    MORE.compare(case)
 
 
 @pytest.mark.slow
 def test_a_batch_that_counts_already_ends_the_run_with_a_cure() -> None:
-    for message in run_trainer_ranks(refused_late, 2):
+    for message in TWO.results(refused_late):
         assert SOMETHING_ELSE in message
         assert "`ckpt_path`" in message

@@ -131,22 +131,21 @@ def time_by_hook(bench: Bench) -> Any:
     return bench.fit(ByHook(), {"num_microbatches": 2})
 
 
-TIMES = [
-    time_by_loader,
-    time_with_the_number_of_rows,
-    time_as_long_as_rows,
-    time_without_batch_size,
-    time_predicted,
-    time_without_order,
-    time_by_hook,
-]
-TWO = Matrix(TIMES)
+TIMES = [time_by_loader, time_as_long_as_rows, time_predicted, time_without_order, time_by_hook]
+MORE_TIMES = [time_with_the_number_of_rows, time_without_batch_size]
+TWO, MORE = Matrix(TIMES), Matrix(MORE_TIMES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", TIMES, ids=name_of)
 def test_time_is_never_cut(case: Case) -> None:
     TWO.compare(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_TIMES, ids=name_of)
+def test_time_is_never_cut_elsewhere(case: Case) -> None:
+    MORE.compare(case)
 
 
 # ---- objects ----
@@ -344,24 +343,21 @@ def flagged(bench: Bench) -> Any:
     return bench.fit(Flagged())
 
 
-OBJECTS = [
-    graphs,
-    opaque,
-    opaque_told,
-    opaque_cut_by_argument,
-    packed,
-    detection,
-    two_loaders,
-    rollouts,
-    flagged,
-]
-OBJECTS_ON_TWO = Matrix(OBJECTS)
+OBJECTS = [graphs, opaque, opaque_cut_by_argument, packed, detection, two_loaders]
+MORE_OBJECTS = [opaque_told, rollouts, flagged]
+OBJECTS_ON_TWO, MORE_ON_TWO = Matrix(OBJECTS), Matrix(MORE_OBJECTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", OBJECTS, ids=name_of)
 def test_batches_of_any_kind(case: Case) -> None:
     OBJECTS_ON_TWO.compare(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_OBJECTS, ids=name_of)
+def test_batches_of_more_kinds(case: Case) -> None:
+    MORE_ON_TWO.compare(case)
 
 
 # ---- what is said ----

@@ -374,16 +374,24 @@ def unseen(bench: Bench) -> Any:
 
 
 CASES: list[Case] = [
-    manual, gan, penalty, functools.partial(momentum, rebinds=True), functools.partial(momentum, rebinds=False),
-    momentum_in_a_module, queue, rebound_buffer, center, carried, counted,
-    functools.partial(mined, by_module=False), functools.partial(mined, by_module=True), closures, unseen,
+    manual, gan, penalty, functools.partial(momentum, rebinds=True), momentum_in_a_module, queue, carried, counted,
+    functools.partial(mined, by_module=True), closures, unseen,
 ]  # fmt: skip
-ONE = Matrix(CASES)
+MORE_CASES: list[Case] = [
+    functools.partial(momentum, rebinds=False), rebound_buffer, center, functools.partial(mined, by_module=False),
+]  # fmt: skip
+ONE, MORE = Matrix(CASES), Matrix(MORE_CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_as_in_one_process(case: Case) -> None:
     ONE.compare(case, tolerance=0.0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
+def test_more_as_in_one_process(case: Case) -> None:
+    MORE.compare(case, tolerance=0.0)
 
 
 # ---- from the middle of a run on ----
@@ -502,8 +510,8 @@ def consolidated(bench: Bench) -> Any:
     return fit(bench, Consolidated(), max_epochs=3)
 
 
-LATE = [late_buffer, late_penalty, late_state, helped, consolidated]
-FROM_THE_MIDDLE = Matrix(LATE)
+LATE, MORE_LATE = [late_buffer, helped, consolidated], [late_penalty, late_state]
+FROM_THE_MIDDLE, MORE_FROM_THE_MIDDLE = Matrix(LATE), Matrix(MORE_LATE)
 
 
 @pytest.mark.slow
@@ -511,6 +519,13 @@ FROM_THE_MIDDLE = Matrix(LATE)
 @pytest.mark.parametrize("case", LATE, ids=name_of)
 def test_from_the_middle_of_a_run_on(case: Case) -> None:
     FROM_THE_MIDDLE.compare(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:The loss of:UserWarning")
+@pytest.mark.parametrize("case", MORE_LATE, ids=name_of)
+def test_more_from_the_middle_of_a_run_on(case: Case) -> None:
+    MORE_FROM_THE_MIDDLE.compare(case)
 
 
 # ---- what is said ----
@@ -590,10 +605,10 @@ def train_alike(strategy: str, size: int) -> list[Any]:
 
 
 REPLICATED: list[Any] = [
-    (Gan, {}),
-    (Center, {"gradient_clip_val": 0.2}),
-    (Occasional, {"accumulate_grad_batches": 2}),
-    (Gathered, {}),
+    (Gan, {"max_epochs": 1}),
+    (Center, {"gradient_clip_val": 0.2, "max_epochs": 1}),
+    (Occasional, {"accumulate_grad_batches": 2, "max_epochs": 1}),
+    (Gathered, {"max_epochs": 1}),
 ]
 
 
