@@ -45,7 +45,7 @@ class Decoder(nn.Module):
 
 def classifier() -> nn.Module:
     """With a buffer that training changes."""
-    hidden = [m for _ in range(4) for m in (nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh())]
+    hidden = [m for _ in range(2) for m in (nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh())]
     return nn.Sequential(nn.Linear(INPUTS, 16), *hidden, nn.Linear(16, CLASSES))
 
 

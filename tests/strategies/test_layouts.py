@@ -279,7 +279,7 @@ def test_checkpoint_callbacks(cases: Any) -> None:
     check_callbacks(directory / "callbacks", [callbacks for callbacks, *_ in results])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_checkpoint_callbacks_of_smddp(tmp_path: Path) -> None:
     check_callbacks(tmp_path, run_trainer_ranks(callbacks_case, 2, "smddp", str(tmp_path)))
 

@@ -172,21 +172,23 @@ def skips(name: str, options: dict[str, Any]) -> Any:
     return texts, strategy._checks.guard.skipped, model.bad_steps
 
 
-LEFT_OUT = Cases(
-    skips,
-    [
-        ("smddp", {}),
-        ("smddp", {"algorithm": "shared_memory"}),
-        ("pipeline", {"pipeline_parallel_size": 2}),
-        ("pipeline", {"pipeline_parallel_size": 1}),
-    ],
-)
+LEFT_OUT = Cases(skips, [("smddp", {"algorithm": "shared_memory"}), ("pipeline", {"pipeline_parallel_size": 2})])
+MORE_LEFT_OUT = Cases(skips, [("smddp", {}), ("pipeline", {"pipeline_parallel_size": 1})])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", LEFT_OUT.cases, ids=["smddp", "shared_memory", "stages", "replicas"])
+@pytest.mark.parametrize("case", LEFT_OUT.cases, ids=["shared_memory", "stages"])
 def test_a_step_is_left_out_on_all_ranks(case: Any) -> None:
-    first, second = LEFT_OUT.results(case)
+    check_what_was_left_out(*LEFT_OUT.results(case))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_LEFT_OUT.cases, ids=["native", "replicas"])
+def test_more_steps_are_left_out(case: Any) -> None:
+    check_what_was_left_out(*MORE_LEFT_OUT.results(case))
+
+
+def check_what_was_left_out(first: Any, second: Any) -> None:
     assert (len(first[0]), len(second[0])) == (1, 0)  # said once
     assert "on rank 1 (host" in first[0][0]
     assert first[1] == second[1] == 1
@@ -201,7 +203,7 @@ def ignores() -> int:
 
 def test_ignored_it_spreads() -> None:
     """What the option protects from."""
-    assert all(count > 0 for count in run_trainer_ranks(ignores, 2))
+    assert all(count > 0 for count in SEVERAL.results([ignores]))
 
 
 # ---- code of the user's between the backward pass and the step ----
@@ -243,10 +245,10 @@ class CleansAsCallback(Callback):
 CLEANING = [CleansAfterBackward, CleansBeforeStep, CleansInsteadOfClipping]
 
 
-def cleans(name: str, options: dict[str, Any]) -> list[dict[str, Tensor]]:
+def cleans(name: str, options: dict[str, Any], makes: Any = CLEANING) -> list[dict[str, Tensor]]:
     """Weights after training with code that cleans, which is not stopped."""
     found = []
-    for make in CLEANING:
+    for make in makes:
         model = make(1, float("nan"))
         make_trainer("ddp" if name == "ddp" else strategy_of(name, **options), **EPOCH).fit(model)
         found.append({key: value.clone() for key, value in model.state_dict().items()})
@@ -269,7 +271,7 @@ def test_gradients_are_looked_at_after_the_users_code_has_cleaned_them() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["error", pytest.param("skip", marks=pytest.mark.exhaustive)])
 def test_a_pipeline_looks_at_gradients_after_the_users_code_has_cleaned_them(mode: str) -> None:
-    for results in run_trainer_ranks(cleans, 2, "pipeline", {"on_nonfinite": mode}):
+    for results in run_trainer_ranks(cleans, 2, "pipeline", {"on_nonfinite": mode}, [CleansInsteadOfClipping]):
         for weights in results:
             assert all(bool(value.isfinite().all()) for value in weights.values())
 
@@ -281,7 +283,7 @@ def cleans_in_part() -> str:
 
 
 def test_what_the_users_code_leaves_is_named() -> None:
-    first, second = run_trainer_ranks(cleans_in_part, 2)
+    first, second = SEVERAL.results([cleans_in_part])
     assert first == second
     assert "on rank 1 (host" in first
     assert "net.2.bias (nan in 1 of 3 elements)" in first
@@ -356,9 +358,16 @@ def own_hook() -> str:
     return str(caught.value)
 
 
+def run(body: Callable[[], Any]) -> Any:
+    return body()
+
+
+SEVERAL = Cases(run, [[body] for body in (ignores, cleans_in_part, manual, own_hook)])
+
+
 @pytest.mark.parametrize("body", [manual, own_hook], ids=["manual optimization", "a hook of the user's"])
 def test_other_ways_to_train(body: Callable[[], str]) -> None:
-    first, second = run_trainer_ranks(body, 2)
+    first, second = SEVERAL.results([body])
     assert first == second
     assert "net.2.bias (nan in 1 of 3 elements)" in first
 

@@ -30,7 +30,7 @@ from tests.strategies.learners import (
     samples,
     silent,
 )
-from tests.strategies.pipeline_learners import Cases
+from tests.strategies.pipeline_learners import Cases, run_each
 
 # Lightning's advice on integers is no reason not to reduce them.
 pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning")
@@ -130,9 +130,11 @@ CASES = {
     "uneven-last-batch": Case(batch_size=5, count=46),
     "uneven-ranks": Case(count=47, single=None),  # the sampler repeats a sample
     "lightnings-sampler": Case(model=LightningsSampler, single=None),
-    "logging": Case(model=Logging, single=None),
+    "logging": Case(model=Logging, single=None),  # what comes out is tested below
 }
-_EVERYDAY = ("plain", "accumulation", "clip-norm", "bf16-mixed", "manual", "uneven-last-batch")
+_EVERYDAY = (
+    "plain", "accumulation", "clip-norm", "bf16-mixed", "manual", "unused", "uneven-last-batch", "lightnings-sampler",
+)  # fmt: skip
 
 
 def fit_case(name: str) -> list[Outcome]:
@@ -145,7 +147,7 @@ OTHERS = Cases(fit_case, [(name,) for name in CASES if name not in _EVERYDAY])
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in _EVERYDAY)) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in _EVERYDAY)) for name in CASES]
 )
 def test_equals_ddp_and_one_process(name: str) -> None:
     case, started = CASES[name], OTHERS
@@ -259,8 +261,7 @@ def evaluate(strategy: str) -> tuple[float, float, list[int], Outcome]:
 
 @pytest.mark.slow
 def test_validate_fit_test_predict_and_fit_again() -> None:
-    stock, ours = run_trainer_ranks(evaluate, 2, "ddp"), run_trainer_ranks(evaluate, 2, "smddp")
-    for (*expected, trained), (*actual, ours_trained) in zip(stock, ours, strict=True):
+    for (*expected, trained), (*actual, ours_trained) in run_trainer_ranks(run_each, 2, evaluate, [["ddp"], ["smddp"]]):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         assert_equal(ours_trained, trained)
         assert len(trained.losses) == 24
@@ -304,21 +305,30 @@ def fit_with_options(options: dict[str, Any]) -> tuple[Outcome, dict[str, Any]]:
 
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {"views": True, "static": False}),
     ({"gradient_as_bucket_view": False}, {"views": False}),
     ({"bucket_cap_mb": 3, "static_graph": True}, {"cap": 3 * 2**20, "static": True}),
-    ({"bucket_cap_mb": 0.001, "algorithm": "native"}, {"cap": 1048, "views": True}),
+    ({"bucket_cap_mb": 0.001, "find_unused_parameters": True}, {"cap": 1048, "views": True, "static": False}),
+]
+MORE_OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"views": True, "static": False}),
     ({"find_unused_parameters": True, "algorithm": "shared_memory"}, {"views": True}),
+    ({"algorithm": "native"}, {"views": True}),
     ({"algorithm": "hierarchical"}, {"views": True}),
     ({"algorithm": "balanced"}, {"views": True}),
 ]
-WITH_OPTIONS = Cases(fit_with_options, [(options,) for options, _ in OPTIONS])
+WITH_OPTIONS, WITH_MORE_OPTIONS = (
+    Cases(fit_with_options, [(options,) for options, _ in some]) for some in (OPTIONS, MORE_OPTIONS)
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "expected"), OPTIONS, ids=lambda value: "-".join(map(str, value)) or "defaults")
-def test_ddp_options(options: dict[str, Any], expected: dict[str, Any]) -> None:
-    (ours, seen), _ = WITH_OPTIONS.results((options,))
+@pytest.mark.parametrize(
+    ("started", "options", "expected"),
+    [(WITH_OPTIONS, *case) for case in OPTIONS]
+    + [pytest.param(WITH_MORE_OPTIONS, *case, marks=pytest.mark.exhaustive) for case in MORE_OPTIONS],
+)
+def test_ddp_options(started: Cases, options: dict[str, Any], expected: dict[str, Any]) -> None:
+    (ours, seen), _ = started.results((options,))
     (stock, _), _ = EVERYDAY.results(("plain",))
     assert_equal(ours, stock)
     assert {name: seen[name] for name in expected} == expected
