@@ -94,10 +94,10 @@ def fit_without_stdout(strategy: Any) -> tuple[int, str, str]:
     closed = io.StringIO()
     closed.close()
     with contextlib.redirect_stdout(Recursing()) as stdout:
-        trainer = make_trainer(strategy())
+        trainer = make_trainer(strategy(), max_steps=1)
         trainer.fit(Net())
         with contextlib.redirect_stdout(closed):
-            make_trainer(strategy()).fit(Net())
+            make_trainer(strategy(), max_steps=1).fit(Net())
         return trainer.global_step, stdout.rich_proxied_file.getvalue(), str(trainer.strategy.communication_report)
 
 
@@ -152,7 +152,8 @@ def test_plain_tables_fit_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def fit_then_validate() -> str:
-    trainer, model = make_trainer(PipelineStrategy(**grouped(check=False))), Evaluated()
+    short: Any = {"max_steps": 1, "limit_val_batches": 1, "limit_test_batches": 1}
+    trainer, model = make_trainer(PipelineStrategy(**grouped(check=False)), **short), Evaluated()
     with contextlib.redirect_stdout(io.StringIO()) as text:
         trainer.fit(model)
         trainer.validate(model)

@@ -103,20 +103,25 @@ def whole(bench: Bench) -> Any:
     return outcome(model._orig_mod, trainer)
 
 
-CASES = [function, modules, modules_checkpointed, outer, whole]
+CASES = [function, modules_checkpointed, outer, whole]
 
 
 def something_was_compiled(bench: Bench) -> Any:
     return len(_compilations) > 0
 
 
-TWO = Matrix([*CASES, something_was_compiled])
+TWO, KEPT = Matrix([*CASES, something_was_compiled]), Matrix([modules])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case) -> None:
     TWO.compare(case)
+
+
+@pytest.mark.exhaustive
+def test_without_checkpoints() -> None:
+    KEPT.compare(modules)
 
 
 @pytest.mark.slow

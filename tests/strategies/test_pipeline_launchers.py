@@ -17,6 +17,7 @@ from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learning, make_trainer
 from tests.strategies.pipeline_learners import Bench, Evaluated, assert_same, outcome
 
+SHORT = {"max_epochs": 1, "limit_val_batches": 2}
 # No import of lightning_smddp: the strategy is known by its name.
 SCRIPT = """
 import os
@@ -30,7 +31,7 @@ from tests.strategies.pipeline_learners import Evaluated
 
 if __name__ == "__main__":
     model = Evaluated()
-    trainer = Trainer(strategy={strategy!r}, devices=2, max_epochs=2, **QUIET)
+    trainer = Trainer(strategy={strategy!r}, devices=2, max_epochs=1, limit_val_batches=2, **QUIET)
     trainer.fit(model)
     metrics = {{name: float(value) for name, value in trainer.callback_metrics.items()}}
     torch.save((dict(model.state_dict()), metrics), os.path.join(sys.argv[1], f"rank{{trainer.global_rank}}.pt"))
@@ -48,7 +49,7 @@ def run_script(directory: Path, strategy: str, *launcher: str) -> str:
 
 
 def assert_learned(directory: Path, files: list[str]) -> None:
-    expected = Bench().fit(Evaluated())
+    expected = Bench().fit(Evaluated(), **SHORT)
     assert sorted(path.name for path in directory.glob("*.pt")) == files
     for name in files:
         weights, metrics = torch.load(directory / name)
@@ -109,7 +110,7 @@ strategy:
 def fit_with_cli(config: str, path: str) -> tuple[dict[str, Any], Any]:
     from lightning.pytorch.cli import LightningCLI
 
-    trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, "logger": False, "enable_checkpointing": False}
+    trainer = {"accelerator": "cpu", "devices": 2, **SHORT, "logger": False, "enable_checkpointing": False}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     rank_path = Path(f"{path}.{os.environ['RANK']}")
     rank_path.write_text(yaml.safe_dump({"trainer": {**trainer, **quiet, **yaml.safe_load(config)}}))
@@ -119,10 +120,12 @@ def fit_with_cli(config: str, path: str) -> tuple[dict[str, Any], Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [BY_NAME, BY_CLASS], ids=["name", "class"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(BY_NAME, marks=pytest.mark.exhaustive), BY_CLASS], ids=["name", "class"]
+)
 def test_cli(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # it warns of Lightning's use of it
-    expected = Bench().fit(Evaluated())
+    expected = Bench().fit(Evaluated(), **SHORT)
     for result, options in run_trainer_ranks(fit_with_cli, 2, config, str(tmp_path / "config.yaml")):
         assert_same(result, expected)
         if config is BY_CLASS:
@@ -157,7 +160,7 @@ def fit_with_pytorch_lightning(strategy: str) -> Any:
 
             return DataLoader(samples(30), batch_size=8)
 
-    trainer = make_trainer(strategy, pytorch_lightning.Trainer)
+    trainer = make_trainer(strategy, pytorch_lightning.Trainer, max_epochs=1)
     if strategy != "auto":
         assert type(trainer.strategy).__module__ == "lightning_smddp.strategies.pytorch_lightning"
     model = Other()

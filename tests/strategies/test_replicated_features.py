@@ -37,18 +37,21 @@ class EvaluatedPenalty(Penalty, Evaluated):
     """A gradient penalty, and the other three steps."""
 
 
+SHORT = {"limit_val_batches": 1}
+
 # ---- checkpoints ----
 
 
 def resumed(bench: Bench, make: Callable[[], Net], sharded: bool, **options: Any) -> Any:
     """Stopped in the middle of an epoch and gone on with, against one process that went through."""
     if bench.pipeline is None:
-        return _of_resumed(fit(bench, make(), max_epochs=3, **options))
+        return _of_resumed(fit(bench, make(), max_epochs=3, **SHORT, **options))
     pipeline = {"sharded": sharded}
     saving = ModelCheckpoint(f"{bench.directory}-{sharded}-{make.__name__}", save_last=True, every_n_train_steps=1)
     callbacks = {"enable_checkpointing": True, "callbacks": [saving]}
-    fit(bench, make(), pipeline=pipeline, max_steps=7 if options else 8, max_epochs=-1, **callbacks, **options)
-    model, trainer = make(), bench.trainer(pipeline, max_epochs=3, **options)
+    steps: dict[str, Any] = {"max_steps": 7 if options else 8, "max_epochs": -1, **SHORT}
+    fit(bench, make(), pipeline=pipeline, **steps, **callbacks, **options)
+    model, trainer = make(), bench.trainer(pipeline, max_epochs=3, **SHORT, **options)
     trainer.fit(model, ckpt_path=saving.last_model_path)
     return _of_resumed(outcome(model, trainer))
 
@@ -58,14 +61,14 @@ def _of_resumed(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def resumed_runs(bench: Bench) -> Any:
-    """With dropout, with a queue, and between two batches whose gradients are added up."""
+    """With dropout, and between two batches whose gradients are added up."""
     many: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-    return [
-        resumed(bench, Manual, sharded=False),
-        resumed(bench, Manual, sharded=True),
-        resumed(bench, Queue, sharded=True),
-        resumed(bench, EvaluatedPenalty, sharded=False, **many),
-    ]
+    return [resumed(bench, Manual, sharded=True), resumed(bench, EvaluatedPenalty, sharded=False, **many)]
+
+
+def more_resumed_runs(bench: Bench) -> Any:
+    """With a queue, and from a file."""
+    return [resumed(bench, Manual, sharded=False), resumed(bench, Queue, sharded=True)]
 
 
 # ---- gradients ----
@@ -100,8 +103,8 @@ def skipped_step(bench: Bench) -> Any:
 
 def clipping_and_accumulation(bench: Bench) -> Any:
     by_value = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
-    options: list[Any] = [{"gradient_clip_val": 0.1}, by_value, {"accumulate_grad_batches": 3}]
-    return [fit(bench, EvaluatedPenalty(), **chosen) for chosen in options]
+    options: list[Any] = [{"gradient_clip_val": 0.1, "accumulate_grad_batches": 3}, by_value]
+    return [fit(bench, EvaluatedPenalty(), **SHORT, **chosen) for chosen in options]
 
 
 # ---- callbacks and other steps ----
@@ -109,11 +112,14 @@ def clipping_and_accumulation(bench: Bench) -> Any:
 
 def averages(bench: Bench) -> Any:
     callbacks = [
-        EMAWeightAveraging(decay=0.9),
         StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1),
         WeightAveraging(avg_fn=lambda average, now, count: average + (now - average) / (count + 1)),
     ]
-    return [fit(bench, EvaluatedPenalty(), callbacks=[callback], max_epochs=3) for callback in callbacks]
+    return [fit(bench, EvaluatedPenalty(), callbacks=[callback], max_epochs=3, **SHORT) for callback in callbacks]
+
+
+def moving_average(bench: Bench) -> Any:
+    return fit(bench, EvaluatedPenalty(), callbacks=[EMAWeightAveraging(decay=0.9)], max_epochs=3, **SHORT)
 
 
 def other_steps(bench: Bench) -> Any:
@@ -190,19 +196,30 @@ class Heads(Evaluated):
 
 
 def manual_optimization(bench: Bench) -> Any:
-    return [fit(bench, SimSiam()), fit(bench, Heads())]
+    return fit(bench, Heads(), **SHORT)
+
+
+def two_views(bench: Bench) -> Any:
+    return fit(bench, SimSiam(), **SHORT)
 
 
 CASES: list[Case] = [
     resumed_runs, loss_scale, skipped_step, clipping_and_accumulation, averages, other_steps, manual_optimization,
 ]  # fmt: skip
-FEATURES = Matrix(CASES)
+MORE_CASES: list[Case] = [more_resumed_runs, moving_average, two_views]
+FEATURES, MORE = Matrix(CASES), Matrix(MORE_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_as_in_one_process(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
     FEATURES.compare(case, str(tmp_path_factory.getbasetemp()), tolerance=1e-6)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
+def test_more_as_in_one_process(case: Case, tmp_path_factory: pytest.TempPathFactory) -> None:
+    MORE.compare(case, str(tmp_path_factory.getbasetemp()), tolerance=1e-6)
 
 
 def nonfinite() -> str:

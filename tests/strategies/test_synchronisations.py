@@ -93,12 +93,13 @@ class ReadsMask(Silent):
 Case = tuple[type[Net], dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {
     "16-mixed and clipped": (Silent, {}, {"precision": "16-mixed", "gradient_clip_val": 0.5}),
-    "metrics": (Metrics, {}, {}),
     "replicas": (Silent, {"pipeline_parallel_size": 1}, {}),
     "augmented": (Augmented, {}, {}),
-    "reads": (ReadsMask, {}, {}),
 }
-PARTS: dict[str, Case] = {  # what each of these does, one of those above does with more
+PARTS: dict[str, Case] = {
+    "metrics": (Metrics, {}, {}),
+    "reads": (ReadsMask, {}, {}),
+    # What each of these does, one of those above does with more.
     "plain": (Silent, {}, {}),
     "16-mixed": (Silent, {}, {"precision": "16-mixed"}),
     "clipped": (Silent, {}, {"gradient_clip_val": 0.5}),
