@@ -118,7 +118,7 @@ def test_a_rank_that_raises(strategy: str, tmp_path: Path, monkeypatch: pytest.M
     assert ended.seconds < END_S
 
 
-@pytest.mark.slow
+@REST  # tests/supervision stops a rank without a device
 @PIPELINE
 def test_a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run(strategy, "stops", tmp_path, monkeypatch)
@@ -126,7 +126,7 @@ def test_a_rank_that_stops(strategy: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert ended.seconds < LIMIT_S + END_S
 
 
-@pytest.mark.slow
+@REST  # a stage that hangs, below, does so in a kernel
 @DATA_PARALLEL
 def test_a_kernel_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing raises by itself; both hosts wait for their devices, and both say that they are in the same step."""
@@ -145,29 +145,29 @@ def test_a_host_that_hangs(strategy: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert ended.seconds < 2 * LIMIT_S + END_S
 
 
-def train_four(layout: dict[str, Any], directory: str) -> None:
+def train_four(layout: dict[str, Any], layers: int, directory: str) -> None:
     simulated_cuda.limit_waits(100.0)
     os.dup2(os.open(f"{directory}/{os.environ['RANK']}.err", os.O_WRONLY | os.O_CREAT), 2)
     strategy = PipelineStrategy(**grouped(verbose=False, tuning_cache=False, collective_timeout=LIMIT_S, **layout))
     faulty = Faulty("hangs in a kernel", Path(directory), faulty=2)
-    fit(strategy, Net(layers=10, count=64, batch_size=8), max_epochs=1, callbacks=[faulty])
+    fit(strategy, Net(layers=layers, count=48, batch_size=8), max_epochs=1, callbacks=[faulty])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "layers"),
     [
-        {"pipeline_parallel_size": 2},
-        pytest.param({"schedule": "interleaved_1f1b", "stages_per_rank": 2}, marks=REST),
+        ({"pipeline_parallel_size": 2}, 4),
+        pytest.param({"schedule": "interleaved_1f1b", "stages_per_rank": 2}, 10, marks=REST),
     ],
 )
 def test_a_stage_that_hangs_is_told_from_those_that_wait_for_its_messages(
-    layout: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: dict[str, Any], layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among ranks that all wait, on streams and in collectives of hosts."""
     monkeypatch.setattr(rank_processes, "GRACE_S", END_S + LIMIT_S)
     with pytest.raises(RanksFailedError) as caught:
-        run_trainer_ranks(train_four, 4, layout, str(tmp_path))
+        run_trainer_ranks(train_four, 4, layout, layers, str(tmp_path))
     assert caught.value.hung == {}
     texts = [text + (tmp_path / f"{rank}.err").read_text() for rank, text in caught.value.tracebacks.items()]
     for text in texts:
@@ -193,8 +193,8 @@ class Slow(Callback):
 
 
 def train_slowly(strategy: str) -> tuple[int, float]:
-    made, module = strategy_and_module(strategy, 1.5)
-    fit(made, module, max_epochs=1, callbacks=[Slow(3.5)])
+    made, module = strategy_and_module(strategy, 1.2)
+    fit(made, module, max_epochs=1, limit_train_batches=STEP + 1, callbacks=[Slow(2.6)])
     assert dist.group.WORLD is not None
     return module.trainer.global_step, dist.group.WORLD._timeout.total_seconds()
 
@@ -204,7 +204,7 @@ def train_slowly(strategy: str) -> tuple[int, float]:
 def test_long_phases_are_no_hangs_and_nccl_waits_longer_than_the_supervision(strategy: str) -> None:
     for steps, limit_s in run_trainer_ranks(train_slowly, 2, strategy):
         assert steps > STEP
-        assert limit_s == 61.5
+        assert limit_s == 61.2
 
 
 # ---- the end of a process ----

@@ -29,7 +29,7 @@ class Series(Dataset[Any]):
 
     def __init__(self, length: int) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.data = torch.randn(24, length, 8, generator=generator)
+        self.data = torch.randn(12, length, 8, generator=generator)
 
     def __len__(self) -> int:
         return len(self.data)
