@@ -328,8 +328,8 @@ def batch_size_fn(bench: Bench) -> Any:
 SMALL, MORE = (
     [functools.partial(small, model=model) for model in models]
     for models in (
-        [ClassWeights, LateClasses, Sum, MaskedShifted, NoLossInEvaluation, TokenAccuracy],
-        [OwnPadding, Classes, Masked, RowWeights, MetricLoss],
+        [ClassWeights, LateClasses, Sum, MaskedShifted, NoLossInEvaluation, TokenAccuracy, MetricLoss],
+        [OwnPadding, Classes, Masked, RowWeights],
     )
 )
 SMALL_ON_TWO = Matrix([*SMALL, batch_size_fn], pipeline={"num_microbatches": 4}, timeout=120.0)
