@@ -17,7 +17,7 @@ from lightning_smddp import PipelineStrategy
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import samples
-from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Net
+from tests.strategies.pipeline_learners import Bench, Cases, Evaluated, Net, run_each
 
 
 def refused(make: Any, options: dict[str, Any], trainer_options: dict[str, Any]) -> str:
@@ -28,13 +28,6 @@ def refused(make: Any, options: dict[str, Any], trainer_options: dict[str, Any])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-def assert_refused(
-    expected: str, make: Any, options: dict[str, Any] | None = None, ranks: int = 2, **trainer_options: Any
-) -> None:
-    for error in run_trainer_ranks(refused, ranks, make, options or {}, trainer_options, timeout=40):
-        assert expected in error
 
 
 def together(cases: list[tuple[str, Any, dict[str, Any]]]) -> Cases:
@@ -97,6 +90,7 @@ def pruning() -> Any:
     return [ModelPruning("l1_unstructured")]
 
 
+PRUNING = (Net, {}, {"callbacks": pruning})
 MODULES = [
     ("Manual uses manual optimization (automatic_optimization=False)", Manual, {}),
     ("FromIterator.training_step takes `dataloader_iter`", FromIterator, {}),
@@ -125,7 +119,8 @@ def test_modules_and_layouts(expected: str, make: Any, options: dict[str, Any]) 
 
 
 def test_a_callback() -> None:
-    assert_refused("ModelPruning replaces parameters of the module", Net, callbacks=pruning)
+    for error in RUNNING.results(PRUNING):
+        assert "ModelPruning replaces parameters of the module" in error
 
 
 @pytest.mark.parametrize(
@@ -136,7 +131,8 @@ def test_a_callback() -> None:
     ],
 )
 def test_three_ranks(expected: str, options: dict[str, Any]) -> None:
-    assert_refused(expected, Net, options, 3)
+    for error in ON_THREE.results((Net, options, {})):
+        assert expected in error
 
 
 @pytest.mark.parametrize(
@@ -190,20 +186,34 @@ class FailingHook(Net):
 @pytest.mark.parametrize("make", [pytest.param(Failing, marks=pytest.mark.slow), FailingAtOnce])
 def test_exceptions_of_the_user_come_out_as_they_are(make: Any) -> None:
     """In the middle of a run, where the other ranks wait for the first one, they name it."""
-    first, *others = run_trainer_ranks(refused, 3, make, {}, {}, timeout=40)
+    first, *others = ON_THREE.results((make, {}, {}))
     assert first == "ZeroDivisionError: the user's own"
     for error in others:
         assert error == first or (error.startswith("RankFailedError: Rank 0 (host ") and error.endswith(first))
 
 
+ON_THREE = Cases(
+    refused,
+    [
+        (Failing, {}, {}),
+        (FailingAtOnce, {}, {}),
+        (Net, {"num_microbatches": 2}, {}),
+        (Net, {"pipeline_parallel_size": 2}, {}),
+    ],
+    3,
+)
+
+
 @pytest.mark.slow
 def test_exceptions_in_hooks() -> None:
-    assert_refused("ZeroDivisionError: the user's own", FailingHook)
+    for error in run_trainer_ranks(refused, 2, FailingHook, {}, {}, timeout=40):
+        assert "ZeroDivisionError: the user's own" in error
 
 
 @pytest.mark.slow
 def test_an_exception_that_only_the_last_stage_meets() -> None:
-    first, last = run_trainer_ranks(refused, 2, FailingLate, {}, {}, timeout=60)
+    short = {"limit_val_batches": 2, "limit_train_batches": 2}
+    first, last = run_trainer_ranks(refused, 2, FailingLate, {}, short, timeout=60)
     assert last.startswith("ZeroDivisionError: the user's own")
     assert re.fullmatch(
         r"RankFailedError: Rank 1 \(host .*, process \d+\) failed at step \d+ \(\w+\): " + re.escape(last), first
@@ -229,7 +239,8 @@ class OpaqueBatches(Net):
 @pytest.mark.slow
 def test_batches_that_cannot_be_cut() -> None:
     """The warning, which is an error in tests."""
-    assert_refused("one micro-batch, without overlap: batch['o'] is a ", OpaqueBatches)
+    for error in run_trainer_ranks(refused, 2, OpaqueBatches, {}, {}, timeout=40):
+        assert "one micro-batch, without overlap: batch['o'] is a " in error
 
 
 class Branching(Net):
@@ -243,7 +254,8 @@ class Branching(Net):
 
 
 def test_a_course_that_depends_on_values() -> None:
-    assert_refused("SplitError: The step reads the value of a tensor that a module made, at ", Branching)
+    for error in RUNNING.results((Branching, {}, {})):
+        assert "SplitError: The step reads the value of a tensor that a module made, at " in error
 
 
 class ByRank(Net):
@@ -269,14 +281,13 @@ class ReadsByRank(Net):
         return self.loss(batch)
 
 
-def each_refused(makes: list[Any]) -> list[str]:
-    return [refused(make, {}, {}) for make in makes]
+BY_RANK = [(make, {}, {}) for make in (ByRank, ByLastRank, ReadsByRank)]
 
 
 @pytest.mark.slow
 def test_a_course_that_depends_on_the_rank() -> None:
     """No rank waits for messages of another course: all say which line it is."""
-    for first, last, read in run_trainer_ranks(each_refused, 2, [ByRank, ByLastRank, ReadsByRank], timeout=60):
+    for first, last, read in run_trainer_ranks(run_each, 2, refused, BY_RANK, timeout=60):
         where = "of the pipeline than on others: The step came to mul at "
         assert first.startswith(f"RuntimeError: The step takes another course on rank 0 {where}")
         assert last.startswith(f"RuntimeError: The step takes another course on rank 1 {where}")
@@ -286,7 +297,7 @@ def test_a_course_that_depends_on_the_rank() -> None:
 @pytest.mark.slow
 def test_learning_rate_finder_ends() -> None:
     """It restores a checkpoint in the middle of a run."""
-    assert_refused("nothing", WithRate, callbacks=finder)
+    assert RUNNING.results(FINDER) == ["nothing"] * 2
 
 
 class WithRate(Net):
@@ -300,3 +311,7 @@ class WithRate(Net):
 
 def finder() -> Any:
     return [LearningRateFinder(num_training_steps=8)]
+
+
+FINDER = (WithRate, {}, {"callbacks": finder, "max_epochs": 1})
+RUNNING = Cases(refused, [FINDER, PRUNING, (Branching, {}, {})])
