@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_smddp import Compression
-from lightning_smddp.strategies import ddp as trainer_module
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
 
@@ -177,7 +175,6 @@ def fail_on_rank_one(directory: str) -> None:
                 raise RuntimeError("no more training on rank 1")
             return super().training_step(batch, batch_idx)
 
-    trainer_module._PATIENCE = timedelta(seconds=1)
     callback = OnExceptionCheckpoint(directory)
     make_trainer(silent(compression="int8"), callbacks=[callback], enable_checkpointing=True).fit(Failing())
 

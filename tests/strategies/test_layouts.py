@@ -117,12 +117,12 @@ def test_from_two_stages_to_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_from_one_process_to_three_stages(tmp_path: Path) -> None:
+def test_from_one_process_to_two_stages(tmp_path: Path) -> None:
     """By a plain file, and by the directory that is made of it."""
     first, unbroken = alone("net", tmp_path)
     directory = tmp_path / "sharded.ckpt"
     assert main(["shard", str(first.path(BETWEEN)), str(directory), "--parts", "2"]) == 0
-    runs = [Run("net", "pp3", tmp_path, False, first.path(BETWEEN)), Run("net", "pp3", tmp_path, True, directory)]
+    runs = [Run("net", "pp2", tmp_path, False, first.path(BETWEEN)), Run("net", "pp2", tmp_path, True, directory)]
     for run, result in zip(runs, execute(runs), strict=True):
         check(run, result, unbroken)
 

@@ -343,8 +343,8 @@ def flagged(bench: Bench) -> Any:
     return bench.fit(Flagged())
 
 
-OBJECTS = [graphs, opaque, opaque_cut_by_argument, packed, detection, two_loaders]
-MORE_OBJECTS = [opaque_told, rollouts, flagged]
+OBJECTS = [graphs, opaque, opaque_cut_by_argument, packed, detection, two_loaders, flagged]
+MORE_OBJECTS = [opaque_told, rollouts]
 OBJECTS_ON_TWO, MORE_ON_TWO = Matrix(OBJECTS), Matrix(MORE_OBJECTS)
 
 

@@ -79,7 +79,7 @@ class Keeping(Half):
 
 
 def kept_gradients(bench: Bench) -> Any:
-    return bench.fit(Keeping(), {"pipeline_parallel_size": 2}, max_epochs=1, **SHORT)
+    return bench.fit(Keeping(), {"pipeline_parallel_size": 2, "algorithm": "shared_memory"}, max_epochs=1, **SHORT)
 
 
 class UnfreezesFirst(Callback):
@@ -98,13 +98,15 @@ def replicas(options: Any = None, **trainer_options: Any) -> Case:
 
 
 CASES = [
-    replicas({"algorithm": "native", "schedule": "interleaved_zero_bubble"}),
-    replicas({"algorithm": "shared_memory"}, accumulate_grad_batches=2, gradient_clip_val=0.1),
+    replicas(
+        {"algorithm": "native", "schedule": "interleaved_zero_bubble"}, accumulate_grad_batches=2, gradient_clip_val=0.1
+    ),
     kept_gradients,
     unfrozen_later,
 ]
 MORE_CASES = [
     replicas(),
+    replicas({"algorithm": "shared_memory"}, accumulate_grad_batches=2),
     replicas({"schedule": "interleaved_1f1b", "placement": "spread", "num_microbatches": 3}),
     replicas({"active_microbatches": 2}, accumulate_grad_batches=3),
     replicas({"schedule": "dualpipev"}),
