@@ -73,19 +73,19 @@ class Recurrent(Net):
 
 
 def time_by_loader(bench: Bench) -> Any:
-    return bench.fit(Recurrent())
+    return bench.fit(Recurrent(), max_epochs=1)
 
 
 def time_as_long_as_rows(bench: Bench) -> Any:
-    return bench.fit(Recurrent(length=ROWS))
+    return bench.fit(Recurrent(length=ROWS), max_epochs=1)
 
 
 def time_without_batch_size(bench: Bench) -> Any:
-    return bench.fit(Recurrent(batch_size=None))
+    return bench.fit(Recurrent(batch_size=None), max_epochs=1)
 
 
 def time_with_the_number_of_rows(bench: Bench) -> Any:
-    return bench.fit(Recurrent(length=ROWS), {"batch_size_fn": rows_of_second})
+    return bench.fit(Recurrent(length=ROWS), {"batch_size_fn": rows_of_second}, max_epochs=1)
 
 
 def rows_of_second(batch: Any) -> int:
@@ -112,7 +112,7 @@ class Attending(Recurrent):
 
 
 def time_without_order(bench: Bench) -> Any:
-    return bench.fit(Attending())
+    return bench.fit(Attending(), max_epochs=1)
 
 
 class ByHook(Recurrent):
@@ -128,7 +128,7 @@ class ByHook(Recurrent):
 
 
 def time_by_hook(bench: Bench) -> Any:
-    return bench.fit(ByHook(), {"num_microbatches": 2})
+    return bench.fit(ByHook(), {"num_microbatches": 2}, max_epochs=1)
 
 
 TIMES = [time_by_loader, time_as_long_as_rows, time_predicted, time_without_order, time_by_hook]
@@ -198,7 +198,7 @@ class OfGraphs(Net):
 
 def graphs(bench: Bench) -> Any:
     model = OfGraphs()
-    results = bench.fit(model, {"num_microbatches": 3})
+    results = bench.fit(model, {"num_microbatches": 3}, max_epochs=1)
     return results, [len(batch.y) for batch in model.train_dataloader()]
 
 
@@ -221,12 +221,12 @@ class OfOpaque(Net):
 
 def opaque(bench: Bench) -> Any:
     model = OfOpaque()
-    return bench.fit(model), model.seen
+    return bench.fit(model, max_epochs=1), model.seen
 
 
 def opaque_told(bench: Bench) -> Any:
     """``num_microbatches=1`` says that it is meant; no word about it."""
-    return bench.fit(OfOpaque(), {"num_microbatches": 1})
+    return bench.fit(OfOpaque(), {"num_microbatches": 1}, max_epochs=1)
 
 
 def cut_opaque(batch: Opaque, count: int) -> list[Opaque]:
@@ -236,7 +236,7 @@ def cut_opaque(batch: Opaque, count: int) -> list[Opaque]:
 
 def opaque_cut_by_argument(bench: Bench) -> Any:
     model = OfOpaque()
-    results = bench.fit(model, {"split_batch": sized_opaque})
+    results = bench.fit(model, {"split_batch": sized_opaque}, max_epochs=1)
     return results, model.seen
 
 
@@ -260,7 +260,7 @@ class Packed(Net):
 
 
 def packed(bench: Bench) -> Any:
-    return bench.fit(Packed())
+    return bench.fit(Packed(), max_epochs=1)
 
 
 class Detection(Net):
@@ -288,7 +288,7 @@ class Detection(Net):
 
 
 def detection(bench: Bench) -> Any:
-    return bench.fit(Detection())
+    return bench.fit(Detection(), max_epochs=1)
 
 
 class TwoLoaders(Net):
@@ -305,7 +305,7 @@ class TwoLoaders(Net):
 
 
 def two_loaders(bench: Bench) -> Any:
-    return bench.fit(TwoLoaders())
+    return bench.fit(TwoLoaders(), max_epochs=1)
 
 
 class Rollouts(Net):
@@ -327,7 +327,7 @@ def same(value: Any) -> Any:
 
 
 def rollouts(bench: Bench) -> Any:
-    return bench.fit(Rollouts())
+    return bench.fit(Rollouts(), max_epochs=1)
 
 
 class Flagged(Net):
@@ -340,7 +340,7 @@ class Flagged(Net):
 
 
 def flagged(bench: Bench) -> Any:
-    return bench.fit(Flagged())
+    return bench.fit(Flagged(), max_epochs=1)
 
 
 OBJECTS = [graphs, opaque, opaque_cut_by_argument, packed, detection, two_loaders, flagged]
