@@ -76,30 +76,54 @@ def test_pytorch_lightning_without_an_import_of_ours() -> None:
 
 
 @pytest.mark.slow
-def test_without_autoload_an_import_registers_before_and_after_lightning_and_reload() -> None:
+@pytest.mark.parametrize(
+    ("package", "registries", "user", "strategy"),
+    [
+        (  # without the Trainer, which takes four seconds more to import
+            "lightning_fabric", ["lightning_fabric.strategies.STRATEGY_REGISTRY"], "Fabric", "SMDDPFabricStrategy",
+        ),
+        pytest.param(
+            "lightning.pytorch",
+            ["lightning.pytorch.strategies.StrategyRegistry", "lightning.fabric.strategies.STRATEGY_REGISTRY"],
+            "Trainer", "SMDDPStrategy",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["fabric", "trainer"],
+)  # fmt: skip
+def test_without_autoload_an_import_registers_before_and_after_lightning_and_reload(
+    package: str, registries: list[str], user: str, strategy: str
+) -> None:
     output = python(
         """
-        import os
-        from lightning.fabric.strategies import STRATEGY_REGISTRY
-        from lightning.pytorch.strategies import StrategyRegistry
+        import importlib, os, sys
         names = set(os.environ["NAMES"].split(","))
-        assert not names & set(StrategyRegistry.available_strategies()), "not off"
+        registries = [path.rpartition(".") for path in os.environ["REGISTRIES"].split(",")]
+
+        def registered():
+            known = [getattr(importlib.import_module(module), name) for module, _, name in registries]
+            return [names & set(registry.available_strategies()) for registry in known]
+
+        assert registered() == [set()] * len(registries), "not off"
         import lightning_smddp
-        assert names <= set(StrategyRegistry.available_strategies())  # Lightning came first
-        assert names <= set(STRATEGY_REGISTRY.available_strategies())
-        import importlib
-        import lightning_fabric.strategies as strategies  # we came first
-        assert names <= set(strategies.STRATEGY_REGISTRY.available_strategies())
-        before = strategies.STRATEGY_REGISTRY
-        importlib.reload(strategies)
-        assert strategies.STRATEGY_REGISTRY is not before
-        assert names <= set(strategies.STRATEGY_REGISTRY.available_strategies())
-        from lightning.pytorch import Trainer
-        print(type(Trainer(strategy="smddp", accelerator="cpu", devices=1, logger=False).strategy).__name__)
+        assert registered() == [names] * len(registries)  # Lightning came first
+        for module, _, name in registries:
+            before = getattr(sys.modules.pop(module), name)
+            assert getattr(importlib.import_module(module), name) is not before
+        assert registered() == [names] * len(registries)  # we came first
+        for module, _, name in registries:
+            before = getattr(sys.modules[module], name)
+            assert getattr(importlib.reload(sys.modules[module]), name) is not before
+        assert registered() == [names] * len(registries)
+        make = getattr(importlib.import_module(os.environ["PACKAGE"]), os.environ["USER_OF_IT"])
+        print(type(make(strategy="smddp", accelerator="cpu", devices=1).strategy).__name__)
         """,
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+        REGISTRIES=",".join(registries),
+        PACKAGE=package,
+        USER_OF_IT=user,
     )
-    assert output.split()[-1] == "SMDDPStrategy"
+    assert output.split()[-1] == strategy
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def in_place_kills(directory: Path) -> dict[str, Any]:
     """The control: killed after each write of ``torch.save`` to the file itself."""
     path = directory / "last.ckpt"
     lost = kills = 0
-    for kills in range(1, 30):
+    for kills in range(1, 20):
         torch.save(checkpoint(1, 100), path)
 
         class Dying:
@@ -158,9 +158,8 @@ def in_place_kills(directory: Path) -> dict[str, Any]:
     return {"lost": lost, "kills": kills}
 
 
-def main() -> None:
+def main(mode: str, directory: str, *rest: str) -> None:
     torch.set_num_threads(1)
-    mode, directory, *rest = sys.argv[1:]
     if mode == "random":
         found = random_kills(Path(directory), int(rest[0]), int(rest[1]))
     else:
@@ -170,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

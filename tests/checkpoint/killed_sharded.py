@@ -80,13 +80,12 @@ def kills(directory: Path, every: int) -> dict[str, int]:
         found["kills"] = number
 
 
-def main() -> None:
+def main(way: str, every: str, directory: str) -> None:
     torch.set_num_threads(1)
-    way, every, directory = sys.argv[1:]
     if way == "renames":
         files.exchange = lambda one, other: False
     print(json.dumps(kills(Path(directory), int(every))))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

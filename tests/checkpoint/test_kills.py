@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.programs import run_program
 
 
 @pytest.fixture
@@ -25,12 +23,9 @@ def memory_directory() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def run(*arguments: Any, temporary: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.checkpoint.killed", *map(str, arguments)]
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False
-    )
+def run(*arguments: Any, temporary: Path, where: Path) -> dict[str, Any]:
+    command = ["-m", "tests.checkpoint.killed", *map(str, arguments)]
+    result = run_program(command, where, {"TMPDIR": str(temporary)})
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -46,8 +41,10 @@ def run(*arguments: Any, temporary: Path) -> dict[str, Any]:
 )
 def test_at_random_times(saved_in: str, kills: int, tmp_path: Path, memory_directory: Path) -> None:
     """With TMPDIR on the other file system."""
-    directory, temporary = (tmp_path, memory_directory) if saved_in == "disk" else (memory_directory, tmp_path)
-    found = run("random", directory, kills, kills, temporary=temporary)
+    on_disk = tmp_path / "on disk"
+    on_disk.mkdir()
+    directory, temporary = (on_disk, memory_directory) if saved_in == "disk" else (memory_directory, on_disk)
+    found = run("random", directory, kills, kills, temporary=temporary, where=tmp_path)
     assert found["lost"] == 0
     assert found["stray"] > 0, "no kill met a save"
     assert os.listdir(directory) == ["last.ckpt"]
@@ -56,10 +53,10 @@ def test_at_random_times(saved_in: str, kills: int, tmp_path: Path, memory_direc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "every"), [("files", 4), pytest.param("everywhere", 1, marks=pytest.mark.exhaustive)]
+    ("where", "every"), [("files", 8), pytest.param("everywhere", 1, marks=pytest.mark.exhaustive)]
 )
 def test_before_and_after_every_call(where: str, every: int, tmp_path: Path, memory_directory: Path) -> None:
-    found = run("boundaries", memory_directory, where, every, temporary=tmp_path)
+    found = run("boundaries", memory_directory, where, every, temporary=tmp_path, where=tmp_path)
     assert found["lost"] == 0
     assert found["kills"] > 100
     assert found["old"] > 0

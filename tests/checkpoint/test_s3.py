@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from lightning_smddp.checkpoint import locations
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.reading import read_checkpoint
 from lightning_smddp.checkpoint.temporary import temporary_name
+from tests.checkpoint.killed_s3 import save_and_be_killed
 from tests.checkpoint.models import assert_equal, example, save
+from tests.rank_processes import forked
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
 
-ROOT = Path(__file__).parent.parent.parent
 SERVER = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -28,23 +30,6 @@ server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()
 print("http://%s:%d" % server.get_host_and_port(), flush=True)
 sys.stdin.read()
-"""
-KILLED = """
-import os, signal, sys, time
-import s3fs  # which starts its thread in the children
-from tests.checkpoint.models import save
-for kill, line in enumerate(sys.stdin):
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        for step in range(int(line), 10**9):
-            save(sys.argv[1], step)
-            os.write(writer, b".")
-    os.read(reader, 1)  # it works
-    time.sleep(0.013 * kill)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    print("killed", flush=True)
 """
 
 
@@ -162,15 +147,19 @@ def test_removes_only_old_strays(bucket: str, monkeypatch: pytest.MonkeyPatch) -
 def test_kills(bucket: str) -> None:
     url, last = f"{bucket}/run/a.ckpt", 0
     save(url, last)
-    command, pipes = [sys.executable, "-c", KILLED, url], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    requests, theirs = multiprocessing.Pipe()
+    environment = {name: text for name, text in os.environ.items() if name.startswith("AWS_")}
+    process = forked(save_and_be_killed, url, environment, theirs)
+    theirs.close()
+    with requests:
         for _ in range(8):
-            print(last + 1, file=process.stdin, flush=True)
-            assert process.stdout.readline() == "killed\n"
+            requests.send(last + 1)
+            assert requests.recv() == "killed"
             step = read_checkpoint(url)["global_step"]
             assert step > last
             assert_equal(read_checkpoint(url), example(step))
             last = step
-        process.stdin.close()
+        requests.send(None)
+    process.join(20)
+    assert process.exitcode == 0
+    process.close()

@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import warnings
@@ -40,9 +39,9 @@ from lightning_smddp.checkpoint.tensor_files import BareTensors
 from lightning_smddp.cli import main
 from lightning_smddp.wire.pytree import copied
 from tests.checkpoint.models import assert_equal
+from tests.programs import run_program
 from tests.ranks import run_in_threads, run_ranks
 
-ROOT = Path(__file__).parent.parent.parent
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = [{0: "weight", 1: "bias"}]
 DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.bool, torch.int8, torch.float8_e5m2]
@@ -653,9 +652,9 @@ def memory_directory() -> Iterator[Path]:
         pytest.param("renames", 1, marks=pytest.mark.exhaustive),
     ],
 )
-def test_killed_before_and_after_every_call(way: str, every: int, memory_directory: Path) -> None:
-    command = [sys.executable, "-m", "tests.checkpoint.killed_sharded", way, str(every), str(memory_directory)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def test_killed_before_and_after_every_call(way: str, every: int, memory_directory: Path, tmp_path: Path) -> None:
+    command = ["-m", "tests.checkpoint.killed_sharded", way, str(every), str(memory_directory)]
+    result = run_program(command, tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["lost"] == 0

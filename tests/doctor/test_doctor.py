@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import os
@@ -256,7 +257,14 @@ def test_ranks_of_its_own_that_fail_are_an_error(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("show", [as_text, pytest.param(as_json, marks=pytest.mark.exhaustive)], ids=["text", "json"])
-def test_alone_it_measures_with_ranks_of_its_own(show: Callable[..., str]) -> None:
+def test_alone_it_measures_with_ranks_of_its_own(show: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked here, as new interpreters take seconds; what they run and get is handed over in the same way."""
+    spawn = examination.mp.start_processes
+    forkserver = functools.partial(spawn, start_method="forkserver")
+    if show is as_text:
+        monkeypatch.setattr(
+            examination.mp, "start_processes", lambda *args, start_method, **options: forkserver(*args, **options)
+        )
     code, text = examined(*(["--json"] if show is as_json else []))
     assert code == 0
     assert "shared_memory" in text
