@@ -126,7 +126,7 @@ class _Net(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        widths = [nn.Linear(32, 32) for _ in range(8)]
+        widths = [nn.Linear(32, 32) for _ in range(5)]
         self.layers = nn.Sequential(*widths, nn.Linear(32, 2))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -27,16 +27,28 @@ PP = "smddp_pipeline"
 # ---- while saving ----
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.mark.parametrize(
     ("strategy", "launcher", "rank"),
-    [pytest.param("smddp", "torchrun", 0, marks=pytest.mark.exhaustive), (PP, "script", 1)],
+    [
+        (PP, "script", 0),
+        pytest.param("smddp", "torchrun", 0, marks=pytest.mark.exhaustive),
+        pytest.param(PP, "script", 1, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_killed_while_saving(strategy: str, launcher: str, rank: int, tmp_path: Path) -> None:
-    result = run(Case([Fault(rank, 5, "kill", "save")], strategy, launcher, save_every=3), tmp_path)
+    """And a job starts from what is there, at the same port."""
+    port = free_port() if launcher == "script" else None
+    result = run(Case([Fault(rank, 5, "kill", "save")], strategy, launcher, save_every=3, port=port), tmp_path)
     assert_ended(result)
     assert_named(result, rank, "killed by SIGKILL", ["checkpoint", "data"])
     assert_saved(result)
-    again = Case(strategy=strategy, steps=9, save_every=3, resume=str(result.checkpoints[-1]))
+    again = Case(strategy=strategy, steps=9, save_every=3, resume=str(result.checkpoints[-1]), port=port)
     resumed = run(again, tmp_path / "again")
     assert resumed.code == 0, resumed.describe()
 
@@ -45,10 +57,12 @@ def test_killed_while_saving(strategy: str, launcher: str, rank: int, tmp_path: 
     ("kind", "strategy", "launcher", "cause"),
     [
         ("full", "smddp", "script", "File too large: could not save a checkpoint, which needs"),
-        ("removed", PP, "spawn", "could not save a checkpoint, which needs"),
+        pytest.param(
+            "removed", PP, "spawn", "could not save a checkpoint, which needs", marks=pytest.mark.exhaustive,
+        ),
         pytest.param("raise", PP, "torchrun", "ZeroDivisionError", marks=pytest.mark.exhaustive),
     ],
-)
+)  # fmt: skip
 def test_cannot_save(kind: str, strategy: str, launcher: str, cause: str, tmp_path: Path) -> None:
     result = run(Case([Fault(0, 5, kind, "save")], strategy, launcher, save_every=3), tmp_path)
     assert_ended(result)
@@ -94,12 +108,7 @@ def test_nan(strategy: str, launcher: str, tmp_path: Path) -> None:
 # ---- one job after or beside another ----
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
+@pytest.mark.exhaustive
 def test_a_job_starts_where_one_was_killed(tmp_path: Path) -> None:
     port = free_port()
     killed = run(Case([Fault(0, 5, "kill", "comm")], port=port), tmp_path / "killed")
@@ -110,7 +119,7 @@ def test_a_job_starts_where_one_was_killed(tmp_path: Path) -> None:
 
 def test_two_jobs_at_once(tmp_path: Path) -> None:
     """The end of one does not touch the other."""
-    other, segments = Case(steps=120), shared_memory()
+    other, segments = Case(steps=100), shared_memory()
     with job(other, tmp_path / "other"):
         killed = run(Case([Fault(1, 5, "kill", "comm")]), tmp_path / "killed")
     assert_ended(killed)
@@ -142,7 +151,7 @@ def descriptors_after_runs(rounds: int) -> list[int]:
     counts = []
     for _ in range(rounds):
         model = Validating()
-        trainer = make_trainer(silent(tuning_cache=False), limit_val_batches=1)
+        trainer = make_trainer(silent(tuning_cache=False), limit_train_batches=3, limit_val_batches=1)
         trainer.fit(model)
         trainer.fit_loop.max_epochs += 1
         trainer.fit(model)

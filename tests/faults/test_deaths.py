@@ -35,12 +35,12 @@ _IN_NAME = ("strategy", "launcher", "trainer")
     [
         death(0, "kill", "comm", SIGKILL, everyday=True),
         death(0, "kill", "data", SIGKILL, strategy=PP, asleep={1: 12.0}),
-        death(1, "raise", "backward", MESSAGE),
         death(1, "kill", "setup", SIGKILL, step=0),
         death(0, "exit", "validation", EXIT, strategy=PP, launcher="spawn", trainer=VALIDATES),
         death(1, "raise", "comm", MESSAGE, workers=2, strategy=PP, launcher="torchrun"),
         death(1, "raise", "forward", MESSAGE, save_every=3, saves_on_exception=True),
         *exhaustive(
+            death(1, "raise", "backward", MESSAGE),
             death(0, "kill", "forward", SIGKILL, workers=2),
             death(1, "kill", "forward", SIGKILL, strategy=PP, world_size=3),
             death(1, "kill", "data", SIGKILL, launcher="torchrun", asleep={0: 30.0}),
@@ -103,8 +103,8 @@ def test_silence(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "launcher", "ignores_sigint"),
     [
-        ("smddp", "torchrun", False),
         (PP, "spawn", True),
+        pytest.param("smddp", "torchrun", False, marks=pytest.mark.exhaustive),
         pytest.param(PP, "spawn", False, marks=pytest.mark.exhaustive),
         pytest.param("smddp", "spawn", True, marks=pytest.mark.exhaustive),
     ],

@@ -29,14 +29,15 @@ def two_nodes(kind: str, rank: int, ranks: int, **case: Any) -> Case:
 @pytest.mark.parametrize(
     ("cause", "case"),
     [
-        (SIGKILL, two_nodes("kill", 3, 4, launcher="torchrun")),
+        (SIGKILL, two_nodes("kill", 3, 4)),
+        pytest.param(SIGKILL, two_nodes("kill", 3, 4, launcher="torchrun"), marks=pytest.mark.exhaustive),
         pytest.param(
             f"{SIGKILL}, most likely by the kernel for lack of memory", two_nodes("oom_kill", 3, 4),
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(MESSAGE, two_nodes("raise", 1, 2), marks=pytest.mark.exhaustive),
     ],
-    ids=["kill", "oom", "raise"],
+    ids=["kill", "torchrun", "oom", "raise"],
 )  # fmt: skip
 def test_the_cause_is_known_on_both_nodes(cause: str, case: Case, tmp_path: Path) -> None:
     if case.faults[0].kind == "oom_kill" and (reason := memory.no_cgroups()):
@@ -99,7 +100,8 @@ def test_the_network_is_away_for_a_moment(tmp_path: Path) -> None:
     assert not result.left, result.describe()
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 3])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rank", [0, 3])
 def test_a_stopped_rank_is_killed_by_another_of_its_node(rank: int, tmp_path: Path) -> None:
     result = run(two_nodes("stop", rank, 4, timeout=3.0), tmp_path)
     assert_ended(result, bound_s=3.0 + 5.0)

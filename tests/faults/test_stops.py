@@ -16,6 +16,7 @@ from tests.faults.jobs import Result, run
 TERM, INT = 128 + signal.SIGTERM, 128 + signal.SIGINT
 PP = "smddp_pipeline"
 STOP_CHECKPOINT = "smddp-stop.ckpt"
+VALIDATES = {"limit_val_batches": 2, "val_check_interval": 3}
 
 
 def stop(kind: str, step: int, phase: str, code: int | None, everyday: bool = False, **case: Any) -> Any:
@@ -28,10 +29,11 @@ def stop(kind: str, step: int, phase: str, code: int | None, everyday: bool = Fa
     ("code", "case"),
     [
         stop("term", 5, "forward", TERM, everyday=True),
-        stop("term", 0, "forward", TERM, strategy=PP),
+        stop("term", 5, "validation", TERM, strategy=PP, trainer=VALIDATES),
         stop("term", 5, "forward", None, launcher="torchrun"),  # the agent exits with a code of its own
-        stop("term", 5, "validation", TERM, trainer={"limit_val_batches": 2, "val_check_interval": 3}),
         *exhaustive(
+            stop("term", 0, "forward", TERM, strategy=PP),
+            stop("term", 5, "validation", TERM, trainer=VALIDATES),
             stop("int", 5, "forward", INT),
             stop("term", 5, "comm", TERM, launcher="spawn"),
             stop("int_group", 5, "backward", INT, strategy=PP),

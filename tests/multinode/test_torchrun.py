@@ -134,8 +134,9 @@ def test_a_node_is_killed_and_the_job_goes_on(rendezvous: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("nodes", "rendezvous"),
-    [(3, "c10d"), pytest.param(4, "c10d", marks=OTHER), pytest.param(4, "static", marks=OTHER)],
+    [(3, "c10d"), (4, "c10d"), (4, "static")],
 )
+@pytest.mark.exhaustive
 def test_more_nodes(nodes: int, rendezvous: str, tmp_path: Path) -> None:
     with started(tmp_path, nodes, 1, rendezvous) as one:
         codes = one.wait()

@@ -226,7 +226,14 @@ def test_problems_that_make_no_sense(change: dict[str, object], message: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [list(range(16)), list(range(8)) * 2, [*range(8), *range(7, -1, -1)]])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(list(range(16)), marks=pytest.mark.exhaustive),
+        pytest.param(list(range(8)) * 2, marks=pytest.mark.exhaustive),
+        [*range(8), *range(7, -1, -1)],
+    ],
+)
 def test_many_items_are_cut_quickly(ranks: list[int]) -> None:
     draw = random.Random(0)
     items = []

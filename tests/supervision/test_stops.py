@@ -11,7 +11,7 @@ import pytest
 from tests.supervision.jobs import job, kill, left_over
 
 
-@pytest.mark.parametrize(("world_size", "rounds"), [(1, 4), pytest.param(4, 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world_size", "rounds"), [(1, 4), pytest.param(3, 10, marks=pytest.mark.slow)])
 def test_all_ranks_stop_at_the_same_step(tmp_path: Path, world_size: int, rounds: int) -> None:
     with job(tmp_path, "rounds_of_stops", world_size, rounds=rounds, seed=world_size) as started:
         started.wait(40.0)
