@@ -26,7 +26,7 @@ def save_and_be_killed(url: str, environment: Mapping[str, str], requests: Conne
                 save(url, step)
                 os.write(writer, b".")
         os.read(reader, 1)  # it works
-        time.sleep(0.013 * kill)
+        time.sleep(0.018 * kill)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(reader)

@@ -69,6 +69,6 @@ def test_asked_twice(kind: str, code: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_while_a_rank_hangs(tmp_path: Path) -> None:
     faults = [Fault(1, 5, "hang", "forward", timed=False), Fault(0, 5, "term", "data")]
-    result = run(Case(faults, PP, save_every=3, options={"stop_grace": 3.0}), tmp_path)
-    assert_ended(result, bound_s=3.0 + 6.0, code=TERM)
+    result = run(Case(faults, PP, save_every=3, options={"stop_grace": 2.0}), tmp_path)
+    assert_ended(result, bound_s=2.0 + 6.0, code=TERM)
     assert_saved(result)

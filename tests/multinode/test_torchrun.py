@@ -119,16 +119,19 @@ def test_a_rank_is_killed_and_the_job_goes_on(rendezvous: str, tmp_path: Path) -
     assert not inside or between <= 4 * gradients
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", pytest.param("static", marks=OTHER)])
-def test_a_node_is_killed_and_the_job_goes_on(rendezvous: str, tmp_path: Path) -> None:
-    with started(tmp_path, 2, 2, rendezvous, accident="wait:3:smddp_pipeline:5") as one:
+@pytest.mark.parametrize(
+    ("rendezvous", "devices"),
+    [("c10d", 1), pytest.param("c10d", 2, marks=OTHER), pytest.param("static", 2, marks=OTHER)],
+)
+def test_a_node_is_killed_and_the_job_goes_on(rendezvous: str, devices: int, tmp_path: Path) -> None:
+    with started(tmp_path, 2, devices, rendezvous, accident=f"wait:{2 * devices - 1}:smddp_pipeline:5") as one:
         one.wait_for_accident()
         one.kill(1)
         time.sleep(GONE_S)  # its torchrun will have the same process id, by which c10d would take it for the old one
         one.start(1)
         codes = one.wait()
     assert codes == [0, 0], one.output
-    job.check(tmp_path, 2, 2, "torchrun", one.output)
+    job.check(tmp_path, devices, 2, "torchrun", one.output)
     assert "the run goes on from" in one.output
 
 
