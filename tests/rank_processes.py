@@ -43,6 +43,7 @@ PRELOAD = [
     "pytest",
     "s3fs",  # a second of each rank with checkpoints: Lightning asks whether it is there
     "torch.utils.tensorboard",
+    "torch._inductor.compile_fx",  # a second of each rank with DeepSpeed, which asks for torch.compile
     "sklearn.datasets",
 ]
 DUMP_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to Lightning's SLURM requeueing
