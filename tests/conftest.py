@@ -10,6 +10,7 @@ from collections.abc import Iterator
 # Before torch is imported, here and in the fork server that inherits this environment: one thread per rank,
 # and gloo on the loopback interface, whatever the host name resolves to.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each interpreter that a test starts compiles the package anew
 if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
