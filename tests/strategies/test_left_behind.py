@@ -43,10 +43,10 @@ class Attention(Evaluated):
     layer: type[Keeps] = Keeps
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(count=24)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            self.net = nn.Sequential(nn.Linear(INPUTS, 16), *(self.layer(16) for _ in range(4)), nn.Linear(16, CLASSES))
+            self.net = nn.Sequential(nn.Linear(INPUTS, 16), *(self.layer(16) for _ in range(3)), nn.Linear(16, CLASSES))
 
     def look(self) -> None:
         for layer in self.net[1:-1]:
@@ -114,7 +114,7 @@ class Features(Evaluated):
     """Forward hooks put what layers return into a dict, by name and by layer."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(count=24)
         self.by_name: dict[str, Tensor] = {}
         self.by_layer: dict[nn.Module, Tensor] = {}
         for name, layer in self.net.named_children():
@@ -140,12 +140,13 @@ class Saved:
         self.features = result.detach()
 
 
-class Helpers(Evaluated):
+class Helpers(Features):
     def __init__(self) -> None:
         super().__init__()
         self.saved = [Saved(self.net[0]), Saved(self.net[4])]
 
     def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
         self.losses += [float(saved.features.norm()) for saved in self.saved]
 
 
@@ -197,13 +198,13 @@ class WeightNorm(Evaluated):
 
 def fit(bench: Bench, module: str) -> Any:
     model = globals()[module]()
-    callbacks: list[Callback] = [Watcher()] if module == "Evaluated" else []
+    callbacks: list[Callback] = [Watcher()] if module in ("Evaluated", "Helpers") else []
     if module == "Attention" and os.environ.get("RANK") == "1":
         callbacks.append(OnOneRank())
     with warnings.catch_warnings():
         if module == "WholeLater":
             warnings.filterwarnings("ignore", "The training step is run as a whole on every rank")
-        result = bench.fit(model, max_epochs=2, callbacks=callbacks)
+        result = bench.fit(model, max_epochs=2 if isinstance(model, Attention) else 1, callbacks=callbacks)
     if isinstance(model, Attention):
         kept = [(layer.calls, layer.made.clone(), layer.gate.detach().clone()) for layer in model.net[1:-1]]
         result["kept"], result["history"] = kept, [list(layer.history) for layer in model.net[1:-1]]
@@ -212,10 +213,15 @@ def fit(bench: Bench, module: str) -> Any:
 
 CASES: list[Case] = [
     functools.partial(fit, module=name)
-    for name in ("Attention", "WholeLater", "OwnAttributes", "Features", "Helpers", "Evaluated", "WeightNorm")
+    for name in ("Attention", "WholeLater", "OwnAttributes", "Helpers", "WeightNorm")
 ]
+# `Helpers` has both kinds of hooks, and the callback.
+MORE_CASES: list[Case] = [functools.partial(fit, module=name) for name in ("Features", "Evaluated")]
+SEVERAL_STAGES = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
 MATRIX = Matrix(CASES)
-INTERLEAVED = Matrix([CASES[0], CASES[2]], pipeline={"schedule": "interleaved_1f1b", "stages_per_rank": 2})
+INTERLEAVED = Matrix([CASES[2]], pipeline=SEVERAL_STAGES)
+MORE = Matrix(MORE_CASES)
+MORE_INTERLEAVED = Matrix([CASES[0]], pipeline=SEVERAL_STAGES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -226,3 +232,14 @@ def test_hooks_read_what_a_step_has_kept(case: Case) -> None:
 @pytest.mark.parametrize("case", INTERLEAVED.cases, ids=name_of)
 def test_with_several_stages_on_a_rank(case: Case) -> None:
     INTERLEAVED.compare(case)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
+def test_hooks_read_more_of_what_a_step_has_kept(case: Case) -> None:
+    MORE.compare(case)
+
+
+@pytest.mark.exhaustive
+def test_layers_keep_with_several_stages_on_a_rank() -> None:
+    MORE_INTERLEAVED.compare(CASES[0])
