@@ -25,7 +25,7 @@ class Numbered(Net):
             x = x * 2
         if batch_idx % 3 == 1:
             x = self.net[4:8](x)
-        if self.global_step > 7:
+        if self.global_step > 6:
             x = x + 0.1 * x.sin()
         loss = F.cross_entropy(self.net[8:](x), batch[1])
         self.losses.append(loss.item())
@@ -33,7 +33,7 @@ class Numbered(Net):
 
 
 def numbered(bench: Bench) -> Any:
-    return bench.fit(Numbered(layers=7), max_epochs=3)
+    return bench.fit(Numbered(layers=7, count=24), max_epochs=3)
 
 
 class Mixed(Net):
@@ -52,7 +52,7 @@ class Mixed(Net):
 
 
 def mixed(bench: Bench) -> Any:
-    return bench.fit(Mixed(layers=5, batch_size=4), max_epochs=2)
+    return bench.fit(Mixed(layers=5, batch_size=4, count=16), max_epochs=2)
 
 
 class Selected(Net):
@@ -68,14 +68,14 @@ class Selected(Net):
 
 
 def selected(bench: Bench) -> Any:
-    return bench.fit(Selected(layers=5))
+    return bench.fit(Selected(layers=5, count=24))
 
 
 class Rehearsed(Net):
     """Rows of earlier batches join each batch once there are any: weights that fit the first batch fit no more."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(count=24)
         self.memory: list[list[Tensor]] = []
 
     def loss(self, batch: list[Tensor]) -> Tensor:
@@ -107,13 +107,13 @@ class Kept(Net):
 
 
 def kept(bench: Bench) -> Any:
-    return bench.fit(Kept(layers=5), {"split": ["net.4"]})
+    return bench.fit(Kept(layers=5, count=24), {"split": ["net.4"]})
 
 
 class Annealed(Net):
     """Behind its last module it uses activations of earlier ones, but only later, and by turns."""
 
-    count_down = 5
+    count_down = 2
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.count_down -= 1
@@ -130,7 +130,7 @@ class Annealed(Net):
 
 
 def annealed(bench: Bench) -> Any:
-    return bench.fit(Annealed(layers=6), max_epochs=4)
+    return bench.fit(Annealed(layers=6, count=16), max_epochs=4)
 
 
 class Tasks(Net):
@@ -154,7 +154,7 @@ class Tasks(Net):
             inputs = torch.stack(inputs)
             return "ab"[int(inputs[0, 0] > 0)], inputs, torch.stack(targets)
 
-        return DataLoader(samples(96), batch_size=4, collate_fn=collate)
+        return DataLoader(samples(32), batch_size=4, collate_fn=collate)
 
 
 def tasks(bench: Bench) -> Any:
@@ -179,7 +179,7 @@ class Keeping(Net):
 
 
 def keeping(bench: Bench) -> Any:
-    return bench.fit(Keeping(layers=6))
+    return bench.fit(Keeping(layers=6, count=24))
 
 
 CASES = [numbered, mixed, selected, kept, annealed, keeping, tasks]
@@ -207,7 +207,7 @@ class Plain(Net):
 
 
 def plain(bench: Bench) -> Any:
-    model = Plain()
+    model = Plain(count=16)
     bench.fit(model, {"num_microbatches": 4})
     return model.reads
 
