@@ -17,7 +17,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_program(
-    command: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None, timeout: float = 110.0
+    command: Sequence[str],
+    directory: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 110.0,
+    spawned: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """What ``subprocess.run([sys.executable, *command], cwd=directory, capture_output=True)`` gives.
 
@@ -26,10 +30,12 @@ def run_program(
         directory: to run in; ``.stdout`` and ``.stderr`` in it keep what was printed.
         environment: beside this process's own; the package can be imported from everywhere.
         timeout: seconds, after which all processes of the program are killed.
+        spawned: whether what ``multiprocessing`` spawns is an interpreter of its own.
     """
     files = [directory / f".{name}" for name in ("stdout", "stderr")]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
-    process = forked(_program_main, [sys.executable, *command], str(directory), variables, [str(f) for f in files])
+    places = [str(file) for file in files]
+    process = forked(_program_main, [sys.executable, *command], str(directory), variables, places, spawned)
     try:
         deadline = time.monotonic() + timeout
         process.join(timeout)
@@ -45,7 +51,9 @@ def run_program(
     return subprocess.CompletedProcess(list(command), code, output, errors)
 
 
-def _program_main(command: list[str], directory: str, environment: dict[str, str], files: list[str]) -> None:
+def _program_main(
+    command: list[str], directory: str, environment: dict[str, str], files: list[str], spawned: bool
+) -> None:
     os.setsid()
     os.chdir(directory)
     for target, name in ((0, os.devnull), (1, files[0]), (2, files[1])):
@@ -53,4 +61,6 @@ def _program_main(command: list[str], directory: str, environment: dict[str, str
         os.dup2(descriptor, target)
         os.close(descriptor)
     warm.fork_programs()
+    if not spawned:
+        warm.fork_spawned()
     warm.become(command, environment)

@@ -21,12 +21,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from multiprocessing import resource_tracker
+from multiprocessing import util as multiprocessing_util
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 _original = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_spawnv = multiprocessing_util.spawnv_passfds
 _PARAMETERS = [*inspect.signature(_original).parameters][2:]
 
 
@@ -38,6 +41,12 @@ def fork_programs() -> None:
     dynamic_rendezvous.get_method_name = lambda depth=2: "-"
 
 
+def fork_spawned() -> None:
+    """And what ``multiprocessing`` spawns, where torch allows a process to fork that has run a backward pass."""
+    if torch.cuda.device_count() == 0:
+        multiprocessing_util.spawnv_passfds = _spawn_process
+
+
 def fork(
     command: Sequence[str],
     environment: Mapping[str, str],
@@ -46,7 +55,7 @@ def fork(
     streams: Sequence[int] = (),
     passed: Sequence[int] = (),
 ) -> int:
-    """Start ``[python, SCRIPT or "-m", MODULE, ARGUMENTS...]``; returns the process's number."""
+    """Start ``[python, SCRIPT or "-m", MODULE or "-c", CODE, ARGUMENTS...]``; returns the process's number."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -83,6 +92,13 @@ def _execute_child(self: Any, args: Any, *rest: Any) -> None:
         command, given["env"] or os.environ, given["start_new_session"], given["cwd"], streams, given["pass_fds"]
     )
     self._child_created = True
+
+
+def _spawn_process(path: Any, args: Sequence[str], passfds: Sequence[int]) -> int:
+    """In the place of ``multiprocessing.util.spawnv_passfds``, which starts its servers, too."""
+    if args[-1] != "--multiprocessing-fork":
+        return _spawnv(path, args, passfds)
+    return fork([*args[:1], *args[-3:]], os.environ, passed=passfds)
 
 
 def _program(args: Any) -> list[str] | None:
@@ -123,10 +139,13 @@ def _be_new(environment: Mapping[str, str]) -> None:
 
 def _run(command: list[str]) -> NoReturn:
     """As an interpreter does, to the end."""
-    sys.argv = command[1:] if command[1] != "-m" else command[2:]
+    sys.argv = command[2:] if command[1] == "-m" else command[1:]
     code = 0
     try:
-        if command[1] != "-m":
+        if command[1] == "-c":
+            sys.argv = ["-c", *command[3:]]
+            exec(command[2], {"__name__": "__main__"})
+        elif command[1] != "-m":
             sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
             runpy.run_path(sys.argv[0], run_name="__main__")
         elif sys.argv[0].startswith("tests."):  # imported already

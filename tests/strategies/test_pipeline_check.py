@@ -22,12 +22,13 @@ from torchmetrics import MeanSquaredError
 from lightning_smddp import PipelineStrategy
 from lightning_smddp.bridge.checks import SecondCheck
 from lightning_smddp.cli import main
+from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.strategies import verify as verification
 from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import QUIET
-from tests.strategies.pipeline_learners import run_each
+from tests.strategies.pipeline_learners import Cases, run_each
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 24, 8, 11, 6
 
@@ -35,11 +36,13 @@ ROWS, WIDTH, VOCABULARY, LENGTH = 24, 8, 11, 6
 class Chain(LightningModule):
     """Some layers, and a loss that subclasses change."""
 
+    count = 2
+
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(self.count))
             self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +133,9 @@ class Noisy(Chain):
 
 
 class Verified(Chain):
-    """With dropout and validation, in shuffled batches."""
+    """With dropout and validation, in shuffled batches, and a layer for each of four stages."""
+
+    count = 3
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,30 +203,33 @@ def warned(model: type[Chain]) -> list[str]:
     return [str(w.message) for w in caught if "micro-batch" in str(w.message)]
 
 
+def refused(model: str) -> str:
+    try:
+        pipelined(globals()[model], fallback="error")
+    except VerificationError as error:
+        return f"VerificationError: {error}"
+    return "nothing"
+
+
+REFUSED = Cases(refused, [("Escaping",), ("Noticing",), ("EscapingLater",)])
+DIFFERS = "VerificationError: The pipeline does not compute what the step computes on one rank"
+
+
 def test_an_escape_that_cannot_be_seen_is_caught_on_every_rank() -> None:
-    with pytest.raises(RanksFailedError) as failure:
-        run_trainer_ranks(refused, 2, Escaping)
-    assert sorted(failure.value.tracebacks) == [0, 1]
-    for text in failure.value.tracebacks.values():
-        assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
+    for text in REFUSED.results(("Escaping",)):
+        assert DIFFERS in text
         assert "the gradient of 'head' (stage 1) has norm" in text
 
 
 @pytest.mark.slow
 def test_what_a_replay_itself_changes_is_caught_on_every_rank() -> None:
-    with pytest.raises(RanksFailedError) as failure:
-        run_trainer_ranks(refused, 2, Noticing)
-    assert sorted(failure.value.tracebacks) == [0, 1]
-    for text in failure.value.tracebacks.values():
-        assert "VerificationError: The pipeline does not compute what the step computes on one rank" in text
+    for text in REFUSED.results(("Noticing",)):
+        assert DIFFERS in text
 
 
 @pytest.mark.slow
 def test_an_escape_that_a_hook_begins_is_caught_in_the_second_step() -> None:
-    with pytest.raises(RanksFailedError) as failure:
-        run_trainer_ranks(refused, 2, EscapingLater)
-    assert sorted(failure.value.tracebacks) == [0, 1]
-    for text in failure.value.tracebacks.values():
+    for text in REFUSED.results(("EscapingLater",)):
         assert "VerificationError: After the first optimizer step, and what hooks did then: The pipeline does" in text
 
 
@@ -230,7 +238,7 @@ def test_the_second_step_is_compared_once() -> None:
     """With replicas, and with gradients that accumulate; what chance decides is no difference."""
     for (count, findings), (of_chancy, _) in run_trainer_ranks(run_each, 4, compared, [("Chain",), ("Chancy",)]):
         assert count == of_chancy == 1
-        assert [name for name, _, _ in findings] == ["loss", *(f"layers.{index}" for index in range(4)), "head"]
+        assert [name for name, _, _ in findings] == ["loss", *(f"layers.{index}" for index in range(2)), "head"]
         for _, expected, actual in findings:
             assert actual == pytest.approx(expected, rel=1e-5)
 
@@ -255,13 +263,9 @@ def compared(model: str) -> tuple[int, list[tuple[str, float, float]]]:
     return len(seen), seen[-1]
 
 
-def refused(model: type[Chain]) -> None:
-    pipelined(model, fallback="error")
-
-
 @pytest.mark.slow
 def test_the_check_can_be_turned_off() -> None:
-    assert run_trainer_ranks(unchecked, 2)[0] is True
+    assert SLOW.results(("unchecked",))[0] is True
 
 
 def unchecked() -> bool:
@@ -269,17 +273,21 @@ def unchecked() -> bool:
     return True
 
 
+def scene(name: str, *args: Any) -> Any:
+    return globals()[name](*args)
+
+
 @pytest.mark.parametrize("model", [Padded, Shifted])
 def test_micro_batches_count_by_their_labels(model: type[Chain]) -> None:
     metrics, weights = train(model)
-    for rank_metrics, rank_weights in run_trainer_ranks(pipelined, 2, model):
+    for rank_metrics, rank_weights in QUICK.results(("pipelined", model)):
         torch.testing.assert_close(rank_metrics, metrics, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(rank_weights, weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_a_loss_between_rows_is_reported() -> None:
-    first, second = run_trainer_ranks(warned, 2, Contrastive)
+    first, second = SLOW.results(("warned", Contrastive))
     assert len(first) == 1
     assert "is not the mean over its micro-batches" in first[0]
     assert second == []  # once is enough
@@ -294,7 +302,7 @@ def left_at_auto() -> Any:
 
 def test_a_loss_between_rows_is_right_unless_micro_batches_are_asked_for() -> None:
     _, expected = train(Contrastive)
-    (first, weights), (second, others) = run_trainer_ranks(left_at_auto, 2)
+    (first, weights), (second, others) = QUICK.results(("left_at_auto",))
     assert len(first) == 1
     assert "each batch runs as one micro-batch" in first[0]
     assert second == []
@@ -302,7 +310,7 @@ def test_a_loss_between_rows_is_right_unless_micro_batches_are_asked_for() -> No
 
 
 def test_no_warning_for_a_mean_over_rows() -> None:
-    assert run_trainer_ranks(warned, 2, Chain) == [[], []]
+    assert QUICK.results(("warned", Chain)) == [[], []]
 
 
 @pytest.mark.slow
@@ -310,7 +318,7 @@ def test_verify_prints_each_unit(tmp_path: Path) -> None:
     """The command, which starts ranks of its own."""
     options = ["--schedule", "interleaved_1f1b", "--num-microbatches", "4"]
     command = ["-m", "lightning_smddp", "verify", "tests.strategies.test_pipeline_check:Verified", *options]
-    result = run_program(command, tmp_path)
+    result = run_program(command, tmp_path, spawned=False)
     assert result.returncode == 0, result.stderr
     last = "The pipeline computes what the module computes in one process: 2 training and 2 validation steps"
     assert last in result.stdout.splitlines()[-1]
@@ -348,7 +356,13 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), [("Contrastive", "step 1, output 'loss'"), ("Normalised", "update of")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("Contrastive", "step 1, output 'loss'"),
+        pytest.param("Normalised", "update of", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_verify_fails_where_training_warns(name: str, what: str, verify: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on the ranks, too
@@ -462,7 +476,7 @@ class Logging(Chain):
 def test_what_is_logged_is_the_batchs_whatever_its_reduction_over_batches() -> None:
     metrics, _ = train(Logging)
     assert len(metrics) == 32
-    for rank_metrics, _ in run_trainer_ranks(pipelined, 2, Logging):
+    for rank_metrics, _ in SLOW.results(("pipelined", Logging)):
         torch.testing.assert_close(rank_metrics, metrics, rtol=1e-5, atol=1e-6)
 
 
@@ -492,7 +506,7 @@ class Unfit(Chain):
 
 @pytest.mark.slow
 def test_logged_values_that_fit_no_rule_are_named_once() -> None:
-    first, second = run_trainer_ranks(warned, 2, Unfit)
+    first, second = SLOW.results(("warned", Unfit))
     assert second == []
     training, validation = sorted(first)
     assert "'train deviation' is" in training
@@ -522,6 +536,19 @@ def warned_without_trial() -> list[str]:
 
 @pytest.mark.slow
 def test_labels_that_do_not_count_are_mentioned_where_weights_cannot_be_tried() -> None:
-    first, second = run_trainer_ranks(warned_without_trial, 2)
+    first, second = SLOW.results(("warned_without_trial",))
     assert "batch['labels'] has labels of -100" in first[0]
     assert second == []
+
+
+QUICK = Cases(scene, [("pipelined", Padded), ("pipelined", Shifted), ("left_at_auto",), ("warned", Chain)])
+SLOW = Cases(
+    scene,
+    [
+        ("unchecked",),
+        ("warned", Contrastive),
+        ("pipelined", Logging),
+        ("warned", Unfit),
+        ("warned_without_trial",),
+    ],
+)
