@@ -22,10 +22,11 @@ from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer, silent
-from tests.strategies.pipeline_learners import Evaluated
+from tests.strategies.pipeline_learners import Evaluated, run_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use `self.log")
 BOTH = ["smddp", "pipeline"]
+STEPS = 3  # in an epoch
 ONE_QUICK = ["smddp", pytest.param("pipeline", marks=pytest.mark.slow)]
 
 
@@ -35,7 +36,8 @@ def trainer_for(name: str, **options: Any) -> Any:
         "smddp": lambda: silent(tuning_cache=False, algorithm="native"),
         "pipeline": lambda: PipelineStrategy(**grouped(verbose=False, tuning_cache=False, check=False)),
     }
-    return make_trainer(strategies[name](), **options)
+    limits = {"limit_train_batches": STEPS, "limit_val_batches": 1}
+    return make_trainer(strategies[name](), **{**limits, **options})
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
@@ -76,9 +78,8 @@ def supervisors() -> list[str]:
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's, of copying its own structures
 @pytest.mark.parametrize("name", BOTH)
 def test_module_and_trainer_can_be_pickled_and_copied_after_fit(name: str) -> None:
-    steps = 10 if name == "pipeline" else 6
     for result in run_trainer_ranks(copies, 2, name):
-        assert result == ([True, True], [steps, steps * 3 // 2] * 2, [])
+        assert result == ([True, True], [2 * STEPS, 3 * STEPS] * 2, [])
 
 
 def test_a_strategy_that_has_not_run_is_copied_with_all_that_is_about_it() -> None:
@@ -135,8 +136,8 @@ def goes_on(name: str) -> Any:
 
 @pytest.mark.slow
 def test_a_module_is_used_again_after_an_exception_that_the_user_caught() -> None:
-    expected = run_trainer_ranks(goes_on, 2, "ddp")
-    torch.testing.assert_close(run_trainer_ranks(goes_on, 2, "smddp"), expected, rtol=0, atol=0)
+    for expected, actual in run_trainer_ranks(run_each, 2, goes_on, [("ddp",), ("smddp",)]):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def goes_on_in_parts() -> str:
@@ -151,11 +152,11 @@ def test_a_module_in_parts_says_so() -> None:
         assert "ckpt_path" in error
 
 
-def profiled(name: str, directory: str) -> list[Any]:
+def profiled(name: str, directory: str, many: int) -> list[Any]:
     from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
     found: list[Any] = []
-    for profiler in (SimpleProfiler, AdvancedProfiler, PyTorchProfiler):
+    for profiler in (SimpleProfiler, AdvancedProfiler, PyTorchProfiler)[:many]:
         for fails in (False, True):
             module = Failing()
             module.fails = fails
@@ -166,11 +167,12 @@ def profiled(name: str, directory: str) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", BOTH)
-def test_profilers_work_with_an_exception_too(name: str, tmp_path: Path) -> None:
-    steps = 5 if name == "pipeline" else 3
-    expected = [("nothing", steps), ('KeyError: "the user\'s own"', 2)] * 3
-    for result in run_trainer_ranks(profiled, 2, name, str(tmp_path)):
+@pytest.mark.parametrize(
+    ("name", "many"), [("smddp", 3), ("pipeline", 1), pytest.param("pipeline", 3, marks=pytest.mark.exhaustive)]
+)
+def test_profilers_work_with_an_exception_too(name: str, many: int, tmp_path: Path) -> None:
+    expected = [("nothing", STEPS), ('KeyError: "the user\'s own"', 2)] * many
+    for result in run_trainer_ranks(profiled, 2, name, str(tmp_path), many):
         assert result == expected
 
 
@@ -257,8 +259,8 @@ def averaged(name: str) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_stochastic_weight_averaging_is_that_of_ddp() -> None:
-    expected = run_trainer_ranks(averaged, 2, "ddp")
-    torch.testing.assert_close(run_trainer_ranks(averaged, 2, "smddp"), expected, rtol=0, atol=0)
+    for expected, actual in run_trainer_ranks(run_each, 2, averaged, [("ddp",), ("smddp",)]):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 class Lazy(Evaluated):
