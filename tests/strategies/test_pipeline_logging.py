@@ -30,7 +30,7 @@ class Logs(Net):
     """Every form of ``self.log``, in every place."""
 
     def __init__(self) -> None:
-        super().__init__(batch_size=7, count=39)
+        super().__init__(batch_size=7, count=18)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
         out = self.net(batch[0])
@@ -101,7 +101,7 @@ class Metrics(Net):
     """Metric objects: with sums and with lists as states, alone and in a collection, logged or computed by hand."""
 
     def __init__(self) -> None:
-        super().__init__(batch_size=7, count=38)
+        super().__init__(batch_size=7, count=17)
         self.accuracy = MulticlassAccuracy(CLASSES)
         self.auroc = MulticlassAUROC(CLASSES)  # without thresholds its state is a list
         self.train_metrics = torchmetrics.MetricCollection(
@@ -160,7 +160,7 @@ class Outputs(Evaluated):
     """Collects what steps return, in the ways that users do."""
 
     def __init__(self) -> None:
-        super().__init__(batch_size=7, count=39)
+        super().__init__(batch_size=7, count=18)
         self.validation_step_outputs: list[Any] = []
         self.by_name: dict[str, list[Any]] = {"loss": [], "rows": []}
         self.seen: list[Any] = []
@@ -216,7 +216,7 @@ class Early(Evaluated):
 
 
 def early_stopping(bench: Bench) -> Any:
-    return bench.fit(Early(), max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
+    return bench.fit(Early(count=8), max_epochs=6, callbacks=[EarlyStopping("val_loss", patience=2)])
 
 
 def early_stopping_on_training_loss(bench: Bench) -> Any:
@@ -226,8 +226,8 @@ def early_stopping_on_training_loss(bench: Bench) -> Any:
 
 def best_checkpoints(bench: Bench) -> Any:
     checkpoint = ModelCheckpoint(bench.directory, "{epoch}-{val_loss:.3f}", monitor="val_loss", save_top_k=2)
-    trainer = bench.trainer(max_epochs=4, enable_checkpointing=True, callbacks=[checkpoint])
-    trainer.fit(Evaluated())
+    trainer = bench.trainer(max_epochs=3, enable_checkpointing=True, callbacks=[checkpoint])
+    trainer.fit(Evaluated(count=16))
     files = {Path(path).name: float(score) for path, score in checkpoint.best_k_models.items()}
     return files, float(checkpoint.best_model_score), Path(checkpoint.best_model_path).name
 
@@ -255,7 +255,7 @@ def loggers(bench: Bench) -> Any:
     found = [CSVLogger(bench.directory, "csv", version=0), TensorBoardLogger(bench.directory, "tensorboard", version=0)]
     callbacks = [LearningRateMonitor("step")]
     trainer = bench.trainer(logger=found, callbacks=callbacks, log_every_n_steps=2, enable_model_summary=True)
-    model = Evaluated()
+    model = Evaluated(count=24)
     trainer.fit(model)
     trainer.test(model, verbose=False)
     for logger in found:
@@ -295,7 +295,7 @@ class Idle(Net):
 
 
 def idle_in_validation(bench: Bench) -> Any:
-    return bench.fit(Idle(), pipeline={"split": ["regularised"]})
+    return bench.fit(Idle(), pipeline={"split": ["regularised"]}, max_epochs=1)
 
 
 CASES = [
@@ -304,15 +304,21 @@ CASES = [
     metrics,
     outputs,
     early_stopping,
-    early_stopping_on_training_loss,
     best_checkpoints,
-    progress_bar,
     loggers,
 ]
+MORE_CASES = [early_stopping_on_training_loss, progress_bar]  # `logs` sees what the bar shows
 TWO = Matrix(CASES)
+MORE = Matrix(MORE_CASES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
     TWO.compare(case, str(tmp_path_factory.getbasetemp() / "logging"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_CASES, ids=name_of)
+def test_more_equals_one_process(case: Case, tmp_path_factory: Any) -> None:
+    MORE.compare(case, str(tmp_path_factory.getbasetemp() / "more logging"))
