@@ -263,7 +263,7 @@ class Codes(Net):
 
 def codebook(bench: Bench) -> Any:
     options = {"num_microbatches": 1, "schedule": "gpipe", "check": False, "split": ["net.4"]}
-    return bench.fit(Codes(), pipeline=options, max_epochs=2)
+    return bench.fit(Codes(), pipeline=options, max_epochs=1)
 
 
 class Whole(Backbone):
@@ -273,13 +273,17 @@ class Whole(Backbone):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+SHORT = {"limit_train_batches": 3, "limit_val_batches": 2}
+TWICE = ("LooksAtState", "Consolidated", "Samples", "Noise")  # whose hooks change what the next epoch does
+
+
 def fit(bench: Bench, module: Any) -> Any:
-    return bench.fit(globals()[module](), max_epochs=2)
+    return bench.fit(globals()[module](), max_epochs=2 if module in TWICE else 1, **SHORT)
 
 
 def shadow(bench: Bench) -> Any:
     model, callback = Evaluated(), Shadow()
-    trainer = bench.trainer(callbacks=[callback], max_epochs=2)
+    trainer = bench.trainer(callbacks=[callback], max_epochs=1, **SHORT)
     trainer.fit(model)
     path = Path(bench.directory) / "shadow.ckpt"
     trainer.save_checkpoint(path)
@@ -289,7 +293,7 @@ def shadow(bench: Bench) -> Any:
 
 def on_rank_zero(bench: Bench) -> Any:
     model = Evaluated()
-    trainer = bench.trainer(callbacks=[OnRankZero(bench.directory)], max_epochs=2)
+    trainer = bench.trainer(callbacks=[OnRankZero(bench.directory)], max_epochs=2, **SHORT)
     trainer.fit(model)
     return outcome(model, trainer, half=torch.load(Path(bench.directory) / "half.pt"))
 
@@ -308,7 +312,12 @@ def stochastic_weight_averaging(bench: Bench) -> Any:
 def averaging_of_batch_norm(bench: Bench) -> Any:
     """Runs an epoch of forward passes at the end, for the statistics of the averaged weights."""
     averaging = StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)
-    options = {"pipeline": {"num_microbatches": 1, "schedule": "gpipe"}, "callbacks": [averaging], "max_epochs": 3}
+    options = {
+        "pipeline": {"num_microbatches": 1, "schedule": "gpipe"},
+        "callbacks": [averaging],
+        "max_epochs": 3,
+        **SHORT,
+    }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The training step is run as a whole on every rank")
         return bench.fit(Whole(), **options)
@@ -318,11 +327,11 @@ def pruning(bench: Bench) -> Any:
     callback = ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The training step is run as a whole on every rank")
-        return bench.fit(Evaluated(), callbacks=[callback], max_epochs=2)
+        return bench.fit(Evaluated(), callbacks=[callback], max_epochs=2, **SHORT)
 
 
 def weight_averaging(bench: Bench) -> Any:
-    return bench.fit(Evaluated(), callbacks=[WeightAveraging()], max_epochs=2)
+    return bench.fit(Evaluated(), callbacks=[WeightAveraging()], max_epochs=1, **SHORT)
 
 
 CASES: list[Case] = [
@@ -332,14 +341,16 @@ CASES: list[Case] = [
     ),
     shadow,
     on_rank_zero,
-    finetuning,
-    stochastic_weight_averaging,
     averaging_of_batch_norm,
     weight_averaging,
     pruning,
     codebook,
 ]
-MORE_CASES: list[Case] = [functools.partial(fit, module=name) for name in ("ClipsOfOptimizer", "Diffusion", "OwnStep")]
+MORE_CASES: list[Case] = [
+    *(functools.partial(fit, module=name) for name in ("ClipsOfOptimizer", "Diffusion", "OwnStep")),
+    finetuning,
+    stochastic_weight_averaging,
+]
 TWO = Matrix(CASES)
 MORE = Matrix(MORE_CASES)
 
@@ -375,7 +386,7 @@ class Counts(Callback):
 
 def counted() -> Any:
     model: Any = Evaluated()
-    Bench({}).fit(model, callbacks=[Counts()], max_epochs=1)
+    Bench({}).fit(model, callbacks=[Counts()], max_epochs=1, **SHORT)
     return model.held, model.total
 
 

@@ -76,7 +76,7 @@ class Course(Net):
 
 
 def course(bench: Bench) -> Any:
-    return bench.fit(seeded(Course(layers=5)), ONE, max_epochs=3)
+    return bench.fit(seeded(Course(layers=5, count=48)), ONE, max_epochs=2)
 
 
 class LayerDrop(Net):
@@ -106,7 +106,7 @@ class LayerDrop(Net):
 
 def layer_drop(bench: Bench) -> Any:
     torch.manual_seed(3)
-    return bench.fit(LayerDrop(), ONE, max_epochs=2)
+    return bench.fit(LayerDrop(), ONE, max_epochs=1)
 
 
 class Shuffled(Net):
@@ -124,7 +124,7 @@ class Shuffled(Net):
 
 def shuffled(bench: Bench) -> Any:
     torch.manual_seed(3 + int(os.environ.get("RANK", "0")))
-    return bench.fit(Shuffled(), ONE, max_epochs=2)
+    return bench.fit(Shuffled(count=24), ONE, max_epochs=2)
 
 
 class Masked(Net):
@@ -138,7 +138,7 @@ class Masked(Net):
 
 
 def masked(bench: Bench) -> Any:
-    return bench.fit(Masked(layers=5), {**ONE, "fallback": "error"})
+    return bench.fit(Masked(layers=5), {**ONE, "fallback": "error"}, max_epochs=1)
 
 
 def layer_drop_with_dropout(bench: Bench) -> Any:
@@ -146,7 +146,7 @@ def layer_drop_with_dropout(bench: Bench) -> Any:
     torch.manual_seed(3 + int(os.environ.get("RANK", "0")))
     model = LayerDrop()
     model.dropout.p = 0.1
-    return bench.fit(model, {"num_microbatches": 4, "fallback": "error"}, max_epochs=2)
+    return bench.fit(model, {"num_microbatches": 4, "fallback": "error"}, max_epochs=1)
 
 
 class Dropped(nn.Module):
@@ -171,7 +171,7 @@ class Layers(Mixup):
 def many(bench: Bench) -> Any:
     """More micro-batches, and modules that draw: the check at the start compares losses and gradients."""
     model = seeded(Layers())
-    return bench.fit(model, {"num_microbatches": 4}, max_epochs=2), model.drawn  # type: ignore[attr-defined]
+    return bench.fit(model, {"num_microbatches": 4}, max_epochs=1), model.drawn  # type: ignore[attr-defined]
 
 
 class Diffusion(Net):
@@ -196,7 +196,7 @@ class Diffusion(Net):
 
 def with_a_generator_of_torch(bench: Bench) -> Any:
     model = Diffusion()
-    return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=2), model.drawn
+    return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=1), model.drawn
 
 
 class Leaf(nn.Module):
@@ -225,7 +225,7 @@ class Drawing(Net):
 
 def whole_modules_draw(bench: Bench) -> Any:
     model = seeded(Drawing())
-    return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=2), model.drawn  # type: ignore[attr-defined]
+    return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=1), model.drawn  # type: ignore[attr-defined]
 
 
 class Masking(nn.Module):
@@ -267,14 +267,14 @@ class DroppedTwice(Net):
 def dropout_on_two_stages(bench: Bench) -> Any:
     torch.manual_seed(3)
     model = DroppedTwice()
-    return bench.fit(model, {**ONE, "split": ["net.3"], "fallback": "error"}, max_epochs=2), model.same
+    return bench.fit(model, {**ONE, "split": ["net.3"], "fallback": "error"}, max_epochs=1), model.same
 
 
 class DrawingInHooks(Evaluated):
     """Torch draws on all ranks in hooks; ``dropout`` also on the rank that has it."""
 
     def __init__(self, dropout: float) -> None:
-        super().__init__()
+        super().__init__(count=16)
         self.net[3] = nn.Sequential(self.net[3], nn.Dropout(dropout))
 
     def on_train_batch_end(self, *args: Any) -> None:
