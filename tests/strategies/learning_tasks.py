@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 from tests.strategies.learners import samples
 from tests.strategies.pipeline_learners import Bench, Net, outcome
 
-ROWS, BATCH = 14, 6
+ROWS, BATCH = 10, 6
 
 
 class Task(Net):
     """Subclasses have layers, rows of data, a loss, and what is predicted."""
+
+    epochs = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class Task(Net):
 
 def all_steps(bench: Bench, model: Task, pipeline: Any = None) -> Any:
     """What training, validation, test and prediction give."""
-    trainer = bench.trainer(pipeline, max_epochs=2, num_sanity_val_steps=0)
+    trainer = bench.trainer(pipeline, max_epochs=model.epochs, num_sanity_val_steps=0)
     trainer.fit(model)
     result = outcome(model, trainer, outputs=list(model.outputs))
     return result, trainer.test(model, verbose=False), trainer.predict(model)
@@ -165,6 +167,8 @@ class Speech(Task):
 class MemoryBank(Task):
     """Anomaly detection: training collects features for the distances of later rows; its loss trains nothing."""
 
+    epochs = 2
+
     def build(self) -> None:
         self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 4)
         self.requires_grad_(False)
@@ -204,6 +208,8 @@ class Normalised(Task):
 
 class Unfreezing(Normalised):
     """Its BatchNorm is in evaluation mode in the first epoch."""
+
+    epochs = 2
 
     def on_train_epoch_start(self) -> None:
         self.net[1].train(self.current_epoch > 0)

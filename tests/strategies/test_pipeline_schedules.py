@@ -14,7 +14,7 @@ from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Gpt, Matr
 
 def everything(bench: Bench, options: dict[str, Any], layers: int = 9) -> Any:
     """All four steps, before and after training; the last batch of each loader is smaller."""
-    model = Evaluated(layers, count=21)
+    model = Evaluated(layers, count=13)
     trainer = bench.trainer(options, max_epochs=1)
     validated = trainer.validate(model, verbose=False)
     trainer.fit(model)
@@ -28,7 +28,7 @@ def layout(schedule: str, **options: Any) -> Case:
 
 
 def trained(bench: Bench, schedule: str, **options: Any) -> Any:
-    return bench.fit(Net(9, count=21), {"schedule": schedule, **options}, max_epochs=1)
+    return bench.fit(Net(9, count=13), {"schedule": schedule, **options}, max_epochs=1)
 
 
 def training(schedule: str, **options: Any) -> Case:
@@ -55,11 +55,43 @@ MORE_SCHEDULES: list[tuple[str, dict[str, Any]]] = [
     ("1f1b", {"split": ["net.13"]}),
     ("1f1b", {"activation_checkpointing": True}),
 ]
+
+
+# ---- batches ----
+
+
+def batches_of(bench: Bench, batch_size: int, count: int, num_microbatches: Any = "auto") -> Any:
+    return bench.fit(Net(batch_size=batch_size, count=count), {"num_microbatches": num_microbatches}, max_epochs=1)
+
+
+def sequences(bench: Bench) -> Any:
+    return bench.fit(Gpt(), {"num_microbatches": 3}, max_epochs=1)
+
+
+BATCHES: list[Case] = [
+    functools.partial(batches_of, batch_size=8, count=25),  # the last batch has one row
+    functools.partial(batches_of, batch_size=10, count=23, num_microbatches=7),
+    functools.partial(batches_of, batch_size=2, count=5, num_microbatches=5),
+    sequences,
+]
+MORE_BATCHES: list[Case] = [
+    functools.partial(batches_of, batch_size=7, count=38),
+    functools.partial(batches_of, batch_size=7, count=38, num_microbatches=4),
+    functools.partial(batches_of, batch_size=1, count=6),
+]
+
+# ---- what runs where ----
+
 ONE = Matrix([layout("interleaved_1f1b", stages_per_rank=3), training("zbv_zero_bubble")], 1)
 TWO = Matrix([layout("zbv_zero_bubble"), training("1f1b")])
-MORE = Matrix([training(name, **options) for name, options in SCHEDULES])
+MORE = Matrix([*(training(name, **options) for name, options in SCHEDULES), *BATCHES])
 FOUR = Matrix([training("dualpipev")], 4)
-EVERY = Matrix([layout(name, **options) for name, options in [("1f1b", {}), *SCHEDULES, *MORE_SCHEDULES]])
+EVERY = Matrix(
+    [
+        *(layout(name, **options) for name, options in [("1f1b", {}), *SCHEDULES, *MORE_SCHEDULES]),
+        *MORE_BATCHES,
+    ]
+)
 EVERY_ONE = Matrix([training("1f1b")], 1)
 EVERY_THREE = Matrix([layout("1f1b"), training("gpipe", num_microbatches=2), training("zbv_zero_bubble")], 3)
 EVERY_FOUR = Matrix([layout("interleaved_1f1b"), training("gpipe", num_microbatches=3)], 4)
@@ -99,43 +131,3 @@ def test_every_step_under_each(case: Case) -> None:
 def test_more_on_other_ranks(matrix: Matrix) -> None:
     for case in matrix.cases:
         matrix.compare(case)
-
-
-# ---- batches ----
-
-
-def batches_of(bench: Bench, batch_size: int, count: int, num_microbatches: Any = "auto") -> Any:
-    return bench.fit(Net(batch_size=batch_size, count=count), {"num_microbatches": num_microbatches}, max_epochs=1)
-
-
-def sequences(bench: Bench) -> Any:
-    return bench.fit(Gpt(), {"num_microbatches": 3}, max_epochs=1)
-
-
-BATCHES = Matrix(
-    [
-        functools.partial(batches_of, batch_size=8, count=25),  # the last batch has one row
-        functools.partial(batches_of, batch_size=10, count=23, num_microbatches=7),
-        functools.partial(batches_of, batch_size=2, count=5, num_microbatches=5),
-        sequences,
-    ]
-)
-MORE_BATCHES = Matrix(
-    [
-        functools.partial(batches_of, batch_size=7, count=38),
-        functools.partial(batches_of, batch_size=7, count=38, num_microbatches=4),
-        functools.partial(batches_of, batch_size=1, count=6),
-    ]
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", BATCHES.cases, ids=name_of)
-def test_batches(case: Case) -> None:
-    BATCHES.compare(case)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", MORE_BATCHES.cases, ids=name_of)
-def test_more_batches(case: Case) -> None:
-    MORE_BATCHES.compare(case)
