@@ -28,7 +28,7 @@ from tests.programs import run_program
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import QUIET
-from tests.strategies.pipeline_learners import Cases, run_each
+from tests.strategies.pipeline_learners import Cases
 
 ROWS, WIDTH, VOCABULARY, LENGTH = 24, 8, 11, 6
 
@@ -236,8 +236,9 @@ def test_an_escape_that_a_hook_begins_is_caught_in_the_second_step() -> None:
 @pytest.mark.slow
 def test_the_second_step_is_compared_once() -> None:
     """With replicas, and with gradients that accumulate; what chance decides is no difference."""
-    for (count, findings), (of_chancy, _) in run_trainer_ranks(run_each, 4, compared, [("Chain",), ("Chancy",)]):
-        assert count == of_chancy == 1
+    assert [count for count, _ in SLOW.results(("compared", "Chancy"))] == [1, 1]
+    for count, findings in run_trainer_ranks(compared, 4, "Chain"):
+        assert count == 1
         assert [name for name, _, _ in findings] == ["loss", *(f"layers.{index}" for index in range(2)), "head"]
         for _, expected, actual in findings:
             assert actual == pytest.approx(expected, rel=1e-5)
@@ -257,7 +258,7 @@ def compared(model: str) -> tuple[int, list[tuple[str, float, float]]]:
     SecondCheck.run = noted  # type: ignore[method-assign]
     try:
         strategy = PipelineStrategy(**grouped(num_microbatches=2, pipeline_parallel_size=2, verbose=False))
-        train(globals()[model], strategy, 4, accumulate_grad_batches=2, max_epochs=3)
+        train(globals()[model], strategy, int(os.environ["WORLD_SIZE"]), accumulate_grad_batches=2, max_epochs=3)
     finally:
         SecondCheck.run = run  # type: ignore[method-assign]
     return len(seen), seen[-1]
@@ -546,6 +547,7 @@ SLOW = Cases(
     scene,
     [
         ("unchecked",),
+        ("compared", "Chancy"),
         ("warned", Contrastive),
         ("pipelined", Logging),
         ("warned", Unfit),

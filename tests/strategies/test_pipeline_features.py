@@ -428,7 +428,6 @@ def buffers(bench: Bench) -> Any:
 CASES = [
     hooks_on_parameters,
     hooks_in_step,
-    accumulation,
     clip_by_value_without_gradients,
     own_clipping,
     never_zeroing,
@@ -442,14 +441,16 @@ CASES = [
     gpt,
     unused,
     own_optimizer_step,
-    reading,
     validating_without_modules,
     validating_first_modules,
     buffers,
 ]
 # In `make test` another test takes the same way: `gpt` clips by norm, replicas keep gradients, others have mixed
-# precision, scalers, frozen stages and checkpoints of activations; values are clipped where a stage has none, too.
+# precision, scalers, frozen stages and checkpoints of activations; values are clipped where a stage has none, too;
+# hooks see gradients of several batches, and `test_pipeline_values` reads values.
 MORE_CASES = [
+    accumulation,
+    reading,
     accumulation_by_epoch,
     clip_by_value,
     fp64,

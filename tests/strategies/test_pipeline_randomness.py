@@ -287,7 +287,7 @@ class DrawingInHooks(Evaluated):
 def drawn_behind_runs(bench: Bench, dropout: float) -> list[Any]:
     torch.manual_seed(3)
     random.seed(4)
-    model, trainer = DrawingInHooks(dropout), bench.trainer({"num_microbatches": 2}, max_epochs=2)
+    model, trainer = DrawingInHooks(dropout), bench.trainer({"num_microbatches": 2}, max_epochs=1)
     drawn: list[Any] = []
     for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
         loaders = {} if run == trainer.fit else {"dataloaders": model.train_dataloader()}
