@@ -41,9 +41,9 @@ RANKS, BATCH, STAGES = 2, 4, (1, 2, 3)
 
 
 class AdamLearner(Learner):
-    """AdamW on two groups, with a schedule; five batches an epoch, so that accumulation ends with a single one."""
+    """AdamW on two groups, with a schedule; three batches an epoch, so that accumulation ends with a single one."""
 
-    def __init__(self, batch_size: int = BATCH, count: int = 40) -> None:
+    def __init__(self, batch_size: int = BATCH, count: int = 24) -> None:
         super().__init__(batch_size, count)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -77,10 +77,10 @@ class Evaluating(AdamLearner):
     val_dataloader = test_dataloader = predict_dataloader = AdamLearner.train_dataloader
 
 
-class Configured(AdamLearner):
+class Configured(Evaluating):
     """Its layers are made where stage 3 cuts them at once."""
 
-    def build(self, batch_size: int = BATCH, count: int = 40) -> None:
+    def build(self, batch_size: int = BATCH, count: int = 24) -> None:
         super().build(batch_size, count)
         self.net = nn.Sequential()
 
@@ -94,7 +94,7 @@ class Configured(AdamLearner):
 class Tied(AdamLearner):
     """A weight with two names, a frozen layer, a buffer, and a parameter whose number of elements is odd."""
 
-    def build(self, batch_size: int = BATCH, count: int = 40) -> None:
+    def build(self, batch_size: int = BATCH, count: int = 24) -> None:
         super().build(batch_size, count)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
@@ -116,7 +116,7 @@ class Tied(AdamLearner):
 class Wide(AdamLearner):
     """Large enough for the collectives of this package."""
 
-    def build(self, batch_size: int = BATCH, count: int = 40) -> None:
+    def build(self, batch_size: int = BATCH, count: int = 24) -> None:
         super().build(batch_size, count)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
@@ -135,7 +135,7 @@ class Writing(AdamLearner):
 class Unused(AdamLearner):
     """A layer gets no gradient."""
 
-    def build(self, batch_size: int = BATCH, count: int = 40) -> None:
+    def build(self, batch_size: int = BATCH, count: int = 24) -> None:
         super().build(batch_size, count)
         self.forgotten = nn.Linear(2, 2)
 
@@ -156,21 +156,20 @@ class BadBatch(AdamLearner):
 # Learner, the Trainer's options, relative tolerance.
 CASES: dict[str, tuple[type[AdamLearner], dict[str, Any], float]] = {
     "accumulation": (SgdLearner, {"accumulate_grad_batches": 2}, 1e-5),
-    "clipping": (AdamLearner, {"gradient_clip_val": 0.1}, 1e-5),
     "evaluation": (Evaluating, {}, 1e-5),
-    "configure_model": (Configured, {}, 1e-5),
+    "evaluation, configure_model": (Configured, {}, 1e-5),
     "wide": (Wide, {"accumulate_grad_batches": 2}, 1e-5),
     "offload": (AdamLearner, {}, 1e-5),
-    "tied": (Tied, {}, 1e-5),
+    "tied, clipping": (Tied, {"gradient_clip_val": 0.1}, 1e-5),
     "16-bit": (SgdLearner, {"precision": "bf16-mixed"}, 3e-2),
 }
 
 
 # Stages 1 and 2 are one optimizer of DeepSpeed's, to which most cases look the same.
 OFTEN = {
-    1: ["clipping", "wide", "tied"],
+    1: ["wide", "tied, clipping"],
     2: ["accumulation", "evaluation", "wide", "offload", "16-bit"],
-    3: ["clipping", "evaluation", "configure_model", "wide", "tied"],
+    3: ["evaluation, configure_model", "wide", "tied, clipping"],
 }
 SELDOM = {stage: [case for case in CASES if case not in OFTEN[stage]] for stage in STAGES}
 
@@ -185,7 +184,7 @@ def train(strategy: Any, case: str, batch_size: int, folder: Path) -> dict[str, 
     path = str(folder / f"{case}.ckpt")
     trainer.save_checkpoint(path)
     saved = torch.load(path, weights_only=True)
-    if case == "evaluation":
+    if case.startswith("evaluation"):
         metrics["tested"] = trainer.test(model, verbose=False)[0]["tested"]
         (metrics["again"],) = trainer.validate(model, ckpt_path=path, verbose=False)[0].values()
         metrics["predicted"] = len(trainer.predict(model))
@@ -394,7 +393,7 @@ class TestOnRanks:
 
     def test_large_tensors_go_through_shared_memory(self, results):
         for result in results:
-            assert all(result[stage]["shared"] > 10 for stage in STAGES)
+            assert all(result[stage]["shared"] > 5 for stage in STAGES)
 
     @each_stage
     def test_checkpoints_go_to_and_from_other_strategies(self, looks, stage):
