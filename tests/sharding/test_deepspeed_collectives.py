@@ -83,7 +83,8 @@ def both(dtype: torch.dtype) -> tuple[str, dict[str, Any], dict[str, Any], list[
     ("ranks", "node_ids", "dtype", "way"),
     [
         pytest.param(2, None, torch.float32, "shared memory", marks=pytest.mark.exhaustive),
-        (3, None, torch.bfloat16, "shared memory"),
+        pytest.param(3, None, torch.bfloat16, "shared memory", marks=pytest.mark.exhaustive),
+        (2, None, torch.bfloat16, "shared memory"),
         (4, "aabb", torch.float32, "shared memory in each node, the backend between ranks of equal local rank"),
         (3, "aab", torch.float32, "gradients are summed by hierarchical, parameters go through the backend"),
     ],

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.ranks import run_trainer_ranks
-from tests.sharding.test_fsdp import Block, Tied, fully_sharded
+from tests.sharding.test_fsdp import Block, Short, Tied, fully_sharded
 from tests.strategies.grouped import grouped
-from tests.strategies.learners import Learner, Outcome, assert_equal, make_trainer, outcome, samples, silent
+from tests.strategies.learners import Outcome, assert_equal, make_trainer, outcome, samples, silent
 from tests.strategies.pipeline_learners import run_each
 
 
@@ -24,7 +24,7 @@ class Momentum(Tied):
         return torch.optim.SGD(self.blocks.parameters(), lr=0.05, momentum=0.9)
 
 
-class InRow(Learner):
+class InRow(Short):
     """For pipelines, too: what is tied or of no dimension has tests of its own."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class InRow(Learner):
 
     def train_dataloader(self) -> Any:
         options = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1, "rank": 0})
-        return DataLoader(samples(48), batch_size=4, sampler=DistributedSampler(samples(48), shuffle=False, **options))
+        return DataLoader(samples(24), batch_size=4, sampler=DistributedSampler(samples(24), shuffle=False, **options))
 
 
 def pipelined() -> Any:
@@ -78,9 +78,16 @@ def save_and_go_on(saving: str, going_on: list[str], model: str, folder: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saving", "model"), [("smddp_fsdp", "adam"), ("smddp", "momentum")])
-def test_training_goes_on_under_each_strategy(saving, model, tmp_path):
-    going_on = ["smddp", "smddp_fsdp", "sharded"]
+@pytest.mark.parametrize(
+    ("saving", "model", "going_on"),
+    [
+        ("smddp_fsdp", "adam", ["smddp", "sharded"]),
+        ("smddp", "momentum", ["smddp_fsdp"]),
+        pytest.param("smddp_fsdp", "momentum", ["smddp", "smddp_fsdp", "sharded"], marks=pytest.mark.exhaustive),
+        pytest.param("smddp", "adam", ["smddp", "smddp_fsdp", "sharded"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_training_goes_on_under_each_strategy(saving, model, going_on, tmp_path):
     for whole, continued in run_trainer_ranks(save_and_go_on, 2, saving, going_on, model, str(tmp_path)):
         for actual in continued:
             expected = Outcome(whole.losses[-len(actual.losses) :], whole.weights)
@@ -127,7 +134,7 @@ def test_training_goes_on_in_a_pipeline_and_back(tmp_path):
     assert_equal(back, as_back, tolerance=1e-5)
 
 
-class Evaluated(Learner):
+class Evaluated(Short):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)

@@ -84,7 +84,7 @@ def forget(path: Path | str, without: Path | str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The run is not continued exactly")
-@pytest.mark.parametrize("nodes", ["ab", "aabb"])
+@pytest.mark.parametrize("nodes", [pytest.param("ab", marks=pytest.mark.exhaustive), "aabb"])
 def test_it_goes_on_in_each_layout(nodes: str, tmp_path: Path) -> None:
     others = ["smddp"] if len(nodes) == 2 else ["smddp", "hybrid"]
     strategies = ["smddp_fsdp", *others]

@@ -17,7 +17,7 @@ from lightning_smddp import PipelineStrategy
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.sharding.test_shard_optimizer import GlobalNormOptimizer, Zero
 from tests.strategies.grouped import grouped
-from tests.strategies.layouts import Run, execute
+from tests.strategies.layouts import WITHIN, Run, execute
 from tests.strategies.learners import make_trainer
 from tests.strategies.pipeline_learners import Gpt, Net, assert_same, outcome
 from tests.strategies.test_layouts import BETWEEN, check
@@ -62,11 +62,14 @@ class WritingNet(AdamNet):
 class Tied(Gpt):
     """Embedding and head share a weight; all sequences are of one length."""
 
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.logits(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
     def train_dataloader(self) -> Any:
-        data = torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(0))
+        data = torch.randint(11, (16, 6), generator=torch.Generator().manual_seed(0))
         return DataLoader(data, batch_size=4)
 
 
@@ -105,8 +108,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a weight that two stages hold": (Tied, {}),
     "clipping by value": (AdamNet, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "accumulation": (AdamNet, {"accumulate_grad_batches": 2}),
-    "hooks that write, clipping": (WritingNet, {"gradient_clip_val": 0.1}),
-    "freezing": (AdamNet, {"callbacks": Thawing}),
+    "hooks that write, clipping, freezing": (WritingNet, {"gradient_clip_val": 0.1, "callbacks": Thawing}),
     "an average of weights": (AdamNet, {"callbacks": WeightAveraging}),
     "a step that is no pipeline's": (Manual, {}),
 }
@@ -149,7 +151,7 @@ LEFT_OUT = [
 def test_the_same_numbers_as_without_sharding() -> None:
     results = run_trainer_ranks(train_both, 4, [case for case in CASES if case not in LEFT_OUT], timeout=150.0)
     require_same(results)
-    for case, replicas in (("hooks that write, clipping", 2), ("a step that is no pipeline's", 4)):
+    for case, replicas in (("hooks that write, clipping, freezing", 2), ("a step that is no pipeline's", 4)):
         unsharded, sharded = (sum(of_rank[case][index][1] for of_rank in results) for index in (0, 1))
         assert sharded < 1.1 * unsharded / replicas, case
 
@@ -165,7 +167,7 @@ def test_the_same_numbers_in_the_other_cases() -> None:
     [
         pytest.param(["a weight that two stages hold"], id="tied"),
         pytest.param(
-            ["whole parameters", "hooks that write, clipping"],
+            ["whole parameters", "hooks that write, clipping, freezing"],
             marks=pytest.mark.exhaustive,
             id="others",
         ),
@@ -175,27 +177,37 @@ def test_on_two_nodes_shares_of_replicas_are_gathered(cases: list[str]) -> None:
     require_same(run_trainer_ranks(train_both, 4, cases, node_ids=["a", "a", "b", "b"], timeout=90.0))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning")  # other replicas
-@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
-@pytest.mark.parametrize("with_all", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_checkpoints_go_anywhere_and_back(tmp_path: Path, with_all: bool) -> None:
-    """As one file, and as a directory: between layouts with it and without."""
-    file, directory = Run("gpt", "2x2 shard", tmp_path), Run("gpt", "2x2 shard", tmp_path, sharded=True)
-    plain = Run("gpt", "2x2", tmp_path)
-    unbroken, *others = execute([file, directory, plain] if with_all else [file, directory])
-    for result in others:
-        torch.testing.assert_close(result.losses, unbroken.losses, rtol=1e-9, atol=1e-12)
-    goings = [(directory, "2x2")]
-    fewer = [(file, "dp2 shard")]
-    if with_all:
-        goings += [(plain, "2x2 shard"), (file, "2x2 shard"), (file, "2x2"), (directory, "2x2 shard")]
-        fewer += [(directory, "pp2")]
-    for pairs in (goings, fewer):  # each in a start of as many ranks
-        runs = [Run("gpt", layout, tmp_path, saved.sharded, saved.path(BETWEEN)) for saved, layout in pairs]
-        for run, found in zip(runs, execute(runs), strict=True):
-            check(run, found, unbroken)
+class TestCheckpoints:
+    pytestmark = [
+        pytest.mark.slow,
+        pytest.mark.filterwarnings("ignore:The run is not continued exactly:UserWarning"),  # other replicas
+        pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+        pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
+    ]
+
+    def test_a_file_goes_on_with_it_and_a_directory_without(self, tmp_path: Path) -> None:
+        file = Run("net", "2x2 shard", tmp_path)
+        again = Run("net", "2x2 shard", tmp_path, sharded=True, ckpt_path=file.path(BETWEEN))
+        unbroken, found = execute([file, again])
+        check(again, found, unbroken)
+        assert again.path(2 * WITHIN).is_dir()
+        elsewhere = Run("net", "dp2", tmp_path, ckpt_path=again.path(2 * WITHIN))
+        check(elsewhere, *execute([elsewhere]), unbroken)
+
+    @pytest.mark.exhaustive
+    def test_go_anywhere_and_back(self, tmp_path: Path) -> None:
+        """As one file, and as a directory: between layouts with it and without."""
+        file, directory = Run("gpt", "2x2 shard", tmp_path), Run("gpt", "2x2 shard", tmp_path, sharded=True)
+        plain = Run("gpt", "2x2", tmp_path)
+        unbroken, *others = execute([file, directory, plain])
+        for result in others:
+            torch.testing.assert_close(result.losses, unbroken.losses, rtol=1e-9, atol=1e-12)
+        goings = [(directory, "2x2"), (plain, "2x2 shard"), (file, "2x2 shard"), (file, "2x2")]
+        goings += [(directory, "2x2 shard")]
+        for pairs in (goings, [(file, "dp2 shard"), (directory, "pp2")]):  # each in a start of as many ranks
+            runs = [Run("gpt", layout, tmp_path, saved.sharded, saved.path(BETWEEN)) for saved, layout in pairs]
+            for run, found in zip(runs, execute(runs), strict=True):
+                check(run, found, unbroken)
 
 
 class Normed(Net):
@@ -212,7 +224,10 @@ def fit(make: Any, shard: str | None) -> None:
     ("make", "shard", "message"),
     [
         (Normed, "optimizer", "cannot shard GlobalNormOptimizer: what it does to one parameter depends on others"),
-        (Zero, "optimizer", "ZeroRedundancyOptimizer sends each parameter to all ranks, of which each has others"),
+        pytest.param(
+            *(Zero, "optimizer", "ZeroRedundancyOptimizer sends each parameter to all ranks, of which each has others"),
+            marks=pytest.mark.exhaustive,  # refused before it is asked whether to shard
+        ),
         (Zero, None, "ZeroRedundancyOptimizer sends each parameter to all ranks, of which each has others"),
     ],
 )

@@ -28,7 +28,14 @@ from tests.strategies.test_pipeline_features import scaled
 BOTH = (None, "optimizer")
 
 
-class AdamLearner(Learner):
+class Short(Learner):
+    """Two or three steps an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(count=24)
+
+
+class AdamLearner(Short):
     """AdamW on two groups, with a schedule."""
 
     def configure_optimizers(self) -> Any:
@@ -37,12 +44,12 @@ class AdamLearner(Learner):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-class FusedLearner(Learner):
+class FusedLearner(Short):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
-class AdafactorLearner(Learner):
+class AdafactorLearner(Short):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters(), lr=0.01)
 
@@ -73,7 +80,7 @@ class ClippingLearner(AdamLearner):
         return super().training_step(batch, batch_idx)
 
 
-class TwoOptimizers(Learner):
+class TwoOptimizers(Short):
     """Manual optimization of two optimizers that take turns, one of them with a closure."""
 
     def __init__(self) -> None:
@@ -156,7 +163,7 @@ class Unfreezing(Callback):
             trainer.optimizers[0].add_param_group({"params": list(pl_module.net[0].parameters()), "lr": 0.02})
 
 
-class LastLayer(Learner):
+class LastLayer(Short):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.net[2].parameters(), lr=0.01)
 
@@ -182,7 +189,7 @@ class Validating(AdamLearner):
         return self.train_dataloader()
 
 
-class Convolution(Learner):
+class Convolution(Short):
     """A weight in channels-last order, a layer that is used twice, and one that is frozen."""
 
     def __init__(self) -> None:
@@ -206,8 +213,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "fused": (FusedLearner, {}),
     "whole parameters": (AdafactorLearner, {}),
     "clipping by norm": (AdamLearner, {"gradient_clip_val": 0.1}),
-    "clipping by value": (AdamLearner, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "accumulation": (AdamLearner, {"accumulate_grad_batches": 2}),
+    "accumulation, clipping by value": (
+        AdamLearner,
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    ),
     "16-bit": (AdamLearner, {"precision": "bf16-mixed"}),
     "hooks that write": (WritingLearner, {}),
     "steps that write": (ClippingLearner, {}),
@@ -256,9 +265,9 @@ COMPARED = [case for case in CASES if case != "a skipped step"]
 EVERYDAY = ["groups and a schedule", "whole parameters", "clipping by norm"]
 # To a sharded optimizer like "an average of weights" and like "groups and a schedule".
 LEFT_OUT = ["an exponential average of weights", "16-bit"]
-OTHERS = [case for case in COMPARED if case not in [*EVERYDAY, *LEFT_OUT]]
 # Of parameters that three ranks cannot have equal parts of.
 UNEVEN = ["whole parameters", "hooks that write", "unfreezing", "layouts of memory"]
+OTHERS = [case for case in COMPARED if case not in [*EVERYDAY, *LEFT_OUT, *UNEVEN]]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,7 @@ UNEVEN = ["whole parameters", "hooks that write", "unfreezing", "layouts of memo
     [
         pytest.param(2, EVERYDAY, id="2-everyday"),
         pytest.param(2, OTHERS, marks=pytest.mark.slow, id="2-others"),
-        pytest.param(2, LEFT_OUT, marks=pytest.mark.exhaustive, id="2-left out"),
+        pytest.param(2, [*LEFT_OUT, *UNEVEN], marks=pytest.mark.exhaustive, id="2-left out"),
         pytest.param(3, UNEVEN, marks=pytest.mark.slow, id="3-uneven"),
         pytest.param(3, [case for case in COMPARED if case not in UNEVEN], marks=pytest.mark.exhaustive, id="3-others"),
     ],
@@ -348,8 +357,12 @@ def go_on(path: str, shard: str | None) -> Outcome:
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log:UserWarning")
 @pytest.mark.parametrize(
     ("kind", "ranks", "chosen"),
-    [("sharded", 2, 3), ({"pipeline_parallel_size": 2, "shard": "optimizer"}, 4, 1)],
-    ids=["smddp", "pipeline"],
+    [
+        pytest.param("sharded", 2, 3, id="smddp"),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "shard": "optimizer"}, 4, 1, marks=pytest.mark.exhaustive, id="pipeline"
+        ),
+    ],
 )
 def test_a_run_goes_on_to_the_bit(kind: Any, ranks: int, chosen: int, tmp_path: Path) -> None:
     """From within an epoch, within accumulation, and at its end; with dropout."""
@@ -375,12 +388,12 @@ class GlobalNormOptimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-class Lbfgs(Learner):
+class Lbfgs(Short):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
 
 
-class Zero(Learner):
+class Zero(Short):
     def configure_optimizers(self) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, at its import
@@ -388,7 +401,7 @@ class Zero(Learner):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.AdamW, lr=0.01)
 
 
-class Normed(Learner):
+class Normed(Short):
     def configure_optimizers(self) -> Any:
         return GlobalNormOptimizer(self.parameters(), lr=0.01)
 
@@ -457,16 +470,16 @@ def test_the_whole_state_is_asked_of_the_strategy():
         assert "With shard='optimizer' this rank has a share of AdamW's state" in message
 
 
-def train_without_shared_copy(case: str) -> list[tuple[Outcome, int]]:
+def train_without_shared_copy(cases: list[str]) -> dict[str, list[tuple[Outcome, int]]]:
     sharded_optimizers.unsupported = lambda: "it is switched off for a test"
-    return [train(case, shard) for shard in BOTH]
+    return train_both(cases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["whole parameters", "layouts of memory"])
-def test_without_a_shared_copy_shares_are_gathered(case):
-    for (expected, _), (actual, _) in run_trainer_ranks(train_without_shared_copy, 3, case):
-        assert_equal(actual, expected, tolerance=1e-7)
+def test_without_a_shared_copy_shares_are_gathered():
+    for results in run_trainer_ranks(train_without_shared_copy, 3, ["whole parameters", "layouts of memory"]):
+        for (expected, _), (actual, _) in results.values():
+            assert_equal(actual, expected, tolerance=1e-7)
 
 
 def test_a_skipped_step_is_skipped_by_all():
@@ -481,8 +494,14 @@ def train_skipping() -> list[tuple[Outcome, int]]:
 
 
 @pytest.mark.slow
-def test_two_nodes():
-    cases = ["hooks that write", "whole parameters", "layouts of memory"]
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ["hooks that write", "whole parameters"],
+        pytest.param(["layouts of memory"], marks=pytest.mark.exhaustive),  # on three ranks above
+    ],
+)
+def test_two_nodes(cases):
     for results in run_trainer_ranks(train_both, 4, cases, node_ids=["a", "a", "b", "b"]):
         for (expected, _), (actual, _) in results.values():
             assert_equal(actual, expected)
