@@ -38,12 +38,13 @@ LAYOUTS = {
     "two nodes of 2, interleaved": "abab",
     "3 ranks and 1": "aaab",
     "1 rank and 2": "abb",
+    "1 rank, 2 and 1": "abbc",
     "a node each": "abc",
     "three nodes of 2 and 3, mixed": "abcabcaa",
 }
 REST = pytest.mark.exhaustive
 _EVERYDAY = ("aa", "ab")
-_SLOW = ("a", "abab", "abb", "abcabcaa")  # the others differ from one of these by numbers alone
+_SLOW = ("a", "abab", "abbc")  # the others differ from one of these by numbers alone
 
 
 def communicate(**options: Any) -> Communicator:
@@ -110,7 +111,7 @@ def compare_algorithms(sizes: list[int]) -> list[str]:
     ],
 )
 def test_every_algorithm_computes_the_mean_with_and_without_shared_memory(nodes: str) -> None:
-    sizes = SIZES if len(nodes) < 8 else SIZES[1:2]
+    sizes = SIZES if len(nodes) < 4 else SIZES[::2]
     two_levels = [] if nodes == "a" else ["hierarchical", "balanced"]
     one_node = nodes != "a" and set(nodes) == {"a"}
     names = run_ranks(compare_all, len(nodes), sizes, node_ids=list(nodes))[0]

@@ -215,13 +215,19 @@ def compare(case: Case, tables: list[Any], exact: bool) -> None:
 EVERYDAY = ["plain", "small buckets as views", "unused parameters", "accumulated", "sparse embedding"]
 
 
+OTHERS = [name for name in CASES if name not in EVERYDAY]
+
+
 @pytest.mark.parametrize(
-    "names",
-    [EVERYDAY, pytest.param([name for name in CASES if name not in EVERYDAY], marks=pytest.mark.slow)],
-    ids=["everyday", "others"],
+    ("names", "algorithms"),
+    [
+        pytest.param(EVERYDAY, ["native", "shared_memory", "hierarchical"], id="everyday"),
+        pytest.param(OTHERS, ["shared_memory"], marks=pytest.mark.slow, id="others"),
+        pytest.param(OTHERS, ["native", "hierarchical"], marks=pytest.mark.exhaustive, id="others, other algorithms"),
+    ],
 )
-def test_two_ranks_train_bit_by_bit_as_with_stock_ddp(names: list[str]) -> None:
-    run_ranks(compare_all, 2, names, ["native", "shared_memory", "hierarchical"], True, True)
+def test_two_ranks_train_bit_by_bit_as_with_stock_ddp(names: list[str], algorithms: list[str]) -> None:
+    run_ranks(compare_all, 2, names, algorithms, True, True)
 
 
 @pytest.mark.slow
@@ -236,17 +242,21 @@ MIXED_TABLE = [(700, "native"), (2000, "hierarchical"), (2**62, "balanced")]
 ON_TWO_NODES = ["small buckets as views", "unused parameters", "accumulated", "join", "two modules"]
 
 
+EACH = ["hierarchical", "balanced", MIXED_TABLE]
+
+
 @pytest.mark.parametrize(
-    ("names", "shared"),
+    ("names", "tables", "shared"),
     [
-        pytest.param(ON_TWO_NODES[:1], True, id="everyday"),
-        pytest.param(ON_TWO_NODES[1:], True, marks=pytest.mark.slow, id="others"),
-        pytest.param(ON_TWO_NODES[:1], False, marks=pytest.mark.slow, id="without shared memory"),
-        pytest.param(ON_TWO_NODES[1:], False, marks=pytest.mark.exhaustive, id="others without shared memory"),
+        pytest.param(ON_TWO_NODES[:1], EACH, True, id="everyday"),
+        pytest.param(ON_TWO_NODES[1:], [MIXED_TABLE], True, marks=pytest.mark.slow, id="others"),
+        pytest.param(ON_TWO_NODES[:1], EACH, False, marks=pytest.mark.slow, id="without shared memory"),
+        pytest.param(ON_TWO_NODES[1:], EACH[:2], True, marks=pytest.mark.exhaustive, id="others, each alone"),
+        pytest.param(ON_TWO_NODES[1:], EACH, False, marks=pytest.mark.exhaustive, id="others without shared memory"),
     ],
 )
-def test_two_nodes_of_two_ranks_train_as_with_stock_ddp(names: list[str], shared: bool) -> None:
-    run_ranks(compare_all, 4, names, ["hierarchical", "balanced", MIXED_TABLE], False, shared, node_ids=list("abab"))
+def test_two_nodes_of_two_ranks_train_as_with_stock_ddp(names: list[str], tables: list[Any], shared: bool) -> None:
+    run_ranks(compare_all, 4, names, tables, False, shared, node_ids=list("abab"))
 
 
 # ---- a rank fails ----
@@ -384,7 +394,7 @@ def compress_steps(method: str, algorithm: str, scope: str, shared: bool = True)
     ("method", "algorithm", "scope", "nodes"),
     [
         ("bf16", "hierarchical", "inter_node", "ab"),
-        ("bf16", "balanced", "inter_node", "aabb"),
+        pytest.param("bf16", "balanced", "inter_node", "aabb", marks=pytest.mark.exhaustive),
         ("int8", "hierarchical", "inter_node", "abab"),
         ("int8", "native", "all", "aa"),
         ("int8", "balanced", "inter_node", "abb"),
@@ -425,7 +435,7 @@ def continue_from(state: dict[str, dict[str, Tensor]], method: str, algorithm: s
 @pytest.mark.parametrize(
     ("method", "before", "after", "shared"),
     [
-        ("int8", "ab", "aabb", True),
+        pytest.param("int8", "ab", "aabb", True, marks=pytest.mark.exhaustive),
         pytest.param("int8", "aabb", "ab", True, marks=pytest.mark.exhaustive),
         ("int8", "ab", "abb", False),
         ("int8", "aabb", "abcd", True),

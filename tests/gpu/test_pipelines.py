@@ -55,8 +55,7 @@ OTHER_OPTIMIZATION = [
     gpt_checkpointed,
     *(accumulation, clip_by_norm, clip_by_value, bf16_mixed, fp16_accumulation, gpt),
 ]
-CHECKPOINTS = [save_afterwards]  # going on: tests/gpu/test_data_parallel.py
-OTHER_CHECKPOINTS = [resume_twice, best_and_last, tied]
+CHECKPOINTS = [save_afterwards, resume_twice, best_and_last, tied]  # in `make test`: tests/gpu/test_data_parallel.py
 SPLITS = [training("interleaved_1f1b", num_microbatches=4), training("1f1b"), training("dualpipev")]
 REPLICAS = [
     replicas(),
@@ -70,16 +69,12 @@ SPREAD = [
 ]
 ONE = Matrix([training("1f1b")], 1)
 MORE_ON_ONE = Matrix([training("zbv_zero_bubble"), fp16_with_overflow], 1)
-TWO = [Matrix([*SCHEDULES, *OPTIMIZATION, *CHECKPOINTS], 2, timeout=110)]
-MORE_ON_TWO = [Matrix(cases, 2, timeout=110) for cases in (OTHER_SCHEDULES, OTHER_OPTIMIZATION, OTHER_CHECKPOINTS)]
+TWO = [Matrix([*SCHEDULES, *OPTIMIZATION], 2, timeout=110)]
+MORE_ON_TWO = [Matrix(cases, 2, timeout=110) for cases in (OTHER_SCHEDULES, OTHER_OPTIMIZATION, CHECKPOINTS)]
 ON_FOUR = [Matrix(cases, 4, timeout=110) for cases in (SPLITS, REPLICAS)]
 NODES = Matrix(SPREAD[:1], 4, timeout=110, node_ids=["a", "a", "b", "b"])
 MORE_ON_NODES = Matrix([training("1f1b"), *SPREAD[1:]], 4, timeout=110, node_ids=["a", "a", "b", "b"])
-ALL_KINDS = (
-    [*SCHEDULES, *OTHER_SCHEDULES],
-    [*OPTIMIZATION, *OTHER_OPTIMIZATION],
-    [*CHECKPOINTS, *OTHER_CHECKPOINTS],
-)
+ALL_KINDS = ([*SCHEDULES, *OTHER_SCHEDULES], [*OPTIMIZATION, *OTHER_OPTIMIZATION], CHECKPOINTS)
 EVERY = [
     Matrix(cases, 4, timeout=240, node_ids=node_ids) for cases in ALL_KINDS for node_ids in (None, ["a", "a", "b", "b"])
 ]
@@ -101,7 +96,7 @@ REST = pytest.mark.exhaustive
 
 @pytest.mark.slow
 @on_gpus(1)
-@pytest.mark.parametrize(("matrix", "case"), [*cases_of([ONE]), *cases_of([MORE_ON_ONE], REST)])
+@pytest.mark.parametrize(("matrix", "case"), cases_of([ONE, MORE_ON_ONE], REST))
 def test_one(matrix: Matrix, case: Case, device: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     compare(matrix, case, tmp_path_factory)
 

@@ -37,8 +37,11 @@ def test_two(items: list[Item], device: str) -> None:
 
 @pytest.mark.slow
 @on_gpus(4)
-def test_two_nodes_of_two(device: str) -> None:
-    check(Group(ITEMS[:2], 4, ["a", "a", "b", "b"]))
+@pytest.mark.parametrize(
+    "items", [ITEMS[1:2], pytest.param(ITEMS[:1], marks=pytest.mark.exhaustive)], ids=["clipping", "plain"]
+)
+def test_two_nodes_of_two(items: list[Item], device: str) -> None:
+    check(Group(items, 4, ["a", "a", "b", "b"]))
 
 
 @pytest.mark.slow

@@ -41,14 +41,14 @@ def nothing(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("is_small", [children, pytest.param(leaf_modules, marks=pytest.mark.slow), nothing])
+@pytest.mark.parametrize("is_small", [children, pytest.param(leaf_modules, marks=pytest.mark.exhaustive), nothing])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
     assert_every_cut(root_of(name), step_of, is_small)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_small", [children, nothing])
+@pytest.mark.parametrize("is_small", [pytest.param(children, marks=pytest.mark.exhaustive), nothing])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_four_stages(name: str, is_small: Callable[[str], bool]) -> None:
     assert_transparent(root_of(name), step_of, is_small, 4)

@@ -109,7 +109,7 @@ def deeper_than(depth: int) -> Callable[[str], bool]:
     return lambda name: name.count(".") >= depth
 
 
-@pytest.mark.parametrize("depth", [2, 3, 4, 99])
+@pytest.mark.parametrize("depth", [3, 99, *(pytest.param(depth, marks=pytest.mark.exhaustive) for depth in (2, 4))])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_exact_at_every_depth(name: str, depth: int) -> None:
     assert_transparent(root_of(name), step_of(name), deeper_than(depth), min(depth, 4), 2e-6)
@@ -121,7 +121,7 @@ def test_stages_need_no_parameters_but_their_own(name: str) -> None:
     assert all(any(p.is_meta for p in stage.root.parameters()) for stage in stages)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.exhaustive)])
 def test_every_cut_between_blocks(name: str) -> None:
     assert_every_cut(root_of(name), step_of(name), deeper_than(3), 2e-6)
 
@@ -150,7 +150,7 @@ def test_a_cache_is_as_it_was_when_a_checkpointed_block_runs_again(name: str) ->
     assert_transparent_apart(root_of(name), step, deeper_than(3), 3, 2e-6, checkpointing=True)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.exhaustive), "t5"])
 @pytest.mark.parametrize("depth", [3, 99])
 def test_shapes_of_a_new_signature(name: str, depth: int) -> None:
     """Stage after stage finds out what values of other rows and lengths look like."""
