@@ -338,11 +338,15 @@ class PartitionedModule(ModuleState):
         """What Python draws after ``step`` follows what it drew in it. Collective."""
         if step.random is None:
             return
-        end = broadcast_json(to_json(step.random.end), *self.setup.groups.host, self.setup.last_rank)
-        step.random.sources.set(from_json(end))
+        end = from_json(broadcast_json(to_json(step.random.end), *self.setup.groups.host, self.setup.last_rank))
         graphs = [staged.graph for staged in self._traces[step.key].steps]
         if step.random.sources.with_torch and not any(graph.shares_draws for graph in graphs):
-            self._may_draw_alike |= any(map(_has_draws, graphs))  # it was traced: all ranks go on alike
+            # It was traced, with the first rank's numbers of torch. Who has drawn some goes on from them.
+            if any(map(_has_draws, graphs)) or step.random.has_drawn(end):
+                self._may_draw_alike = True
+            else:
+                end = step.random.sources.with_own_torch(end)
+        step.random.sources.set(end)
 
     # ---- hooks ----
 

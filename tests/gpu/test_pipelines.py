@@ -152,7 +152,7 @@ def test_meta_init(device: str, tmp_path: Path) -> None:
     ((expected, *_),) = run_trainer_ranks(trained_with_meta_init, 1, files[1])
     results = run_trainer_ranks(trained_with_meta_init, 2, files[2])
     names = [name for _, here, _ in results for name in here]
-    assert len(names) == len(set(names)) == 6 * 5 + 2
+    assert len(names) == len(set(names)) == 5 * Configured.depth + 2
     for metrics, _, born_whole in results:
         assert not born_whole
         assert_same(metrics, expected)

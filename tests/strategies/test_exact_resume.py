@@ -85,6 +85,13 @@ def test_pipeline(tmp_path: Path) -> None:
     assert {path.name[:3] for path in checkpoints(str(tmp_path))} == {"ste", "epo", "val"}
 
 
+@pytest.mark.slow
+def test_pipeline_without_a_check(tmp_path: Path) -> None:
+    """Whose evaluation is traced while it counts: what no step has drawn then, each rank still has for itself."""
+    scenario = Scenario(epochs=1, count=16, validate=3)
+    assert run_trainer_ranks(resume_from_each, 2, {"check": False}, scenario, str(tmp_path)) == [{}, {}]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", KINDS)
 def test_smddp_from_every_checkpoint(name: str, tmp_path: Path) -> None:

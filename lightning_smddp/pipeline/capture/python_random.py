@@ -83,6 +83,10 @@ class PythonRandom:
             if state is not None and _is_generator(generator):
                 _set_state_of(generator, state)
 
+    def with_own_torch(self, states: Mapping[str, Any]) -> States:
+        """``states``, but torch's are those of now, on this rank."""
+        return {**states, **_of_torch(self.get())}
+
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """What is drawn inside counts for nothing outside."""
@@ -144,6 +148,10 @@ class SharedRandom:
     def __init__(self, sources: PythonRandom, states: States) -> None:
         self.sources, self._states = sources, {0: states}
         self.end = states
+
+    def has_drawn(self, end: Mapping[str, Any]) -> bool:
+        """Whether torch has drawn between the step's begin and ``end``."""
+        return not same_states(_of_torch(self._states[0]), end)
 
     @contextmanager
     def around(self, index: int, sees_end: bool, inner: AbstractContextManager[object]) -> Iterator[None]:
@@ -207,6 +215,10 @@ def _is_generator(value: Any) -> bool:
         return True
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _of_torch(states: Mapping[str, Any]) -> States:
+    return {source: state for source, state in states.items() if source in ("torch", "cuda")}
 
 
 def _states_of_torch(device: torch.device) -> States:
