@@ -125,24 +125,9 @@ def test_cli_example_takes_the_strategy_from_yaml(tmp_path: Path) -> None:
         ("pipeline_mlp.py", {}, "validation accuracy", 0.9, 1.0),
         ("pipeline_gpt.py --width 64 --depth 2 --steps 12", LESS, "train loss", 1.0, 4.0),
         ("pipeline_unet.py", {**LESS, "PL_TRAINER_LIMIT_TRAIN_BATCHES": "10"}, "train loss", 0.0, 0.07),
-        # Eight steps of the model of `pipeline_mlp.py`; of ten classes.
-        (
-            "pipeline_replicas.py",
-            {**AT_THE_END, "PL_TRAINER_LIMIT_TRAIN_BATCHES": "4"},
-            "validation accuracy",
-            0.3,
-            1.0,
-        ),
-        pytest.param(
-            "pipeline_replicas.py",
-            {},
-            "validation accuracy",
-            0.9,
-            1.0,
-            marks=pytest.mark.exhaustive,
-        ),
+        ("pipeline_replicas.py", LESS, "validation accuracy", 0.9, 1.0),
     ],
-    ids=["mlp", "gpt", "unet", "replicas", "replicas, all of it"],
+    ids=["mlp", "gpt", "unet", "replicas"],
 )
 def test_pipeline_example_learns(
     command: str, more: dict[str, str], label: str, low: float, high: float, tmp_path: Path
@@ -157,7 +142,7 @@ def test_pipeline_example_learns(
         assert (tmp_path / "pipeline_timeline.svg").read_text().startswith("<svg")
         assert json.loads((tmp_path / "pipeline_timeline.json").read_text())
     if name == "pipeline_replicas.py":
-        assert f"gradient communication over {8 if more else 24} steps" in result.stdout
+        assert "gradient communication over 24 steps" in result.stdout
 
 
 @pytest.mark.slow

@@ -341,9 +341,11 @@ class PartitionedModule(ModuleState):
         end = from_json(broadcast_json(to_json(step.random.end), *self.setup.groups.host, self.setup.last_rank))
         graphs = [staged.graph for staged in self._traces[step.key].steps]
         if step.random.sources.with_torch and not any(graph.shares_draws for graph in graphs):
-            # It was traced, with the first rank's numbers of torch. Who has drawn some goes on from them.
+            # It was traced, with the first rank's numbers of torch. If it has drawn some, all ranks go on behind them,
+            # and stages that draw do so apart again; else each rank goes on from its own.
             if any(map(_has_draws, graphs)) or step.random.has_drawn(end):
-                self._may_draw_alike = True
+                known = [staged.graph for traces in self._traces.values() for staged in traces.steps]
+                self._may_draw_alike |= any(map(_has_draws, known))
             else:
                 end = step.random.sources.with_own_torch(end)
         step.random.sources.set(end)

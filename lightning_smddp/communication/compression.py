@@ -10,13 +10,15 @@ Here are the options, the codecs (how values look on the wire) and the memory of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.buckets import Layout, Piece
+from lightning_smddp.communication.buckets import Layout
+from lightning_smddp.wording import counted
 
 Method = Literal["bf16", "fp16", "int8", "powersgd"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -190,6 +192,25 @@ def add_parts(flat: Tensor, layout: Layout, parts: Parts) -> None:
                 flat[start : start + high - low] += values[low - begin : high - begin].to(flat.device, flat.dtype)
 
 
+def totals_of(parts: Parts, numels: Mapping[str, int]) -> dict[str, Tensor]:
+    """What ``parts`` make up, for each parameter: fp32 of shape ``(numel,)``, on the CPU."""
+    totals = {}
+    for name, numel in numels.items():
+        totals[name] = torch.zeros(numel)
+        add_parts(totals[name], Layout.of_parameters(0, [(name, totals[name])]), parts)
+    return totals
+
+
+def require_same_sizes(state: Mapping[str, Tensor], numels: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` unless what is remembered, by parameter, has the sizes ``numels``."""
+    for name, value in state.items():
+        if value.numel() != numels.get(name):
+            raise ValueError(
+                f"The checkpoint's compression state for {name!r} has {counted(value.numel(), 'element')}, the "
+                f"parameter has {numels.get(name)}. It belongs to another model."
+            )
+
+
 def collect_parts(parts: Parts, layout: Layout, flat: Tensor) -> None:
     """Add to ``parts`` what ``flat``, which consists of ``layout``, has of named parameters."""
     for piece in layout.pieces:
@@ -203,11 +224,14 @@ class ErrorFeedback:
 
     What matters is the sum over the ranks of what they hold for an element; which rank holds it does not. So the
     state is exported summed over ranks, by parameter, and restored under any other layout, number of ranks or nodes.
+
+    Attributes:
+        restored: what was restored, without what was taken from it as a whole.
     """
 
     def __init__(self) -> None:
         self._residuals: dict[int | None, tuple[Layout, Tensor]] = {}
-        self._restored: Parts = {}
+        self.restored: Parts = {}
 
     def add_to(self, shard: Tensor, layout: Layout) -> None:
         """Add what is remembered for ``layout`` to ``shard``, in place."""
@@ -228,7 +252,7 @@ class ErrorFeedback:
 
     def forget_restored(self) -> None:
         """Every bucket has taken its part of what was restored."""
-        self._restored = {}
+        self.restored = {}
 
     def parts(self) -> Parts:
         """What this rank remembers of the steps that it has seen."""
@@ -237,18 +261,9 @@ class ErrorFeedback:
             collect_parts(parts, layout, residual)
         return parts
 
-    @property
-    def restored(self) -> Parts:
-        """What was restored, without what was taken from it as a whole."""
-        return self._restored
-
     def totals(self, numels: dict[str, int]) -> dict[str, Tensor]:
         """What this rank remembers, for each parameter: fp32 of shape ``(numel,)``."""
-        parts, totals = self.parts(), {}
-        for name, numel in numels.items():
-            totals[name] = torch.zeros(numel)
-            add_parts(totals[name], Layout(None, (Piece(name, 0, 0, numel, 0),)), parts)
-        return totals
+        return totals_of(self.parts(), numels)
 
     def restore(self, totals: dict[str, Tensor], members: int) -> None:
         """Start from ``totals`` over all ranks, of which each of the ``members`` of an exchange takes a share."""
@@ -257,7 +272,7 @@ class ErrorFeedback:
     def restore_parts(self, parts: Parts) -> None:
         """Start from ``parts``, which are no other rank's."""
         self._residuals.clear()
-        self._restored = parts
+        self.restored = parts
 
     def _residual(self, shard: Tensor, layout: Layout) -> Tensor:
         known = self._residuals.get(layout.slot)
@@ -270,7 +285,7 @@ class ErrorFeedback:
             collect_parts(before, *known)
         residual = torch.zeros_like(shard)
         add_parts(residual, layout, before)
-        add_parts(residual, layout, self._restored)
+        add_parts(residual, layout, self.restored)
         self._forget_taken(layout)
         self._residuals[layout.slot] = (layout, residual)
         return residual
@@ -279,8 +294,8 @@ class ErrorFeedback:
         """What was restored and is in ``layout`` as a whole is not taken once more, when the layout has changed."""
         for piece in layout.pieces:
             left = []
-            for begin, values in self._restored.get(piece.name, ()):
+            for begin, values in self.restored.get(piece.name, ()):
                 if begin < piece.begin or begin + values.numel() > piece.begin + piece.numel:
                     left.append((begin, values))
-            if piece.name in self._restored:
-                self._restored[piece.name] = left
+            if piece.name in self.restored:
+                self.restored[piece.name] = left

@@ -18,14 +18,13 @@ from torch.futures import Future
 from lightning_smddp.communication.algorithms import Algorithm, Native, SharedMemoryAllReduce, TwoLevel
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
-from lightning_smddp.communication.compression import Compression, ErrorFeedback
+from lightning_smddp.communication.compression import Compression, ErrorFeedback, require_same_sizes
 from lightning_smddp.communication.device_watch import mark
 from lightning_smddp.communication.nonfinite import NonFiniteWatch
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.stats import Recorder
 from lightning_smddp.wire.gather import gather_json
-from lightning_smddp.wording import counted
 
 
 class GradientSynchronizer:
@@ -126,13 +125,7 @@ class GradientSynchronizer:
             ValueError: the state belongs to another model.
         """
         errors = dict(state.get("error_feedback", {}))
-        for name, value in errors.items():
-            if value.numel() != self._numels.get(name):
-                raise ValueError(
-                    f"The checkpoint's compression state for {name!r} has {counted(value.numel(), 'element')}, the "
-                    "parameter has "
-                    f"{self._numels.get(name)}. It belongs to another model."
-                )
+        require_same_sizes(errors, self._numels)
         self._restore(errors)
         for exchange in self._powersgd():
             exchange.factors = dict(state.get("powersgd", {}))

@@ -176,18 +176,20 @@ class ScatterExchange:
     ) -> None:
         self.group, self.codec, self.feedback = group, codec, feedback
 
-    def reduce(self, parts: Tensor, output: Tensor, layout: Layout) -> None:
+    def reduce(self, parts: Tensor, output: Tensor, layout_of: Callable[[], Layout] | None = None) -> None:
         """``output`` becomes the sum of this rank's part over the group.
 
         Args:
             parts: a row for each rank of the group, contiguous; with ``feedback`` its values change.
             output: flat, as large as a row.
-            layout: of all rows together, for what is remembered.
+            layout_of: returns the layout of all rows together, which is asked for where something is remembered.
         """
         codec, feedback, numel = _worthwhile(self.codec, parts.dtype), self.feedback, output.numel()
         rows = parts
         if codec is not None:
             if feedback is not None:
+                assert layout_of is not None
+                layout = layout_of()
                 feedback.add_to(parts.view(-1), layout)
             rows = torch.nn.functional.pad(parts, (0, -numel % codec.block_size))  # so that no block is in two rows
         sent = _encode(codec, rows.view(-1))

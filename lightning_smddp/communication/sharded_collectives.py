@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_smddp._compat.fsdp import unit_parameters
+from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator, OnWait
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.inter_node import ScatterExchange
@@ -286,7 +287,10 @@ class _MeanOverReplicas:
         """What FSDP2 calls with the part of a unit's gradients that is ``owner``'s, flat, after its reduce-scatter."""
 
         def all_reduce(gradients: Tensor) -> None:
-            self._algorithm.all_reduce(gradients, layout.reduced([owner], gradients.numel())).wait()
+            consists_of = Layout.flat(gradients.numel(), layout.number)
+            if self.feedback is not None:
+                consists_of = layout.reduced([owner], gradients.numel())
+            self._algorithm.all_reduce(gradients, consists_of).wait()
 
         return all_reduce
 

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class SharedReduceScatter:
             slices = [part[low : low + output.nbytes].view(output.dtype) for part in parts]
             _reduce(slices, total, factor)
         if self._exchange is not None:
-            self._exchange.reduce(sums, output, self._unit.reduced(owners, output.numel()))
+            self._exchange.reduce(sums, output, partial(self._unit.reduced, owners, output.numel()))
 
 
 class DeviceReduceScatter:
@@ -221,8 +222,8 @@ class DeviceReduceScatter:
             sums = by_shard.mul_(factor)
         else:
             sums = self._inside.reduce_scatter(by_shard, None, factor, self._inside.bounds(by_shard.numel()))
-        layout = self._unit.reduced(self._group.owners, output.numel())
-        self._exchange.reduce(sums.view(len(nodes), -1), output, layout)
+        layout_of = partial(self._unit.reduced, self._group.owners, output.numel())
+        self._exchange.reduce(sums.view(len(nodes), -1), output, layout_of)
 
 
 class _Gathering(dist.Work):

@@ -23,7 +23,7 @@ class UnitLayout:
     """
 
     def __init__(self, number: int, size: int, parameters: Callable[[], Iterable[Parameter]]) -> None:
-        self.number, self._size, self._parameters = number, size, parameters
+        self.number, self._size, self.parameters = number, size, parameters
         self._latest: tuple[object, Layout] = (None, Layout(number, ()))
 
     def reduced(self, owners: Sequence[int], numel: int) -> Layout:
@@ -32,7 +32,7 @@ class UnitLayout:
         It is that of all parameters that have gradients; without names where these are not what is reduced, as with
         gradients of parameters that have been frozen since, or in steps that do not use some of them.
         """
-        trained = tuple((name, shape) for name, shape, trains in self._parameters() if trains)
+        trained = tuple((name, shape) for name, shape, trains in self.parameters() if trains)
         key = (tuple(owners), numel, trained)
         if self._latest[0] != key:
             layout, found = self._of(trained, owners)
@@ -43,15 +43,7 @@ class UnitLayout:
 
     def whole(self, owners: Sequence[int]) -> tuple[Layout, int]:
         """What parts with all parameters consist of, with gradients and without, and the elements of one part."""
-        return self._of([(name, shape) for name, shape, _ in self._parameters()], owners)
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Of all parameters."""
-        return {name: shape for name, shape, _ in self._parameters()}
-
-    def trained(self) -> dict[str, torch.Size]:
-        """Shapes of those that have gradients."""
-        return {name: shape for name, shape, trains in self._parameters() if trains}
+        return self._of([(name, shape) for name, shape, _ in self.parameters()], owners)
 
     def _of(self, parameters: Sequence[tuple[str, torch.Size]], owners: Sequence[int]) -> tuple[Layout, int]:
         pieces, offset = [], 0

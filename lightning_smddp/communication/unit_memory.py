@@ -10,11 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.communication.compression import ErrorFeedback, Parts, add_parts, collect_parts
+from lightning_smddp.communication.compression import (
+    ErrorFeedback,
+    Parts,
+    add_parts,
+    collect_parts,
+    require_same_sizes,
+    totals_of,
+)
 from lightning_smddp.communication.inter_node import ScatterExchange
 from lightning_smddp.communication.unit_layouts import UnitLayout
-from lightning_smddp.wording import counted
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ class UnitMemory:
     def __init__(self, layouts: Sequence[UnitLayout], exchanges: Exchanges, device: torch.device) -> None:
         self._layouts, self._exchanges, self._device = layouts, exchanges, device
 
-    def state_dict(self, keeps: bool) -> dict[str, Tensor]:
-        """What is remembered of each trained parameter: fp32 of shape ``(numel,)``, on the CPU. Collective.
+    def state_dict(self, keeps: bool) -> dict[str, dict[str, Tensor]]:
+        """What is remembered of each trained parameter, as of ``GradientSynchronizer.state_dict``. Collective.
 
         Args:
             keeps: this rank wants it; else it gets nothing.
@@ -65,14 +70,12 @@ class UnitMemory:
             own = self._own(layout, of_shards, of_replicas)
             gathered = own.new_empty(size * own.numel())
             all_gather_single(gathered, own, group)
-            if not keeps:
-                continue
-            parts: Parts = {}
-            collect_parts(parts, layout.whole(range(size))[0], gathered.cpu())
-            for name, shape in layout.trained().items():
-                state[name] = torch.zeros(shape.numel())
-                add_parts(state[name], Layout.of_parameters(0, [(name, state[name])]), parts)
-        return state
+            if keeps:
+                parts: Parts = {}
+                collect_parts(parts, layout.whole(range(size))[0], gathered.cpu())
+                trained = {name: shape.numel() for name, shape, trains in layout.parameters() if trains}
+                state |= totals_of(parts, trained)
+        return {"error_feedback": state} if keeps else {}
 
     def _own(self, layout: UnitLayout, of_shards: Parts, of_replicas: Parts) -> Tensor:
         """What all ranks together remember of this one's part of a unit."""
@@ -83,14 +86,14 @@ class UnitMemory:
         own = brought.view(-1)
         if exchanges.partners is not None:
             own = brought.new_empty(numel)
-            ScatterExchange(exchanges.partners.group).reduce(brought, own, Layout.flat(brought.numel()))
+            ScatterExchange(exchanges.partners.group).reduce(brought, own)
         if exchanges.replica_group is not None:
             own = own / exchanges.replica_group.size()  # each copy has the mean over its own ranks
             add_parts(own, layout.whole([exchanges.shard_group.rank()])[0], of_replicas)
             dist.all_reduce(own, group=exchanges.replica_group)
         return own
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from a :meth:`state_dict`, saved under any number of ranks and nodes. Not collective.
 
         Each rank takes what belongs to its own part. What is of parameters that are in no unit is left out.
@@ -99,21 +102,15 @@ class UnitMemory:
             ValueError: the state belongs to another model.
         """
         exchanges, parts = self._exchanges, Parts()
+        errors = state.get("error_feedback", {})
         for layout in self._layouts:
-            shapes = layout.shapes()
+            numels = {name: shape.numel() for name, shape, _ in layout.parameters()}
+            require_same_sizes({name: errors[name] for name in numels if name in errors}, numels)
             for piece in layout.whole([exchanges.shard_group.rank()])[0].pieces:
-                value = state.get(piece.name)
-                if value is None:
-                    continue
-                if value.numel() != shapes[piece.name].numel():
-                    raise ValueError(
-                        f"The checkpoint's compression state for {piece.name!r} has "
-                        f"{counted(value.numel(), 'element')}, the parameter has {shapes[piece.name].numel()}. It "
-                        "belongs to another model."
-                    )
-                # The checkpoint may be a file mapped into memory.
-                own = value[piece.begin : piece.begin + piece.numel].to(self._device, copy=True)
-                parts[piece.name] = [(piece.begin, own)]
+                if piece.name in errors:
+                    # The checkpoint may be a file mapped into memory.
+                    own = errors[piece.name][piece.begin : piece.begin + piece.numel].to(self._device, copy=True)
+                    parts[piece.name] = [(piece.begin, own)]
         partners, replicas = exchanges.partners, exchanges.replicas
         if partners is not None and partners.feedback is not None:
             partners.feedback.restore_parts(parts)

@@ -129,6 +129,7 @@ class TrainerStrategy(_Base):
         is_fit = trainer.state.fn == "fit"
         if is_fit:
             self._saving.require_no_links(trainer)
+            self._last_compression_state = {}
         self._set_up_model(trainer)
         if is_fit:
             self._exact_resume.start(trainer, self._layout_rank, self.root_device)
@@ -263,9 +264,10 @@ class TrainerStrategy(_Base):
         module = self.lightning_module
         if self._session.options.compression is None or module is None or module.trainer.state.fn != "fit":
             return
-        self._last_compression_state = {}
         if not self._interrupted:
-            self._last_compression_state = self._compression_state()
+            state = self._compression_state()
+            if self.is_global_zero:  # which saves it
+                self._last_compression_state = state
 
     # ---- checkpoints ----
 

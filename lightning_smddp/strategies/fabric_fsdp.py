@@ -392,14 +392,13 @@ class FabricFullyShardedParallel(FabricStrategy):
         memory = self._modules[-1].collectives.memory if self._modules else None
         if memory is None:
             return {}
-        state = memory.state_dict(self.global_rank == 0)
-        return {"error_feedback": state} if state else {}
+        return memory.state_dict(self.global_rank == 0)
 
     def load_communication_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from a saved :meth:`communication_state`, which each rank gives."""
         memory = self._modules[-1].collectives.memory if self._modules else None
         if memory is not None:
-            memory.load_state_dict(state.get("error_feedback", {}))
+            memory.load_state_dict(state)
 
     # ---- the end ----
 

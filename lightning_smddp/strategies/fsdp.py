@@ -396,8 +396,7 @@ class FullyShardedParallel(TrainerStrategy):
             plain = _plain(optimizer)  # Lightning would move all to the GPU, offloaded or not
             plain.load_state_dict(divided_optimizer_state(self._optimized(plain), state))
         if self._memory is not None:
-            state = checkpoint.get(COMPRESSION_KEY, {})
-            self._memory.load_state_dict(state.get("error_feedback", {}))
+            self._memory.load_state_dict(checkpoint.get(COMPRESSION_KEY, {}))
 
     @property
     def _memory(self) -> UnitMemory | None:
@@ -409,8 +408,7 @@ class FullyShardedParallel(TrainerStrategy):
     def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         if self._memory is None:
             return {}
-        state = self._memory.state_dict(self.is_global_zero)
-        return {"error_feedback": state} if state else {}
+        return self._memory.state_dict(self.is_global_zero)
 
     @override
     def _can_save(self, filepath: Any) -> bool:

@@ -21,7 +21,7 @@ from tests.strategies.learners import Learner, make_trainer, silent
 NODES = ["a", "b"]
 # Lightning takes every checkpoint callback for a ModelCheckpoint here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=:UserWarning")
-METHODS = ["bf16", "int8", "powersgd"]
+METHODS = ["bf16", "fp16", "int8", "powersgd"]
 
 
 def digits() -> tuple[TensorDataset, tuple[Tensor, Tensor]]:

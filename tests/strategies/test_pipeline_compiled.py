@@ -81,7 +81,8 @@ def modules(bench: Bench) -> Any:
 
 
 def modules_checkpointed(bench: Bench) -> Any:
-    return bench.fit(Modules(), {"activation_checkpointing": True}, max_epochs=1)
+    """Some on each rank."""
+    return bench.fit(Modules(), {"activation_checkpointing": True, "split": ["net.5"]}, max_epochs=1)
 
 
 class Outer(Net):
@@ -126,4 +127,4 @@ def test_without_checkpoints() -> None:
 
 @pytest.mark.slow
 def test_units_run_compiled() -> None:
-    assert any(TWO.results(something_was_compiled))  # a stage may have none of the modules that are
+    assert all(TWO.results(something_was_compiled))

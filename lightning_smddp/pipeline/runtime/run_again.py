@@ -38,7 +38,7 @@ class RunAgain:
         self._names = {name: _copy(value) for name, value in kwargs.items() if _may_change(value)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``forward``."""
+        """Call ``forward``: first with what is given, later with what that was before the first time."""
         if not self._has_run:
             self._has_run = True
             return self._forward(*args, **kwargs)
