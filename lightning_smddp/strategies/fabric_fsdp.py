@@ -18,6 +18,7 @@ from lightning_smddp.communication.consistency import check_same_model
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.communication.topology import discover
+from lightning_smddp.communication.unit_memory import UnitMemory
 from lightning_smddp.pipeline.state.full_state import broadcast_initial
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.sharding.clipping import clip_by_norm
@@ -387,18 +388,20 @@ class FabricFullyShardedParallel(FabricStrategy):
         with self._all_divided():
             return gathered_optimizer(optimizer.state_dict(), self._keepers, self.root_device)
 
+    @property
+    def _memory(self) -> UnitMemory | None:
+        return self._modules[-1].collectives.memory if self._modules else None
+
     def communication_state(self) -> dict[str, dict[str, Tensor]]:
         """What compression remembers of the module set up last, on global rank 0; elsewhere empty. Collective."""
-        memory = self._modules[-1].collectives.memory if self._modules else None
-        if memory is None:
+        if self._memory is None:
             return {}
-        return memory.state_dict(self.global_rank == 0)
+        return self._memory.state_dict(self.global_rank == 0)
 
     def load_communication_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Continue from a saved :meth:`communication_state`, which each rank gives."""
-        memory = self._modules[-1].collectives.memory if self._modules else None
-        if memory is not None:
-            memory.load_state_dict(state)
+        if self._memory is not None:
+            self._memory.load_state_dict(state)
 
     # ---- the end ----
 
