@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_smddp import from_sagemaker
 from lightning_smddp.launchers.detection import detect
-from lightning_smddp.sagemaker.jobs import is_job
+from lightning_smddp.sagemaker.distribution import is_job
 
 CONTEXT = 16
 

@@ -22,7 +22,7 @@ from lightning_smddp.pipeline.partition.row_evidence import Evidence, evidence, 
 from lightning_smddp.pipeline.partition.splitter import Splitter
 from lightning_smddp.pipeline.partition.weight_trials import EXACT, find_weighting
 from lightning_smddp.pipeline.runtime.host_values import HostValues
-from lightning_smddp.planner.microbatches import auto_num_microbatches
+from lightning_smddp.planner.schedules import auto_num_microbatches
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.pytree import leaves, map_leaves, tensors
 

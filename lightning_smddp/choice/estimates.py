@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from lightning_smddp.choice.step_profile import StepProfile
-from lightning_smddp.deepspeed.config import BUCKET_ON_CPU
+from lightning_smddp.deepspeed.start import BUCKET_ON_CPU
 
 _DEEPSPEED_BUCKET = 4 * BUCKET_ON_CPU  # bytes
 # Its modules and what its engine keeps, as seen with DeepSpeed 0.19 on CPUs: the same with five models.

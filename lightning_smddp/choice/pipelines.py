@@ -31,8 +31,7 @@ from lightning_smddp.pipeline.partition.reference import fastest, run_reference
 from lightning_smddp.pipeline.partition.splitter import Splitter
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import orders, parse
-from lightning_smddp.planner.microbatches import auto_num_microbatches
-from lightning_smddp.planner.schedules import parse_action, simulated_bound
+from lightning_smddp.planner.schedules import auto_num_microbatches, parse_action, simulated_bound
 from lightning_smddp.strategies.options import CommunicationOptions, GradientOptions
 
 _CPU = torch.device("cpu")

@@ -9,7 +9,9 @@ Methods named ``whole_*`` are collective: all ranks call them, and the first one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -259,3 +261,11 @@ def _part_of(value: Tensor, parameter: Any) -> Tensor:
     part = value.new_zeros(size)
     part[: piece.numel()] = piece
     return part
+
+
+_TAG = "checkpoint"  # Lightning's
+
+
+def is_deepspeeds(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a directory at a local path; what else there may be is for others."""
+    return any((Path(path) / _TAG).glob("*_model_states.pt"))

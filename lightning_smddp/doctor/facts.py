@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_smddp import __version__
 from lightning_smddp.communication.network import addresses, interface_problem
 from lightning_smddp.launchers.detection import detect
-from lightning_smddp.launchers.efa import network_variables
+from lightning_smddp.launchers.sagemaker import network_variables
 
 _PACKAGES = ("lightning", "pytorch-lightning", "deepspeed", "mpi4py", "sagemaker")
 _SHARED_MEMORY = "/dev/shm"

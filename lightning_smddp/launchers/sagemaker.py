@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_smddp.launchers.launch import Launcher, Notes
+from lightning_smddp.launchers.launch import Launch, Launcher, Notes
 
 PORT = 7777  # of both SDKs
 # Of the SDK's settings, to the keys of its `distribution=`; in the order in which the PyTorch container looks at them.
@@ -217,3 +217,22 @@ def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
             f"({notes.sources['main_address']}).",
             f"Give mpirun -x MASTER_ADDR={job.current_host} (custom_mpi_options, or mpi_additional_options in SDK 3).",
         )
+
+
+_EFA = {
+    "ml.g4dn.8xlarge", "ml.g4dn.12xlarge", "ml.g5.48xlarge", "ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4de.24xlarge",
+    "ml.p5.48xlarge", "ml.p5e.48xlarge", "ml.p5en.48xlarge", "ml.p6e-gb200.36xlarge", "ml.trn1.32xlarge",
+}  # fmt: skip
+_WITHOUT_RDMA = {"ml.g4dn.8xlarge", "ml.g4dn.12xlarge", "ml.g5.48xlarge", "ml.p3dn.24xlarge"}
+
+
+def network_variables(launch: Launch) -> dict[str, str]:
+    """What to set, where it is not set yet, before NCCL or gloo start. Empty elsewhere than on SageMaker."""
+    found: dict[str, str] = {}
+    if launch.interface:
+        found["NCCL_SOCKET_IFNAME"] = found["GLOO_SOCKET_IFNAME"] = launch.interface
+    if launch.instance_type in _EFA:
+        found |= {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple", "RDMAV_FORK_SAFE": "1"}
+        if launch.instance_type not in _WITHOUT_RDMA:
+            found["FI_EFA_USE_DEVICE_RDMA"] = "1"
+    return found

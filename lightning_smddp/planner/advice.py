@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.planner.problem import NodeCost
-from lightning_smddp.planner.schedules import bubble_bound
+from lightning_smddp.planner.schedules import auto_num_microbatches, bubble_bound
 from lightning_smddp.wording import counted
 
 # Names of ``pipeline/runtime/schedules.py``, again as that imports torch: those that ``bubble_bound`` describes, and

@@ -1,11 +1,74 @@
-"""A step as a trace for Perfetto, from measured spans."""
+"""What ranks did when: spans of time, as a trace for Perfetto, and as an SVG without any library."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Literal
 
-from lightning_smddp.planner.spans import Span, ranks_of
+SpanKind = Literal["forward", "backward", "backward_input", "backward_weight", "send", "wait"]
+
+COMPUTE_KINDS: tuple[SpanKind, ...] = ("forward", "backward", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One thing that a rank did.
+
+    Attributes:
+        rank, stage, microbatch: where and for what.
+        kind: a ``send`` runs beside computing; in a ``wait`` the rank does nothing, for lack of the stage's input.
+        start_s, end_s: seconds, from an origin common to all ranks.
+    """
+
+    rank: int
+    stage: int
+    kind: SpanKind
+    microbatch: int
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Duration in seconds."""
+        return self.end_s - self.start_s
+
+
+def step_seconds(spans: Sequence[Span]) -> float:
+    """From the first start to the last end, over all ranks; 0 without spans."""
+    if not spans:
+        return 0.0
+    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+
+
+def busy_share(spans: Sequence[Span]) -> dict[int, float]:
+    """For each rank, the share of the step in which it computes."""
+    step = step_seconds(spans)
+    busy = dict.fromkeys(ranks_of(spans), 0.0)
+    for span in spans:
+        if span.kind in COMPUTE_KINDS:
+            busy[span.rank] += span.seconds
+    if not step:
+        return dict.fromkeys(busy, 0.0)
+    return {rank: seconds / step for rank, seconds in busy.items()}
+
+
+def ranks_of(spans: Iterable[Span]) -> list[int]:
+    """The ranks that occur, ascending."""
+    return sorted({span.rank for span in spans})
+
+
+def stage_position(spans: Iterable[Span]) -> dict[int, int]:
+    """For each stage its position among the stages of its rank: 0 for the rank's first."""
+    stages: dict[int, set[int]] = {}
+    for span in spans:
+        stages.setdefault(span.rank, set()).add(span.stage)
+    positions: dict[int, int] = {}
+    for held in stages.values():
+        positions.update((stage, position) for position, stage in enumerate(sorted(held)))
+    return positions
 
 
 def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any]:
@@ -66,3 +129,170 @@ def _named(event: str, rank: int, thread: int, name: str) -> dict[str, Any]:
 
 def _sorted_as(event: str, rank: int, thread: int, index: int) -> dict[str, Any]:
     return {"ph": "M", "name": event, "pid": rank, "tid": thread, "args": {"sort_index": index}}
+
+
+COLOURS: dict[SpanKind, str] = {  # told apart with any colour vision
+    "forward": "#2f6db5",
+    "backward": "#d9822b",
+    "backward_input": "#b8433a",
+    "backward_weight": "#7b4fa3",
+    "send": "#4d5866",
+    "wait": "#eceff3",
+}
+LEGEND: dict[SpanKind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward: input gradient",
+    "backward_weight": "backward: weight gradient",
+    "send": "send",
+    "wait": "wait",
+}
+DARK, GREY, GRID, PAPER, BORDER = "#1f2937", "#6b7280", "#dde1e7", "#ffffff", "#d0d7de"
+LIGHTEST = 0.55  # how far the last of a rank's stages is mixed with white
+WIDTH, LEFT, RIGHT, TOP = 1000, 76, 24, 70
+LANE, BOX, SEND = 44, 30, 4  # height of a lane, of its boxes, of the bar for messages under them
+FONT = "font-family=\"-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
+DIGIT = 0.58  # width of a digit, as a share of the font size
+
+
+def to_svg(spans: Sequence[Span], title: str = "Pipeline timeline") -> str:
+    """One lane for each rank, a box for each micro-batch, lighter for a rank's later stages; messages as thin bars.
+
+    The picture has its own background, so it can be read on light and on dark pages. A box's tooltip says what it is.
+    """
+    ranks = ranks_of(spans)
+    bottom = TOP + LANE * len(ranks)
+    height = bottom + 74
+    body = [
+        f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="{PAPER}" stroke="{BORDER}"/>',
+        _text(LEFT, 30, title, size=17, weight=600),
+        _text(LEFT, 51, _subtitle(spans), size=12.5, colour=GREY),
+        *_axis(step_seconds(spans) * 1e3, bottom),
+        *(_text(LEFT - 12, TOP + LANE * i + BOX / 2 + 4, f"rank {rank}", anchor="end") for i, rank in enumerate(ranks)),
+        *_boxes(spans, {rank: TOP + LANE * lane for lane, rank in enumerate(ranks)}),
+        *_legend(spans, height - 20),
+    ]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+        f' role="img" {FONT}>'
+    )
+    return "\n".join([head, f"<title>{escape(title)}</title>", *body, "</svg>"]) + "\n"
+
+
+def _text(
+    x: float, y: float, text: str, *, size: float = 13, colour: str = DARK, anchor: str = "start", weight: int = 400
+) -> str:
+    return (
+        f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size}" font-weight="{weight}" fill="{colour}"'
+        f' text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str, tooltip: str = "") -> str:
+    size = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    note = ""
+    if tooltip:
+        note = f"<title>{escape(tooltip)}</title>"
+    return f'<rect {size} rx="{min(2.0, height / 10):g}" fill="{colour}">{note}</rect>'
+
+
+def _axis(step_ms: float, bottom: float) -> list[str]:
+    """A line and a number at each tick; the unit stands at the end of the axis."""
+    parts = []
+    for tick in ticks_ms(step_ms):
+        x = LEFT + (WIDTH - LEFT - RIGHT) * (tick / (step_ms or 1.0))
+        parts.append(f'<path d="M{x:.2f} {TOP - 6}V{bottom}" stroke="{GRID}"/>')
+        parts.append(_text(x, bottom + 16, f"{tick:g}", size=12, colour=GREY, anchor="middle"))
+    return [*parts, _text(LEFT - 12, bottom + 16, "ms", size=12, colour=GREY, anchor="end")]
+
+
+def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
+    origin = min((span.start_s for span in spans), default=0.0)
+    scale = (WIDTH - LEFT - RIGHT) / (step_seconds(spans) or 1.0)
+    shade = _shades(spans)
+    parts = []
+    for span in sorted(spans, key=lambda span: (span.rank, _is_computing(span), span.start_s)):
+        x, width, top = LEFT + (span.start_s - origin) * scale, span.seconds * scale, top_of[span.rank]
+        colour = COLOURS[span.kind]
+        if _is_computing(span):
+            colour = mixed(colour, shade[span.stage])
+        tip = f"{LEGEND[span.kind]}, micro-batch {span.microbatch}, stage {span.stage}: {span.seconds * 1e3:.4g} ms"
+        if span.kind == "send":
+            parts.append(_rect(x, top + BOX + 2, max(width, 1.0), SEND, colour, tip))
+            continue
+        gap = min(0.6, width / 8)  # keeps neighbours apart
+        parts.append(_rect(x + gap, top, max(width - 2 * gap, 0.4), BOX, colour, tip))
+        label = str(span.microbatch)
+        size = min(11.5, (width - 2) / (DIGIT * len(label)))
+        if _is_computing(span) and size >= 7.5:
+            middle, base = x + width / 2, top + BOX / 2 + 4
+            parts.append(_text(middle, base, label, size=round(size, 1), colour=text_on(colour), anchor="middle"))
+    return parts
+
+
+def _legend(spans: Sequence[Span], y: float) -> list[str]:
+    entries = [(COLOURS[kind], LEGEND[kind]) for kind in _kinds_of(spans)]
+    lightest = max(_shades(spans).values(), default=0.0)
+    if lightest:
+        entries.append((mixed(COLOURS["forward"], lightest), "lighter: later stage of the rank"))
+    parts, x = [], float(LEFT)
+    for colour, label in entries:
+        parts += [_rect(x, y - 11, 14, 14, colour), _text(x + 20, y, label, size=12.5)]
+        x += 44 + 6.6 * len(label)
+    return parts
+
+
+def _kinds_of(spans: Sequence[Span]) -> list[SpanKind]:
+    """The kinds that occur, in the legend's order."""
+    present = {span.kind for span in spans}
+    return [kind for kind in LEGEND if kind in present]
+
+
+def _shades(spans: Sequence[Span]) -> dict[int, float]:
+    """For each stage how far its colour is mixed with white: the further on in its rank, the lighter."""
+    positions = stage_position(spans)
+    most = max([1, *positions.values()])
+    return {stage: LIGHTEST * position / most for stage, position in positions.items()}
+
+
+def mixed(colour: str, white: float) -> str:
+    """``colour`` mixed with so much white."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+
+
+def text_on(colour: str) -> str:
+    """White or dark, whichever is easier to read on ``colour`` (relative luminance as in WCAG 2)."""
+    red, green, blue = (_linear(int(colour[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    if luminance > 0.36:
+        return DARK
+    return "#ffffff"
+
+
+def _linear(part: float) -> float:
+    """Of an sRGB value, 0 to 1."""
+    if part <= 0.04045:
+        return part / 12.92
+    return float(((part + 0.055) / 1.055) ** 2.4)
+
+
+def _is_computing(span: Span) -> bool:
+    """Whether the span is a box with a micro-batch number."""
+    return span.kind in COMPUTE_KINDS
+
+
+def ticks_ms(step_ms: float, most: int = 8) -> list[float]:
+    """Round positions of a time axis from 0 to ``step_ms``, in milliseconds: 1, 2 or 5 times a power of ten apart."""
+    if step_ms <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(step_ms / most))
+    spacing = next(power * factor for factor in (1, 2, 5, 10, 20) if step_ms / (power * factor) <= most)
+    return [index * spacing for index in range(math.floor(step_ms / spacing + 1e-9) + 1)]
+
+
+def _subtitle(spans: Sequence[Span]) -> str:
+    """The step in figures."""
+    shares = busy_share(spans)
+    mean = sum(shares.values()) / max(1, len(shares))
+    return f"step {step_seconds(spans) * 1e3:.4g} ms, ranks compute {mean:.0%} of it"

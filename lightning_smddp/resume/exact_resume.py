@@ -40,9 +40,10 @@ from lightning_smddp._compat.loops import (
 from lightning_smddp.resume.auto_resume import continuing
 from lightning_smddp.resume.layouts import LayoutRank, Position, Resumption, facts_of, resume_at
 from lightning_smddp.resume.random_states import RandomStates, seed_all
-from lightning_smddp.resume.rank_states import gather_states
 from lightning_smddp.resume.recorded_loader import RecordedLoader, keeps_workers
 from lightning_smddp.strategies.suppress_warning import without_warning
+from lightning_smddp.wire.encode import pack, unpack
+from lightning_smddp.wire.gather import gather_bytes
 
 CHECKPOINT_KEY = "smddp_resume"
 _VERSION = 1
@@ -273,3 +274,23 @@ class ExactResume:
 
 def _is_first_rank() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def gather_states(state: Any, device: torch.device) -> list[Any]:
+    """Every rank's ``state``, in the order of global ranks, on the first rank; an empty list on the others.
+
+    Collective over the world, if there is one.
+
+    Args:
+        state: values of :data:`~lightning_smddp.wire.encode.FORMS`; tensors of the CPU.
+        device: where the group's collectives take their tensors from.
+    """
+    packed = pack(state)
+    if not dist.is_initialized():
+        return [unpack(packed)]
+    world = dist.group.WORLD
+    assert world is not None
+    gathered = gather_bytes(packed.to(device), world)
+    if world.rank() != 0:  # what it does not write it need not decode
+        return []
+    return [unpack(data) for data in gathered]

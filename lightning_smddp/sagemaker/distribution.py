@@ -15,9 +15,68 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_smddp.sagemaker import smp_v1, smp_v2
-from lightning_smddp.sagemaker.jobs import distribution_of
-from lightning_smddp.sagemaker.keys import Reading
+from lightning_smddp.launchers.sagemaker import FLAGS, hyperparameters, is_on, parameters_of, read_job
+from lightning_smddp.sagemaker.model_parallel import V1, V2, Reading, Version
+
+_SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS", "SM_TRAINING_ENV", "SM_CURRENT_HOST")
+
+
+def is_job(environ: Mapping[str, str]) -> bool:
+    """Whether this is a SageMaker training job, by its files or by its variables."""
+    return any(environ.get(name) for name in _SIGNS) or read_job(environ) is not None
+
+
+def distribution_of(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The ``distribution`` that the job was started with, as far as its environment tells.
+
+    SDK 2's toolkit says it in SM_FRAMEWORK_PARAMS, SDK 3 in SM_DISTRIBUTED_CONFIG; model parallelism is in
+    SM_HP_MP_PARAMETERS under both. Processes that mpirun gave no variables read the file of hyperparameters.
+
+    Raises:
+        ValueError: this is no SageMaker job, or a variable is not JSON.
+    """
+    if not is_job(environ):
+        raise ValueError(
+            "This is no SageMaker job (none of SM_FRAMEWORK_PARAMS, SM_DISTRIBUTED_CONFIG, SM_HP_MP_PARAMETERS is "
+            "set), so there is nothing to read. Give the dictionary: from_sagemaker({'smdistributed': ...})."
+        )
+    model_parallel = _json({**_from_file(environ), **environ}, "SM_HP_MP_PARAMETERS")
+    modern = _json(environ, "SM_DISTRIBUTED_CONFIG")
+    if modern:
+        if model_parallel and not modern.get("smp"):
+            modern["smp"] = model_parallel
+        return modern
+    flags = parameters_of(environ)
+    found: dict[str, Any] = {name: {"enabled": True} for flag, name in FLAGS.items() if is_on(flags.get(flag))}
+    smdistributed: dict[str, Any] = {}
+    if found.pop("smdistributed dataparallel", None) is not None:
+        smdistributed["dataparallel"] = {"enabled": True}
+    if model_parallel:
+        smdistributed["modelparallel"] = {"enabled": True, "parameters": model_parallel}
+    if smdistributed:
+        found["smdistributed"] = smdistributed
+    return found
+
+
+def _from_file(environ: Mapping[str, str]) -> dict[str, str]:
+    """``SM_HP_MP_PARAMETERS`` as the toolkit makes it."""
+    text = hyperparameters(environ).get("mp_parameters")
+    if text is None:
+        return {}
+    return {"SM_HP_MP_PARAMETERS": text}
+
+
+def _json(environ: Mapping[str, str], name: str) -> dict[str, Any]:
+    """A variable's JSON object; empty if it is not set."""
+    text = environ.get(name) or "{}"
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r} is not JSON ({error}). SageMaker sets it: do not change it.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={text!r} has to be a JSON object. SageMaker sets it: do not change it.")
+    return value
+
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +229,7 @@ def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
     if smp is None:
         return "smddp"
     parameters = {name: value for name, value in _as_dict(smp).items() if value is not None}
-    return _read_smp(parameters, smp_v2, reading)
+    return _read_smp(parameters, V2, reading)
 
 
 # ---- SDK 2 ----
@@ -200,7 +259,7 @@ def _parts(asked: Mapping[str, Any], reading: Reading) -> Iterator[tuple[str, Ma
     """Every part that can be on, by name; unknown keys on the way are noted."""
     for name, part in asked.items():
         if name not in _PLAIN:
-            reading.unknown(name, _PLAIN, {"SMP v1": smp_v1.ALL_KEYS, "SMP v2": smp_v2.KEYS})
+            reading.unknown(name, _PLAIN, {V1.name: V1.keys, V2.name: V2.keys})
         elif name == "instance_groups":
             continue
         elif not isinstance(part, Mapping):
@@ -242,23 +301,26 @@ def _parameters(given: Any, reading: Reading) -> dict[str, Any]:
     return dict(given)
 
 
-def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Any:
+def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:
     """Version 2 is started by torchrun, version 1 by mpirun; else the keys decide."""
     if "torch_distributed" in on:
-        return smp_v2
+        return V2
     if "mpi" in on:
-        return smp_v1
-    return smp_v2 if set(parameters) & (set(smp_v2.KEYS) - set(smp_v1.ALL_KEYS)) else smp_v1
+        return V1
+    new = set(V2.keys) - set(V1.keys)
+    if new & set(parameters):
+        return V2
+    return V1
 
 
-def _read_smp(parameters: Mapping[str, Any], version: Any, reading: Reading) -> str:
-    known = smp_v1.ALL_KEYS if version is smp_v1 else tuple(smp_v2.KEYS)
-    other = {"SMP v2": smp_v2.KEYS} if version is smp_v1 else {"SMP v1": smp_v1.ALL_KEYS}
+def _read_smp(parameters: Mapping[str, Any], version: Version, reading: Reading) -> str:
+    other = V1
+    if version is V1:
+        other = V2
     for name in parameters:
-        if name not in known:
-            reading.unknown(name, known, other)
-    strategy: str = version.read(parameters, reading)
-    return strategy
+        if name not in version.keys:
+            reading.unknown(name, version.keys, {other.name: other.keys})
+    return version.read(parameters, reading)
 
 
 def _count_processes(name: str, count: Any, reading: Reading) -> None:

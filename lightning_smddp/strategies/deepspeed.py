@@ -23,18 +23,18 @@ from lightning_smddp._compat.trainer import will_step
 from lightning_smddp.checkpoint.compatibility import OptimizerOutline, compare_optimizers, require_none
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.nonfinite import agreed, diagnosis
-from lightning_smddp.deepspeed import config as configuration
-from lightning_smddp.deepspeed.directories import is_deepspeeds
-from lightning_smddp.deepspeed.gradients_seen import GradientsSeen
+from lightning_smddp.deepspeed.parameters_watched import GradientsSeen, UnseenWrites
 from lightning_smddp.deepspeed.start import (
+    for_cpu,
+    own_config,
     require_deepspeed,
     require_precision,
+    require_stage,
     take_hooks_off,
     take_up_writes,
     use_device,
 )
-from lightning_smddp.deepspeed.unseen_writes import UnseenWrites
-from lightning_smddp.deepspeed.whole_states import WholeStates, parameter_groups
+from lightning_smddp.deepspeed.whole_states import WholeStates, is_deepspeeds, parameter_groups
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
 from lightning_smddp.strategies.deepspeed_checks import (
@@ -112,7 +112,7 @@ class DeepSpeedEngineStrategy(_Base):
         super()._format_config()
         assert self.config is not None
         if self.root_device.type == "cpu":
-            configuration.for_cpu(self.config, self._sizes_given)
+            for_cpu(self.config, self._sizes_given)
         require_precision(self.config)
 
     @override
@@ -292,12 +292,12 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         require_checkpoint(checkpoint, resume, reliability)
         gradients = GradientOptions.of("native", None, None, communication)
         kwargs = by_name(super().__init__, args, kwargs)
-        configuration.require_stage(kwargs.get("stage", 2))
+        require_stage(kwargs.get("stage", 2))
         super().__init__(**kwargs)
         self._sizes_given = frozenset(kwargs)
         if kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
             self._sizes_given = frozenset((self.config or {}).get("zero_optimization", {}))
-        self.config = configuration.own(self.config)
+        self.config = own_config(self.config)
         self._groups, self._outline = [], None
         self._saves_directories = checkpoint == "directory"
         self._links = ExitStack()

@@ -11,9 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_smddp.pipeline.runtime.spans import SpanRecorder
-from lightning_smddp.planner.spans import Span
-from lightning_smddp.planner.timeline import to_perfetto
-from lightning_smddp.planner.timeline_svg import to_svg
+from lightning_smddp.planner.timeline import Span, to_perfetto, to_svg
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from lightning_smddp.cli import main
 from lightning_smddp.doctor import examination
+from lightning_smddp.doctor.examination import as_json, as_text
 from lightning_smddp.doctor.facts import look
 from lightning_smddp.doctor.findings import Finding, find, merged
-from lightning_smddp.doctor.report import as_json, as_text
 from tests.devices import on_gpus
 from tests.ranks import run_trainer_ranks
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_smddp.launchers.detection import detect
-from lightning_smddp.launchers.efa import network_variables
+from lightning_smddp.launchers.sagemaker import network_variables
 from lightning_smddp.launchers.slurm import first_host
 from tests.launchers.cases import NAMES, detected, environ
 

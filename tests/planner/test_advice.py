@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_smddp.planner.advice import Setting, advice
-from lightning_smddp.planner.microbatches import auto_num_microbatches
 from lightning_smddp.planner.problem import NodeCost
+from lightning_smddp.planner.schedules import auto_num_microbatches
 
 
 def units(*seconds: float) -> list[NodeCost]:

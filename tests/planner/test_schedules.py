@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from lightning_smddp.planner.schedules import Action, bubble_bound, parse_action, simulated_bound
-from lightning_smddp.planner.spans import Span, busy_share, stage_position, step_seconds
+from lightning_smddp.planner.timeline import Span, busy_share, stage_position, step_seconds
 
 Orders = dict[int, list[Action]]
 

@@ -8,9 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from lightning_smddp.planner.spans import Span
-from lightning_smddp.planner.timeline import to_perfetto
-from lightning_smddp.planner.timeline_svg import COLOURS, mixed, text_on, ticks_ms, to_svg
+from lightning_smddp.planner.timeline import COLOURS, Span, mixed, text_on, ticks_ms, to_perfetto, to_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -16,8 +16,9 @@ import pytest
 from lightning_smddp import PipelineStrategy, SMDDPStrategy, from_sagemaker
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.pipeline.partition.mesh import PipelineMesh
-from lightning_smddp.sagemaker import smp_v1, smp_v2, translate
-from lightning_smddp.sagemaker.jobs import distribution_of
+from lightning_smddp.sagemaker import translate
+from lightning_smddp.sagemaker.distribution import distribution_of
+from lightning_smddp.sagemaker.model_parallel import KEYS_OF_V1, KEYS_OF_V2, V1, V2
 from tests.launchers.cases import FIXTURES, NAMES, environ
 from tests.strategies.grouped import grouped
 
@@ -143,14 +144,14 @@ def test_placements_are_sagemakers(letters: str) -> None:
 # ---- keys without an equivalent ----
 
 
-@pytest.mark.parametrize("name", smp_v1.KEYS)
+@pytest.mark.parametrize("name", KEYS_OF_V1)
 def test_every_key_of_v1(name: str) -> None:
-    check_key(v1, smp_v1.KEYS[name], name, {"pipeline_parallel_degree": 2, name: V1_DEFAULTS[name]})
+    check_key(v1, KEYS_OF_V1[name], name, {"pipeline_parallel_degree": 2, name: V1_DEFAULTS[name]})
 
 
-@pytest.mark.parametrize("name", smp_v2.KEYS)
+@pytest.mark.parametrize("name", KEYS_OF_V2)
 def test_every_key_of_v2(name: str) -> None:
-    check_key(v2, smp_v2.KEYS[name], name, {name: V2_DEFAULTS[name]})
+    check_key(v2, KEYS_OF_V2[name], name, {name: V2_DEFAULTS[name]})
 
 
 def check_key(make: Any, key: Any, name: str, parameters: dict[str, Any]) -> None:
@@ -169,8 +170,8 @@ def check_key(make: Any, key: Any, name: str, parameters: dict[str, Any]) -> Non
 
 
 def test_the_tables_are_whole() -> None:
-    assert {*smp_v1.ALL_KEYS} - {"partitions"} == set(V1_DEFAULTS)
-    assert set(smp_v2.KEYS) == set(V2_DEFAULTS)
+    assert {*V1.keys} - {"partitions"} == set(V1_DEFAULTS)
+    assert set(V2.keys) == set(V2_DEFAULTS)
 
 
 def test_all_problems_are_named_at_once() -> None:

@@ -23,10 +23,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_smddp import PipelineStrategy, SafeCheckpointIO
 from lightning_smddp.resume.auto_resume import STOP_CHECKPOINT
-from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY
+from lightning_smddp.resume.exact_resume import CHECKPOINT_KEY, gather_states
 from lightning_smddp.resume.layouts import LayoutRank, Resumption, facts_of, resume_at
 from lightning_smddp.resume.random_states import RandomStates, from_plain, seed_all, to_plain
-from lightning_smddp.resume.rank_states import gather_states
 from lightning_smddp.resume.recorded_loader import Course
 from lightning_smddp.strategies import checkpoint_io
 from lightning_smddp.wire.encode import pack, unpack

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_smddp.planner.spans import Span, SpanKind
+from lightning_smddp.planner.timeline import Span, SpanKind
 
 
 class SpanRecorder:

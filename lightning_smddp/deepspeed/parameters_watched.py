@@ -1,0 +1,86 @@
+"""What DeepSpeed's steps do to parameters and one process does not: seen before a step, and said.
+
+It takes a gradient that never came for zero. Where it steps a copy of its own it undoes what was written
+to a parameter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+
+_SHOWN = 5
+
+
+class GradientsSeen:
+    """Notes which parameters get a gradient before the first step.
+
+    Weight decay and momentum change a parameter whose gradient is zero; one process leaves those without a gradient
+    alone.
+
+    Args:
+        module: whose parameters are trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._waiting: dict[str, Any] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._waiting[name] = parameter.register_hook(lambda _, name=name: self._seen(name))
+
+    def _seen(self, name: str) -> Tensor | None:
+        hook = self._waiting.pop(name, None)
+        if hook is not None:
+            hook.remove()
+        return None
+
+    def look(self, speaks: bool) -> None:
+        """Before the first step: warn of the others, if this rank ``speaks``."""
+        names = list(self._waiting)
+        for name in names:
+            self._seen(name)
+        if names and speaks:
+            shown = ", ".join(names[:_SHOWN])
+            if len(names) > _SHOWN:
+                shown += f" and {len(names) - _SHOWN} more"
+            warnings.warn(
+                f"No gradient came to {shown} in the first step. DeepSpeed takes it for zero, so weight decay and "
+                "momentum change such parameters, which one process leaves alone. Freeze what is not used: "
+                "`parameter.requires_grad_(False)`.",
+                stacklevel=2,
+            )
+
+
+class UnseenWrites:
+    """Finds parameters that were written to in place since the last step, by torch's count of such writes.
+
+    DeepSpeed itself gives parameters other memory, which does not count. Nor does what is written through ``.data``.
+
+    Args:
+        module: whose parameters are trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.note()
+
+    def note(self) -> None:
+        """Behind a step: what follows counts."""
+        self._versions = {name: parameter._version for name, parameter in self._module.named_parameters()}
+
+    def require_none(self) -> None:
+        """Before a step. Raises ``ValueError`` if a parameter was written to."""
+        now = {name: parameter._version for name, parameter in self._module.named_parameters()}
+        written = [name for name, version in now.items() if version != self._versions.get(name, version)]
+        if written:
+            shown = ", ".join(written[:_SHOWN])
+            if len(written) > _SHOWN:
+                shown += f" and {len(written) - _SHOWN} more"
+            raise ValueError(
+                f"{shown}: written to since the last step, in a hook, say. DeepSpeed steps a copy of its own here (in "
+                "stage 3, and in 16 bits), and would undo it. Write with "
+                "`deepspeed.utils.safe_set_full_fp32_param(parameter, value)`, or use stage 1 or 2 with "
+                "precision='32-true'."
+            )
