@@ -18,8 +18,7 @@ from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, pre
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, combine, rows_of
 from lightning_smddp.pipeline.partition.plan import first_decides
-from lightning_smddp.pipeline.partition.row_evidence import Evidence, evidence, has_time_first
-from lightning_smddp.pipeline.partition.splitter import Splitter
+from lightning_smddp.pipeline.partition.rows import Evidence, Splitter, evidence, has_time_first
 from lightning_smddp.pipeline.partition.weight_trials import EXACT, find_weighting
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.planner.schedules import auto_num_microbatches

@@ -34,7 +34,7 @@ from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
 from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.partition.cuts import Resources, StageCuts, follow, is_within
-from lightning_smddp.pipeline.partition.kept_numbers import KeptNumbers
+from lightning_smddp.pipeline.partition.magnitudes import KeptNumbers
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, build_on_all, own_error, record, require_same
 from lightning_smddp.pipeline.partition.verify import EXACT, MIXED, Finding

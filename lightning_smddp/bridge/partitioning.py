@@ -28,10 +28,10 @@ from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
 from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.partition.cuts import Resources
-from lightning_smddp.pipeline.partition.links import find_links
+from lightning_smddp.pipeline.partition.hardware import find_links
 from lightning_smddp.pipeline.partition.loss_weights import warning_without_trial
+from lightning_smddp.pipeline.partition.mesh import held_parameters
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.ownership import held_parameters
 from lightning_smddp.pipeline.partition.plan import PartitionPlan, Trial, divide, first_decides
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime

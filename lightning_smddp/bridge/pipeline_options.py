@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_smddp.pipeline.partition.mesh import PipelineMesh
-from lightning_smddp.pipeline.partition.splitter import SplitBatch
+from lightning_smddp.pipeline.partition.rows import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
 from lightning_smddp.strategies.option_checks import is_positive, require_bools
 from lightning_smddp.strategies.options import FromDDP, GradientOptions

@@ -43,11 +43,11 @@ from lightning_smddp.bridge.whole_again import (
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.gradients.clipping import give_back_clipping, take_over_clipping
-from lightning_smddp.pipeline.partition.agreement import BatchAgreement
+from lightning_smddp.pipeline.partition.hardware import fits_on_devices
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
-from lightning_smddp.pipeline.partition.room import fits_on_devices
+from lightning_smddp.pipeline.partition.same_batch import BatchAgreement
 from lightning_smddp.pipeline.partition.verify import VerificationError
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from lightning_smddp.pipeline.state.optimizer_state import require_divisible

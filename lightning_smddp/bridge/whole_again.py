@@ -17,8 +17,8 @@ from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.training import FROM_CHECKPOINT
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.partition.hardware import fits_on_hosts
 from lightning_smddp.pipeline.partition.plan import StepFailedError, own_error
-from lightning_smddp.pipeline.partition.room import fits_on_hosts
 from lightning_smddp.pipeline.state.full_state import gather_full
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.stream import CPU, gather_tensors

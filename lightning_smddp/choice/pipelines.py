@@ -24,11 +24,11 @@ from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, pre
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.cuts import StageCuts, choose_units, homes_of, is_within, partition
-from lightning_smddp.pipeline.partition.links import LOOPBACK
+from lightning_smddp.pipeline.partition.hardware import LOOPBACK
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED
 from lightning_smddp.pipeline.partition.reference import fastest, run_reference
-from lightning_smddp.pipeline.partition.splitter import Splitter
+from lightning_smddp.pipeline.partition.rows import Splitter
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.pipeline.runtime.schedules import orders, parse
 from lightning_smddp.planner.schedules import auto_num_microbatches, parse_action, simulated_bound

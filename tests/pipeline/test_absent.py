@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.state.absent import AbsentParameterError, may_be_absent
-from lightning_smddp.pipeline.state.full_state import release, set_contents
+from lightning_smddp.pipeline.partition.mesh import Ownership
+from lightning_smddp.pipeline.state.full_state import AbsentParameterError, may_be_absent, release, set_contents
 
 
 def divided() -> nn.Sequential:

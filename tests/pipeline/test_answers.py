@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_smddp.pipeline.partition.microbatches import split as split_batch
-from lightning_smddp.pipeline.runtime.answers import NOTHING, Answers
+from lightning_smddp.pipeline.runtime.host_values import NOTHING, Answers
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.replay import patched_units
 from tests.pipeline.stage_emulation import split

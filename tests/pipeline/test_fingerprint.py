@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.pipeline.partition.fingerprint import _checksum_on_device, fingerprint, same_everywhere
+from lightning_smddp.pipeline.partition.same_batch import _checksum_on_device, fingerprint, same_everywhere
 from tests.ranks import run_in_threads
 
 X = torch.arange(24.0).reshape(4, 6)

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.state.absent import may_be_absent
+from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.state.full_state import (
     broadcast_initial,
     full_state_dict,
     gather_full,
     load_full_state_dict,
+    may_be_absent,
     release,
 )
 from lightning_smddp.wire import stream

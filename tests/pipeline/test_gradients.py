@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.gradients.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
-from lightning_smddp.pipeline.partition.ownership import Ownership, held_parameters
+from lightning_smddp.pipeline.partition.mesh import Ownership, held_parameters
 from lightning_smddp.pipeline.state.full_state import release
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition
 from tests.communication.errors import message_of

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_smddp.pipeline.partition.fingerprint import UnknownValuesError, fingerprint
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
+from lightning_smddp.pipeline.partition.same_batch import UnknownValuesError, fingerprint
 from lightning_smddp.pipeline.runtime.host_values import HostValues
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted

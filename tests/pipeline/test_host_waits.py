@@ -17,8 +17,8 @@ from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.pipeline.gradients.clipping import clip_by_norm, share_overflow
 from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
+from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.partition.ownership import Ownership
 from lightning_smddp.wire.broadcast import HeaderCache, broadcast_structure
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted, table

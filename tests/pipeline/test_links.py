@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_smddp.pipeline.partition import links
-from lightning_smddp.pipeline.partition.links import LOOPBACK, find_links
+from lightning_smddp.pipeline.partition import hardware
+from lightning_smddp.pipeline.partition.hardware import LOOPBACK, find_links
 from lightning_smddp.pipeline.partition.mesh import Groups, PipelineMesh
 from lightning_smddp.planner.partition import best_partition
 from lightning_smddp.planner.problem import Link, NodeCost, PartitionProblem
@@ -20,7 +20,7 @@ def found_links(rank_of_stage: list[int], hosts: list[str]) -> list[Link]:
     """On ranks that say they are on ``hosts``."""
     assert dist.group.WORLD is not None
     groups = Groups.create(PipelineMesh.of(dist.get_world_size(), max(rank_of_stage) + 1))
-    links.node_identity = lambda: hosts[dist.get_rank()]
+    hardware.node_identity = lambda: hosts[dist.get_rank()]
     return list(find_links(groups.pipeline, rank_of_stage, CPU, dist.group.WORLD))
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_smddp.pipeline.partition.kept_numbers import KeptNumbers
-from lightning_smddp.pipeline.partition.magnitudes import KnownMagnitudes, Magnitudes, is_number, magnitude
+from lightning_smddp.pipeline.partition.magnitudes import KeptNumbers, KnownMagnitudes, Magnitudes, is_number, magnitude
 
 
 def turns(*values: float) -> Magnitudes:

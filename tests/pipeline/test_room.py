@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_smddp.pipeline.partition import room
-from lightning_smddp.pipeline.partition.ownership import Ownership
-from lightning_smddp.pipeline.partition.room import available_host_bytes, fits_on_devices, fits_on_hosts
+from lightning_smddp.pipeline.partition import hardware
+from lightning_smddp.pipeline.partition.hardware import available_host_bytes, fits_on_devices, fits_on_hosts
+from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.state.full_state import gather_full, release
 from tests.ranks import run_ranks
 
@@ -23,7 +23,8 @@ def answers(free: list[float], on_meta: bool, hosts: list[str]) -> tuple[bool, b
     """On devices and on hosts with so much free, by rank."""
     assert dist.group.WORLD is not None
     mine, host = free[dist.get_rank()], hosts[dist.get_rank()]
-    room.free_device_bytes, room.available_host_bytes, room.node_identity = lambda _: mine, lambda: mine, lambda: host
+    hardware.free_device_bytes, hardware.available_host_bytes = lambda _: mine, lambda: mine
+    hardware.node_identity = lambda: host
     module = MEGABYTES.to("meta") if on_meta else MEGABYTES
     return fits_on_devices(module, dist.group.WORLD, CPU), fits_on_hosts(module, dist.group.WORLD, CPU)
 
@@ -44,7 +45,7 @@ def test_all_ranks_answer_alike(
 
 
 def test_free_memory_of_a_host_and_its_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_GROUPS", tmp_path)
+    monkeypatch.setattr(hardware, "_GROUPS", tmp_path)
     whole = available_host_bytes()
     assert 0 < whole < 1e15
     (tmp_path / "memory.max").write_text("3000000\n")

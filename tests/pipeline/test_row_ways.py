@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.objects import with_same_memory
 from lightning_smddp.pipeline.partition.microbatches import UnclearBatchError, split
-from lightning_smddp.pipeline.partition.row_evidence import evidence, has_time_first
-from lightning_smddp.pipeline.partition.splitter import Splitter
+from lightning_smddp.pipeline.partition.rows import Splitter, evidence, has_time_first
 
 X = torch.arange(30.0).reshape(5, 6)
 

@@ -14,8 +14,8 @@ from lightning_smddp.pipeline.capture.graph import Modules, SplitError
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.plan import build_on_all
+from lightning_smddp.pipeline.runtime.departures import Together
 from lightning_smddp.pipeline.runtime.remote import Shape, Shapes
-from lightning_smddp.pipeline.runtime.together import Together
 from tests.ranks import run_in_threads
 
 CPU = torch.device("cpu")

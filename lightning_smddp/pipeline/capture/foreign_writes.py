@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_smddp._compat.torch import storage_key
 from lightning_smddp._compat.torch_steps import storage_again
 from lightning_smddp.pipeline.capture.ops import is_inplace, sets_flag
-from lightning_smddp.pipeline.capture.patches import Lines, user_lines, user_location
+from lightning_smddp.pipeline.capture.user_code import Lines, user_lines, user_location
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
 from lightning_smddp.wire.pytree import leaves

@@ -7,8 +7,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Deciding, Event, Rebind, Trace
-from lightning_smddp.pipeline.capture.value_sizes import varying
+from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Deciding, Event, Rebind, Trace, varying
 
 # Their statistics are of micro-batches, which is said elsewhere.
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

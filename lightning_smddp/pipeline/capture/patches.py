@@ -1,19 +1,28 @@
-"""Modules with another ``forward``, objects with another attribute, for a while; where in the user's code we are."""
+"""Modules and objects that are something else for a while: another ``forward``, another attribute, compiled or not.
+
+``torch.compile`` would trace through our function modes, once, and leave them out from then on. So while a mode sees
+a step, compiled code runs as the Python code that it was made of; inside a unit, where no mode looks, it runs compiled.
+
+``torch.utils.checkpoint`` runs a module again on the very arguments of its first run. A cache of keys and values, which
+language models hand from layer to layer (``use_cache=True``), then has in it already what the first run put there: the
+second one sees twice as many keys, or finds its own and computes less. So the second run gets such arguments as they
+were before the first. Tensors and modules in them are the same; what is around them is copied.
+"""
 
 from __future__ import annotations
 
-import sys
+import copy
+import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any, TypeAlias
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import compiled_call, set_compiled_call, visible_autograd_functions
-
-Lines: TypeAlias = tuple[tuple[int, int], ...]  # code and instruction of each, from the inside out
-_MOST_LINES = 8
 
 
 @contextmanager
@@ -81,29 +90,106 @@ def set_within(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def user_location() -> str:
-    """``file:line`` of the innermost code that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "lightning_smddp.", "contextlib")) and name != "torch":
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return "?"
+_lock = threading.Lock()
+_users = 0
+_stance: Any = None  # torch's, which puts back what was before it
 
 
-def user_lines() -> Lines:
-    """The innermost lines of the user's code that lead to here, up to Lightning's loop."""
-    found: list[tuple[int, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < _MOST_LINES:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith(("lightning.", "pytorch_lightning.")):
-            if found:
-                break
-        elif not name.startswith(("torch.", "lightning_smddp.", "contextlib")) and name != "torch":
-            found.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
+class Eager:
+    """A context in which compiled code is not compiled. The stance is the process's, so its users are counted."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        global _users, _stance
+        with _lock:
+            _users += 1
+            if _users > 1:
+                return
+            if _stance is None:
+                _stance = torch.compiler.set_stance("force_eager")
+            else:
+                _stance.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        global _users
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _stance.__exit__(None, None, None)
+
+
+class Compiled:
+    """A context inside of :class:`Eager` in which compiled code is compiled, if ``really``."""
+
+    __slots__ = ("eager", "really")  # no generator: entered for every call of a unit
+
+    def __init__(self, really: bool) -> None:
+        self.eager, self.really = Eager(), really
+
+    def __enter__(self) -> None:
+        if self.really:
+            self.eager.__exit__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.really:
+            self.eager.__enter__()
+
+
+_NEVER_CHANGES = (
+    type(None), bool, int, float, complex, str, bytes, Tensor, nn.Module, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+_SHARED = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType, torch.Generator)
+
+
+class RunAgain:
+    """``forward`` for ``torch.utils.checkpoint``; every later run meets objects as they were before the first one.
+
+    Args:
+        forward: of a module.
+        args, kwargs: what it is going to be called with.
+    """
+
+    def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward = forward
+        self._has_run = False
+        self._positions = {place: _copy(value) for place, value in enumerate(args) if _may_change(value)}
+        self._names = {name: _copy(value) for name, value in kwargs.items() if _may_change(value)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward``: first with what is given, later with what that was before the first time."""
+        if not self._has_run:
+            self._has_run = True
+            return self._forward(*args, **kwargs)
+        # Copies again: the backward pass may run it more than once (`retain_graph`).
+        given = list(args)
+        for place, value in self._positions.items():
+            given[place] = _copy(value)
+        named = {name: _copy(value) for name, value in self._names.items()}
+        return self._forward(*given, **{**kwargs, **named})
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, tuple) and type(value) is not torch.Size:
+        return any(_may_change(member) for member in value)
+    return not isinstance(value, _NEVER_CHANGES)
+
+
+def _copy(value: Any) -> Any:
+    """A copy with the same tensors, modules, classes and functions; ``value`` itself if it cannot be copied."""
+    shared: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, _SHARED):
+            shared[id(found)] = found
+        else:
+            waiting += gc.get_referents(found)
+    try:
+        return copy.deepcopy(value, shared)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, copy.Error):
+        return value  # a lock, a file: as torch does it

@@ -27,7 +27,6 @@ from lightning_smddp._compat.torch import (
     in_checkpoint,
     without_torch_function,
 )
-from lightning_smddp.pipeline.capture.decisions import decides
 from lightning_smddp.pipeline.capture.foreign_writes import written_by
 from lightning_smddp.pipeline.capture.graph import refuse_backward
 from lightning_smddp.pipeline.capture.ops import (
@@ -39,12 +38,19 @@ from lightning_smddp.pipeline.capture.ops import (
     name_of,
     sets_flag,
 )
-from lightning_smddp.pipeline.capture.patches import patched_forwards, user_lines, user_location
+from lightning_smddp.pipeline.capture.patches import Eager, patched_forwards
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, generator_devices, same_states
-from lightning_smddp.pipeline.capture.records import Call, Deciding, Event, Template, Trace
+from lightning_smddp.pipeline.capture.records import (
+    Call,
+    Deciding,
+    Event,
+    Template,
+    Trace,
+    deciding_tensors,
+    sizes_that_vary,
+)
 from lightning_smddp.pipeline.capture.tracking import EXTENSION, Tracking, is_plain
-from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors, sizes_that_vary
-from lightning_smddp.pipeline.runtime.eager import Eager
+from lightning_smddp.pipeline.capture.user_code import decides, user_lines, user_location
 from lightning_smddp.wire.pytree import items, leaves, map_leaves
 
 _NOTHING = torch.empty(0)

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from lightning_smddp.communication.norms import norm_over_ranks
-from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.wire.stream import CPU
 
 

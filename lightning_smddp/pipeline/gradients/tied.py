@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.groups import create_group, new_name
 from lightning_smddp.communication.host_numbers import from_numbers
-from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.partition.mesh import Ownership
 
 TiedGroups = Mapping[tuple[int, ...], dist.ProcessGroup]
 

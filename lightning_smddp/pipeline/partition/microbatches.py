@@ -32,7 +32,7 @@ from torch import Tensor
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.capture.objects import describe, hides_something, is_plain
 from lightning_smddp.pipeline.partition.row_ways import Rows, UnclearBatchError, Ways, is_cuttable, take_rows
-from lightning_smddp.pipeline.runtime.answers import Answers
+from lightning_smddp.pipeline.runtime.host_values import Answers
 from lightning_smddp.wire.pytree import Members, Path, leaves, members_of, with_members
 from lightning_smddp.wording import counted
 
@@ -41,7 +41,7 @@ _NO_JOIN = -1
 
 
 class Cuts(Protocol):
-    """What cuts batches; see :class:`~lightning_smddp.pipeline.partition.splitter.Splitter`."""
+    """What cuts batches; see :class:`~lightning_smddp.pipeline.partition.rows.Splitter`."""
 
     def again(self, microbatch: MicroBatch, count: int) -> list[MicroBatch]:
         """Cut a micro-batch further."""

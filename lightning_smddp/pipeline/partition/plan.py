@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.capture.constant_random import without_own_dropout
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph, first_difference
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
@@ -25,12 +26,11 @@ from lightning_smddp.pipeline.partition.cuts import (
     neighbour_stage,
     partition,
 )
-from lightning_smddp.pipeline.partition.ownership import Ownership
+from lightning_smddp.pipeline.partition.hardware import explained_shortage
+from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.partition.reference import Reference, fastest, run_plain, run_reference
-from lightning_smddp.pipeline.partition.room import explained_shortage
-from lightning_smddp.pipeline.runtime.own_dropout import without_own_dropout
+from lightning_smddp.pipeline.runtime.departures import StepFailedError, Together
 from lightning_smddp.pipeline.runtime.remote import ReplayError
-from lightning_smddp.pipeline.runtime.together import StepFailedError, Together
 from lightning_smddp.planner.partition import Partition
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import all_agree, gather_json

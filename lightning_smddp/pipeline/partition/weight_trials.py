@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp.pipeline.partition.gradient_trials import Misfit, Verdict
-from lightning_smddp.pipeline.partition.loss_calls import LossCalls
-from lightning_smddp.pipeline.partition.loss_weights import IGNORED, Weighting, warning_without_trial
+from lightning_smddp.pipeline.partition.loss_weights import IGNORED, LossCalls, Weighting, warning_without_trial
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.wire.pytree import Path, items, map_leaves
 

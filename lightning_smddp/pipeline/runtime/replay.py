@@ -29,18 +29,23 @@ from lightning_smddp._compat.torch import WithoutFunctionMode, in_checkpoint
 from lightning_smddp.pipeline.capture.foreign_writes import written_by
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.ops import Kind, kind_of, name_of, sets_flag
-from lightning_smddp.pipeline.capture.patches import patched_forwards, user_location
+from lightning_smddp.pipeline.capture.patches import Compiled, Eager, RunAgain, patched_forwards
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, digest
-from lightning_smddp.pipeline.capture.value_sizes import deciding_tensors
-from lightning_smddp.pipeline.runtime.answers import NOTHING, Answers
-from lightning_smddp.pipeline.runtime.eager import Compiled, Eager
-from lightning_smddp.pipeline.runtime.metadata import Metadata
-from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, RemoteTensor, ReplayError, Shape, Shapes
-from lightning_smddp.pipeline.runtime.run_again import RunAgain
+from lightning_smddp.pipeline.capture.records import deciding_tensors
+from lightning_smddp.pipeline.capture.user_code import user_location
+from lightning_smddp.pipeline.runtime.host_values import NOTHING, Answers
+from lightning_smddp.pipeline.runtime.remote import (
+    OTHER_COURSE,
+    RemoteTensor,
+    ReplayError,
+    Shape,
+    Shapes,
+    read_told,
+    write_told,
+)
 from lightning_smddp.pipeline.runtime.stage_graph import StageGraph, StagePlan
-from lightning_smddp.pipeline.runtime.stage_values import StageValues
+from lightning_smddp.pipeline.runtime.stage_values import Metadata, StageValues
 from lightning_smddp.pipeline.runtime.tails import Tail
-from lightning_smddp.pipeline.runtime.told import read_told, write_told
 from lightning_smddp.wire.pytree import leaves, rebuild
 
 Observer: TypeAlias = Callable[[Node, bool, Any], None]

@@ -14,10 +14,9 @@ from lightning_smddp.pipeline.capture.foreign_writes import NewWrites
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
-from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec
+from lightning_smddp.pipeline.runtime.remote import Boundary, Shapes, TensorSpec, count_told
 from lightning_smddp.pipeline.runtime.replay import Observer, Replay, WriteWatch
 from lightning_smddp.pipeline.runtime.tails import KnownTails, Tail
-from lightning_smddp.pipeline.runtime.told import count
 
 
 class Step(Protocol):
@@ -70,7 +69,7 @@ class StagedStep:
             specs.append(TensorSpec(known.shape, known.dtype, known.requires_grad and train))
         told = self.graph.told(self.stage_cuts.cuts[stage])
         if told:
-            specs.append(TensorSpec((count(told),), torch.int64, False))
+            specs.append(TensorSpec((count_told(told),), torch.int64, False))
         return tuple(specs)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import disabled_torch_function, wrapper_subclass
-from lightning_smddp.pipeline.capture.patches import user_location
+from lightning_smddp.pipeline.capture.user_code import user_location
 
 
 class GlobalViewError(RuntimeError):

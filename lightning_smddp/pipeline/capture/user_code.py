@@ -1,4 +1,4 @@
-"""What Python code does with a value that it reads from a tensor, by its source: decide by it, or just use it."""
+"""The user's code that runs now: where it is, and whether it decides by a value that it reads, or just uses it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,39 @@ import functools
 import linecache
 import sys
 from types import FrameType
+from typing import TypeAlias
 
+Lines: TypeAlias = tuple[tuple[int, int], ...]  # code and instruction of each, from the inside out
+_MOST_LINES = 8
 _OURS = ("lightning_smddp.", "contextlib", "torch._tensor", "torch.overrides", "torch.functional", "torch.utils._")
+
+
+def user_location() -> str:
+    """``file:line`` of the innermost code that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch.", "lightning_smddp.", "contextlib")) and name != "torch":
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return "?"
+
+
+def user_lines() -> Lines:
+    """The innermost lines of the user's code that lead to here, up to Lightning's loop."""
+    found: list[tuple[int, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < _MOST_LINES:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(("lightning.", "pytorch_lightning.")):
+            if found:
+                break
+        elif not name.startswith(("torch.", "lightning_smddp.", "contextlib")) and name != "torch":
+            found.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
 
 
 def decides() -> bool:
