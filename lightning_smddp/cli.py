@@ -134,10 +134,10 @@ def _examine(options: argparse.Namespace) -> int:
 
 
 def _convert(name: str, *arguments: Any) -> int:
-    from lightning_smddp.checkpoint import convert
+    from lightning_smddp.checkpoint import sharded
 
     try:
-        getattr(convert, name)(*arguments)
+        getattr(sharded, name)(*arguments)
     except (ValueError, OSError) as error:
         print(f"lightning-smddp {name}: {error}", file=sys.stderr)
         return 1

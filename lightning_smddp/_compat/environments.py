@@ -85,7 +85,7 @@ def _explain_moved_options(parser: Any, strategies: ModuleType) -> None:
     def error(self: Any, message: str, ex: Exception | None = None) -> Any:
         for kind in (strategies.SMDDPStrategy, strategies.PipelineStrategy, strategies.SMDDPFSDPStrategy):
             if f"{kind.__name__}'" in message:
-                moved = import_module("lightning_smddp.strategies.option_checks").moved_in_file
+                moved = import_module("lightning_smddp.strategies.options").moved_in_file
                 message += moved(message, kind._option_groups)
         return original(self, message, ex)
 

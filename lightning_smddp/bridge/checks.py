@@ -14,7 +14,7 @@ from typing import Any
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom, without_own_dropout
+from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, seed_torch
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
@@ -22,6 +22,7 @@ from lightning_smddp.pipeline.partition.plan import CHECK_SEED
 from lightning_smddp.pipeline.partition.reference import seeding
 from lightning_smddp.pipeline.partition.verify import Finding, VerificationError, compare, gradient_norms, require_equal
 from lightning_smddp.pipeline.runtime.departures import LeftCourseError
+from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.staged_step import TracedPath
 from lightning_smddp.pipeline.view.tensor import SharedViewError
 from lightning_smddp.wire.broadcast import UnsendableError, broadcast_json, broadcast_structure

@@ -23,10 +23,10 @@ from lightning_smddp.bridge.run_setup import RunSetup
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.weighing import Weighed, Weighing, WeightDoubts
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.gradients.across_stages import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.gradients.gradient_stash import GradientStash
 from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 from lightning_smddp.pipeline.gradients.replicas import ReplicaGradients
-from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
 from lightning_smddp.pipeline.partition.cuts import Resources
 from lightning_smddp.pipeline.partition.hardware import find_links
 from lightning_smddp.pipeline.partition.loss_weights import warning_without_trial

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from lightning_smddp.pipeline.partition.mesh import PipelineMesh
 from lightning_smddp.pipeline.partition.rows import SplitBatch
 from lightning_smddp.pipeline.runtime.schedules import Schedule, check
-from lightning_smddp.strategies.option_checks import is_positive, require_bools
-from lightning_smddp.strategies.options import FromDDP, GradientOptions
+from lightning_smddp.strategies.options import FromDDP, GradientOptions, is_positive, require_bools
 from lightning_smddp.wording import counted
 
 FALLBACKS = ("replicate", "error")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_smddp.wire.host_copies import to_host
+from lightning_smddp.wire.stream import to_host
 
 Dump = Callable[[Any], None]
 """Writes a checkpoint to the object that it is given, by calling its ``write``."""

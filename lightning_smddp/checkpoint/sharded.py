@@ -10,15 +10,22 @@
 
 Parameters and optimizer states are stored under the names of the whole module's parameters, so any layout can read
 them. A new directory is filled under a temporary name and verified before it takes the place of another.
+
+Without ``manifest.json`` there is no checkpoint. The other files but one are made of zip files, which have checksums;
+``.metadata`` has none, so its SHA-256 is in the manifest. Version 1 had such hashes of all files; those are not looked
+at.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -35,8 +42,7 @@ from lightning_smddp.checkpoint.files import (
     require_space,
     sync_directory,
 )
-from lightning_smddp.checkpoint.locations import locate
-from lightning_smddp.checkpoint.manifest import MANIFEST, Manifest
+from lightning_smddp.checkpoint.locations import locate, write_checkpoint
 from lightning_smddp.checkpoint.parts import CheckpointParts, Names, Outline, merge_checkpoint, split_checkpoint
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.reading import read_checkpoint, verify_checkpoint
@@ -51,6 +57,91 @@ from lightning_smddp.checkpoint.tensor_files import (
     results_to_json,
     verify_tensors,
 )
+
+MANIFEST = "manifest.json"
+_FORMAT, _MANIFEST_VERSION = "lightning-smddp sharded checkpoint", 2
+_ANOTHER = "Use an earlier checkpoint, or another copy of this one."
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Contents of a directory.
+
+    Attributes:
+        saved_ns: when it was saved, in nanoseconds since 1970.
+        sizes: name of each file -> bytes.
+        metadata_sha256: of ``.metadata``, in hexadecimal.
+    """
+
+    saved_ns: int
+    sizes: Mapping[str, int]
+    metadata_sha256: str
+
+    @classmethod
+    def of(cls, directory: str) -> Manifest:
+        """Of a directory that is complete but for its manifest."""
+        sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in sorted(os.listdir(directory))}
+        return cls(time.time_ns(), sizes, _sha256_of_metadata(directory))
+
+    def write(self, directory: str) -> None:
+        """Write it, and read it back."""
+        files: dict[str, dict[str, int | str]] = {name: {"bytes": size} for name, size in self.sizes.items()}
+        files[METADATA]["sha256"] = self.metadata_sha256
+        text = json.dumps(
+            {"format": _FORMAT, "version": _MANIFEST_VERSION, "saved_ns": self.saved_ns, "files": files}, indent=1
+        )
+        with new_file(os.path.join(directory, MANIFEST)) as file:
+            file.write(text.encode())
+        if Manifest.read(directory) != self:
+            raise OSError(errno.EIO, "what was read back differs from what was written")
+
+    @classmethod
+    def read(cls, directory: str) -> Manifest:
+        """That of a directory.
+
+        Raises:
+            CheckpointError: it has none, or a damaged one.
+            FileNotFoundError: there is no such directory.
+        """
+        path = os.path.join(directory, MANIFEST)
+        if not os.path.exists(directory):
+            raise FileNotFoundError(f"Checkpoint not found: {directory}")
+        if not os.path.isdir(directory):
+            raise CheckpointError(
+                directory, "is one plain file, not a sharded checkpoint", "It is consolidated already."
+            )
+        if not os.path.exists(path):
+            raise CheckpointError(directory, "is a directory without a manifest, not a complete checkpoint", _ANOTHER)
+        try:
+            with open(path, "rb") as file:
+                told = json.load(file)
+            if told["format"] != _FORMAT or told["version"] not in (1, _MANIFEST_VERSION):
+                raise ValueError(f"format {told['format']!r}, version {told['version']!r}")
+            sizes = {name: int(facts["bytes"]) for name, facts in told["files"].items()}
+            if any(os.path.basename(name) != name or not name for name in sizes):
+                raise ValueError("files outside of the directory")
+            return cls(int(told["saved_ns"]), sizes, str(told["files"][METADATA]["sha256"]))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(path, f"is damaged: {type(error).__name__}: {error}", _ANOTHER) from error
+
+    def check(self, directory: str) -> None:
+        """Raise ``CheckpointError`` if a file is missing or has another size, or ``.metadata`` has changed."""
+        for name, expected in self.sizes.items():
+            path = os.path.join(directory, name)
+            if not os.path.isfile(path):
+                raise CheckpointError(path, "is missing. Each rank has to see all files of a directory", _ANOTHER)
+            size = os.path.getsize(path)
+            if size != expected:
+                raise CheckpointError(path, f"has {size} bytes, it was saved with {expected}", _ANOTHER)
+        if _sha256_of_metadata(directory) != self.metadata_sha256:
+            path = os.path.join(directory, METADATA)
+            raise CheckpointError(path, "its contents changed since it was saved (wrong SHA-256)", _ANOTHER)
+
+
+def _sha256_of_metadata(directory: str) -> str:
+    with open(os.path.join(directory, METADATA), "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
 
 _REST = "trainer.pt"
 _VERSION = 1
@@ -225,3 +316,49 @@ def local_path(path: str | os.PathLike[str]) -> str:
             "system. Give a path on one that all nodes share, or save with sharded=False."
         )
     return name.rstrip(os.sep)
+
+
+def consolidate(directory: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+    """Write a sharded checkpoint as one plain file, which Lightning loads without this package.
+
+    Args:
+        directory: a checkpoint that was saved with ``sharded=True``.
+        file: path or URL; what is there is replaced when the new file is complete and verified.
+
+    Raises:
+        CheckpointError: the directory is damaged.
+        OSError: as the system reports it, with the bytes needed.
+    """
+    checkpoint = load_sharded(directory)
+    write_checkpoint(dump_of(checkpoint), file, bytes_needed(checkpoint))
+
+
+def shard(file: str | os.PathLike[str], directory: str | os.PathLike[str], parts: int = 1) -> None:
+    """Write a plain checkpoint of a Trainer as a sharded one. Optimizer states are known by number where no names are.
+
+    Args:
+        file: a local path.
+        directory: what is there is replaced when the new one is complete and verified.
+        parts: files of about equal size for the tensors. A sharded checkpoint can be read by any number of ranks, but
+            they share the work of verifying it by files.
+
+    Raises:
+        CheckpointError: the file is damaged, or was not saved by a Trainer.
+        OSError: as the system reports it, with the bytes needed.
+        ValueError: ``parts`` is not positive.
+    """
+    if parts < 1:
+        raise ValueError(f"parts={parts} has to be at least 1.")
+    checkpoint = read_checkpoint(local_path(file), mmap=True)
+    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+        raise CheckpointError(file, "was not saved by a Trainer: it has no `state_dict`", "Give another file.")
+    names = [_names(state["param_groups"]) for state in checkpoint.get("optimizer_states", [])]
+    save_sharded(checkpoint, directory, names, list(checkpoint["state_dict"]), files=parts)
+
+
+def _names(groups: list[dict[str, Any]]) -> dict[int, str]:
+    """Those of parameters that an optimizer was given with their names."""
+    names: dict[int, str] = {}
+    for group in groups:
+        names.update(zip(group["params"], group.get("param_names") or (), strict=False))
+    return names

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lightning_smddp.launchers import mpi, sagemaker, slurm
+from lightning_smddp.launchers import mpi, sagemaker
 from lightning_smddp.launchers.launch import Launch, Launcher, Notes
 
 _JSRUN = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"}  # Lightning's rule
@@ -113,8 +113,8 @@ def _compare_ranks(notes: Notes) -> None:
 _ORDER: tuple[tuple[Launcher, Callable[[Mapping[str, str]], bool], Callable[[Notes], str]], ...] = (
     ("torchrun", _by_torchrun, _read_torchrun),
     ("jsrun", _by_jsrun, _read_jsrun),
-    ("mpirun", mpi.started_by_mpirun, mpi.read),
-    ("srun", slurm.started_by_srun, slurm.read),
+    ("mpirun", mpi.started_by_mpirun, mpi.read_mpirun),
+    ("srun", mpi.started_by_srun, mpi.read_srun),
     ("kubeflow", _by_pytorch_job, _read_pytorch_job),
     ("lightning", _by_nobody, _read_nobody),
 )

@@ -41,7 +41,7 @@ from lightning_smddp.resume.auto_resume import continuing
 from lightning_smddp.resume.layouts import LayoutRank, Position, Resumption, facts_of, resume_at
 from lightning_smddp.resume.random_states import RandomStates, seed_all
 from lightning_smddp.resume.recorded_loader import RecordedLoader, keeps_workers
-from lightning_smddp.strategies.suppress_warning import without_warning
+from lightning_smddp.strategies.tables import without_warning
 from lightning_smddp.wire.encode import pack, unpack
 from lightning_smddp.wire.gather import gather_bytes
 

@@ -32,12 +32,12 @@ from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.strategies.options import GradientOptions, ReliabilityOptions
+from lightning_smddp.strategies.process_group import start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
 from lightning_smddp.strategies.sagemaker_job import SageMakerJob
 from lightning_smddp.strategies.sanity_checks import SanityChecks
 from lightning_smddp.strategies.saving import Saving
 from lightning_smddp.strategies.session import GradientCommunication, check_devices
-from lightning_smddp.strategies.start import start_process_group
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.wire.values import broadcast_value
 

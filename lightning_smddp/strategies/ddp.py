@@ -31,16 +31,19 @@ from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
 from lightning_smddp.strategies.fused_optimizers import fused_advice
 from lightning_smddp.strategies.nonfinite import by_asking, by_watch
-from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known
 from lightning_smddp.strategies.options import (
     GROUPS,
     CommunicationOptions,
     GradientOptions,
+    OptionGroups,
     ReliabilityOptions,
+    by_name,
+    group_of,
+    require_known,
     require_resume,
     require_shard,
 )
-from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.session import finish_wrapping
 from lightning_smddp.strategies.tables import print_table, say
 from lightning_smddp.wire.pytree import copied

@@ -37,26 +37,27 @@ from lightning_smddp.deepspeed.start import (
 from lightning_smddp.deepspeed.whole_states import WholeStates, is_deepspeeds, parameter_groups
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.strategies.base import TrainerStrategy
-from lightning_smddp.strategies.deepspeed_checks import (
+from lightning_smddp.strategies.checks import (
+    callbacks_of,
     require_checkpoint,
     require_elementwise,
     require_known_to_deepspeed,
     require_one_answer,
-    require_supported_module,
+    require_supported_by_deepspeed,
 )
-from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of
 from lightning_smddp.strategies.options import (
     GROUPS,
     CommunicationOptions,
     GradientOptions,
+    OptionGroups,
     ReliabilityOptions,
+    by_name,
+    group_of,
     require_resume,
 )
-from lightning_smddp.strategies.pipeline_checks import callbacks_of
-from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
-from lightning_smddp.strategies.suppress_warning import without_warning
-from lightning_smddp.strategies.tables import print_table
+from lightning_smddp.strategies.tables import print_table, without_warning
 from lightning_smddp.wording import counted
 
 if TYPE_CHECKING:
@@ -361,7 +362,7 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     def _set_up_model(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit":
             assert self.lightning_module is not None
-            require_supported_module(self.lightning_module, trainer, callbacks_of(trainer))
+            require_supported_by_deepspeed(self.lightning_module, trainer, callbacks_of(trainer))
             assert self.config is not None
             require_one_answer(self.config, trainer)
         super()._set_up_model(trainer)

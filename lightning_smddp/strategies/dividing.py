@@ -23,8 +23,8 @@ from lightning_smddp.pipeline.state.materialize import materialize
 from lightning_smddp.sharding.fully_sharded import FullySharded, ShardingPlan
 from lightning_smddp.sharding.units import Wrap, find_units
 from lightning_smddp.sharding.whole_states import whole
-from lightning_smddp.strategies.fsdp_checks import unit_precision
-from lightning_smddp.strategies.option_checks import require_bools
+from lightning_smddp.strategies.checks import unit_precision
+from lightning_smddp.strategies.options import require_bools
 
 Sharding = Literal["full", "grad_op", "hybrid"]
 _SHARDINGS = ("full", "grad_op", "hybrid")

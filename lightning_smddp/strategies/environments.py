@@ -17,9 +17,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from lightning_smddp.communication.network import addresses
 from lightning_smddp.launchers.detection import detect
 from lightning_smddp.launchers.launch import Launch
-from lightning_smddp.launchers.mpi import DEFAULT_PORT, address_cure
+from lightning_smddp.launchers.mpi import DEFAULT_PORT, address_cure, in_allocation_only
 from lightning_smddp.launchers.sagemaker import network_variables
-from lightning_smddp.launchers.slurm import in_allocation_only
 
 _LIGHTNINGS = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "srun", "LSFEnvironment": "jsrun"}
 

@@ -34,12 +34,20 @@ from lightning_smddp.sharding.whole_states import (
     gathered_optimizer,
 )
 from lightning_smddp.sharding.whole_view import WholeView
+from lightning_smddp.strategies.checks import require_supported_by_fsdp
 from lightning_smddp.strategies.dividing import AverageWatch, Place, Sharding, ShardingOptions, divide, make_whole
-from lightning_smddp.strategies.fabric_base import FabricStrategy
-from lightning_smddp.strategies.fsdp_checks import require_supported
+from lightning_smddp.strategies.fabric import FabricStrategy
 from lightning_smddp.strategies.nonfinite import NonFiniteGuard, after_changes, before_step
-from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
-from lightning_smddp.strategies.options import GROUPS, CommunicationOptions, GradientOptions, ReliabilityOptions
+from lightning_smddp.strategies.options import (
+    GROUPS,
+    CommunicationOptions,
+    GradientOptions,
+    OptionGroups,
+    ReliabilityOptions,
+    by_name,
+    group_of,
+    require_known_to_pipeline,
+)
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.wire.pytree import tensors
 
@@ -220,7 +228,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         """Divide ``module``. Collective; ``ValueError`` on every rank if models differ."""
         world, device = dist.group.WORLD, self.root_device
         assert world is not None
-        require_supported(module, (), is_fit=True)
+        require_supported_by_fsdp(module, (), is_fit=True)
         check_same_model(module, world, device, discover(world, device))
         broadcast_initial(module, world, device=device)
         options = self._session.options

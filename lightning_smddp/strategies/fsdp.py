@@ -25,7 +25,7 @@ from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.communication.sharded_collectives import ShardedCollectives
 from lightning_smddp.communication.unit_memory import UnitMemory
-from lightning_smddp.pipeline.gradients.clipping import give_back_clipping, take_over_clipping
+from lightning_smddp.pipeline.gradients.across_stages import give_back_clipping, take_over_clipping
 from lightning_smddp.pipeline.state.full_state import broadcast_initial
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.resume.layouts import LayoutRank
@@ -43,22 +43,25 @@ from lightning_smddp.sharding.whole_states import (
 )
 from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
-from lightning_smddp.strategies.dividing import AverageWatch, Place, Sharding, ShardingOptions, divide, make_whole
-from lightning_smddp.strategies.fsdp_checks import (
+from lightning_smddp.strategies.checks import (
+    callbacks_of,
     require_optimizers_of_module,
-    require_supported,
+    require_supported_by_fsdp,
 )
-from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
+from lightning_smddp.strategies.dividing import AverageWatch, Place, Sharding, ShardingOptions, divide, make_whole
 from lightning_smddp.strategies.options import (
     GROUPS,
     CommunicationOptions,
     FromDDP,
     GradientOptions,
+    OptionGroups,
     ReliabilityOptions,
+    by_name,
+    group_of,
+    require_known_to_pipeline,
     require_resume,
 )
-from lightning_smddp.strategies.pipeline_checks import callbacks_of
-from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.strategies.tables import print_table
 
@@ -186,7 +189,7 @@ class FullyShardedParallel(TrainerStrategy):
         assert world is not None
         is_fit = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
-        require_supported(module, callbacks_of(trainer), is_fit)
+        require_supported_by_fsdp(module, callbacks_of(trainer), is_fit)
         if is_fit:
             check_trainable(module)
             if self._layer_sync:

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_smddp._compat.trainer import launchers_of
+from lightning_smddp.strategies.callbacks import MonitorCommunication, RecordTimeline
 from lightning_smddp.strategies.checkpoint_io import SafeFiles
 from lightning_smddp.strategies.ddp import DataParallel
 from lightning_smddp.strategies.deepspeed import DeepSpeedParallel
@@ -18,9 +19,7 @@ from lightning_smddp.strategies.fabric import FabricDataParallel
 from lightning_smddp.strategies.fabric_fsdp import FabricFullyShardedParallel
 from lightning_smddp.strategies.fsdp import FullyShardedParallel
 from lightning_smddp.strategies.launchers import ScriptLaunching, SpawnLaunching
-from lightning_smddp.strategies.monitor import MonitorCommunication
 from lightning_smddp.strategies.pipeline import PipelineParallel
-from lightning_smddp.strategies.timeline import RecordTimeline
 
 _Script, _Spawn = launchers_of(DDPStrategy)
 

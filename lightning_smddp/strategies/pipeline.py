@@ -36,35 +36,38 @@ from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.partition.mesh import Groups
 from lightning_smddp.pipeline.partition.verify import Finding
+from lightning_smddp.pipeline.runtime.draws import join_draws
 from lightning_smddp.pipeline.runtime.schedules import parse
-from lightning_smddp.pipeline.runtime.separate_draws import join_draws
 from lightning_smddp.pipeline.state.full_state import broadcast_initial, load_full_state_dict
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
-from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
-from lightning_smddp.strategies.option_checks import OptionGroups, by_name, group_of, require_known_to_pipeline
-from lightning_smddp.strategies.options import (
-    GROUPS,
-    CommunicationOptions,
-    GradientOptions,
-    ReliabilityOptions,
-    require_resume,
-    require_shard,
-)
-from lightning_smddp.strategies.pipeline_checks import (
+from lightning_smddp.strategies.checks import (
     BEYOND_OPTIMIZER,
     callback_against_pipelining,
     callbacks_of,
     manual_optimization,
+    require_pipelinable,
     require_samplers_of_replicas,
     require_shardable,
-    require_supported,
     without_sync_advice,
     zeroes_as_usual,
 )
-from lightning_smddp.strategies.reductions import mean_by_sum
+from lightning_smddp.strategies.nonfinite import by_asking, changes_batch, loss_watchers
+from lightning_smddp.strategies.options import (
+    GROUPS,
+    CommunicationOptions,
+    GradientOptions,
+    OptionGroups,
+    ReliabilityOptions,
+    by_name,
+    group_of,
+    require_known_to_pipeline,
+    require_resume,
+    require_shard,
+)
+from lightning_smddp.strategies.process_group import mean_by_sum
 from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
@@ -198,7 +201,7 @@ class PipelineParallel(TrainerStrategy):
         self._changes.enter_context(without_sync_advice(one_replica))
         self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
         require_whole(self.lightning_module)
-        require_supported(self.lightning_module, callbacks_of(trainer), is_fit, self.options.partition.fallback)
+        require_pipelinable(self.lightning_module, callbacks_of(trainer), is_fit, self.options.partition.fallback)
         if is_fit and self._layer_sync and self._groups.mesh.num_replicas > 1:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
         self.precision_plugin.convert_module(self.model)

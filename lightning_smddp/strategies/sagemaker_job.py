@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_smddp._compat.trainer import set_default_root
-from lightning_smddp.checkpoint.convert import consolidate
 from lightning_smddp.checkpoint.locations import locate
 from lightning_smddp.checkpoint.reading import verify_checkpoint
-from lightning_smddp.checkpoint.sharded import is_sharded
+from lightning_smddp.checkpoint.sharded import consolidate, is_sharded
 from lightning_smddp.checkpoint.temporary import temporary_name
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.sagemaker.folders import MODEL, Folders, failure_file, point_at, write_failure

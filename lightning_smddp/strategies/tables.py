@@ -1,4 +1,4 @@
-"""Tables and lines for people. Nothing that is only said can fail a run."""
+"""Tables and lines for people, without wrong advice of Lightning's. Nothing that is only said can fail a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 import shutil
 import sys
 import textwrap
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -73,3 +76,16 @@ def _plain(title: str, rows: list[tuple[str, str]]) -> str:
         lines.append(f"  {name:<{width}}  {parts[0]}")
         lines += [f"  {'':<{width}}  {part}" for part in parts[1:]]
     return "\n".join(lines)
+
+
+@contextmanager
+def without_warning(message: str) -> Iterator[None]:
+    """In this context no warning whose text begins with ``message``, a regular expression."""
+    before = list(warnings.filters)
+    warnings.filterwarnings("ignore", message)
+    entry = warnings.filters[0]
+    try:
+        yield
+    finally:
+        if entry not in before:
+            warnings.filters.remove(entry)  # type: ignore[attr-defined]  # a list; typeshed shows a Sequence

@@ -1,9 +1,13 @@
-"""Tensors of any shape and dtype between ranks, in flat chunks of bounded size, bit by bit."""
+"""Tensors of any shape and dtype between ranks, in flat chunks of bounded size, bit by bit.
+
+A copy from a device into ordinary memory goes through a small buffer of the driver's, and the host waits for each. So
+here they go through two page-locked buffers, and copies of either kind overlap (:class:`Landing`).
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,7 +19,71 @@ from torch import Tensor
 
 from lightning_smddp.wire.encode import dtype_of, name_of_dtype
 from lightning_smddp.wire.gather import gather_json
-from lightning_smddp.wire.host_copies import CHUNK_BYTES, Landing, to_host
+
+CHUNK_BYTES = 64 * 2**20
+
+Place = Callable[[Tensor], object]
+"""Takes the bytes out of a buffer that is used again afterwards."""
+
+
+class Landing:
+    """Bytes from a device, chunk by chunk; while one is on its way, the one before is put where it belongs.
+
+    Call :meth:`finish` at the end.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._waiting: tuple[Any, Tensor, Place] | None = None  # an event, a buffer, and who takes it
+
+    def land(self, chunk: Tensor, place: Place) -> None:
+        """Let ``place`` have what is in ``chunk`` (uint8, flat, at most ``CHUNK_BYTES``) on the host, soon.
+
+        ``chunk`` may be written by what is launched behind this.
+        """
+        if chunk.device.type == "cpu":
+            place(chunk)
+            return
+        whole = self._buffers.pop(0)
+        if whole.numel() < chunk.numel():
+            whole = torch.empty(chunk.numel(), dtype=torch.uint8, pin_memory=True)
+        self._buffers.append(whole)
+        buffer = whole[: chunk.numel()]
+        buffer.copy_(chunk, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.finish()
+        self._waiting = event, buffer, place
+
+    def finish(self) -> None:
+        """Wait for the last chunk."""
+        if self._waiting is None:
+            return
+        (event, buffer, place), self._waiting = self._waiting, None
+        event.synchronize()
+        place(buffer)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the CPU: those that are there, and contiguous copies of the others."""
+    landing, found = Landing(), []
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            found.append(tensor)
+            continue
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        source, target = bytes_of(tensor.detach().contiguous()), bytes_of(copy)
+        for chunk, part in zip(source.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True):
+            landing.land(chunk, part.copy_)
+        found.append(copy)
+    landing.finish()
+    return found
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    return tensor.view(-1).view(torch.uint8)
+
 
 _TAG = 0
 _ALIGNMENT = 16  # bytes; the widest element (complex128)

@@ -27,13 +27,19 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorProperties
 
 from lightning_smddp.checkpoint import files, tensor_files
-from lightning_smddp.checkpoint.convert import consolidate, shard
 from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.checkpoint.files import previous_name, remove_directory
 from lightning_smddp.checkpoint.newest import newest_checkpoint
 from lightning_smddp.checkpoint.ranks import Ranks
 from lightning_smddp.checkpoint.safe_metadata import read_metadata
-from lightning_smddp.checkpoint.sharded import is_sharded, load_sharded, save_sharded, sharded_saved_ns
+from lightning_smddp.checkpoint.sharded import (
+    consolidate,
+    is_sharded,
+    load_sharded,
+    save_sharded,
+    shard,
+    sharded_saved_ns,
+)
 from lightning_smddp.checkpoint.temporary import temporary_name
 from lightning_smddp.checkpoint.tensor_files import BareTensors
 from lightning_smddp.cli import main

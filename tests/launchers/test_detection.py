@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_smddp.launchers.detection import detect
+from lightning_smddp.launchers.mpi import first_host
 from lightning_smddp.launchers.sagemaker import network_variables
-from lightning_smddp.launchers.slurm import first_host
 from tests.launchers.cases import NAMES, detected, environ
 
 ONE = (1, 1, 2, 2, 0, 1)  # rank, local rank, world size, local world size, node rank, nodes

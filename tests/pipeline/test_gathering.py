@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.checkpoint.contents import Snapshot
-from lightning_smddp.wire import host_copies, stream
+from lightning_smddp.wire import stream
 from lightning_smddp.wire.stream import gather_tensors
 from tests.ranks import run_ranks
 from tests.simulated_cuda.synchronisations import counted, table
@@ -35,7 +35,7 @@ def gather(kind: str) -> tuple[dict[str, Tensor], Counter[str], str]:
     assert group is not None
     device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", rank)
     mine = {name: tensor.to(device) for name, tensor in shares(rank).items()}
-    stream.CHUNK_BYTES = host_copies.CHUNK_BYTES = 4096
+    stream.CHUNK_BYTES = 4096
     messages: Counter[str] = Counter()
     for name in ("broadcast_tensors", "_send_tensors", "_receive_tensors"):
         setattr(stream, name, _noted(name, getattr(stream, name), messages))
@@ -71,7 +71,7 @@ def test_the_first_rank_alone_receives(kind: str) -> None:
 def snapshot_on_device() -> tuple[Any, str]:
     weight = torch.arange(9000.0, device="cuda:0").view(90, 100)
     checkpoint = {"state_dict": {"weight": weight, "tied": weight, "rows": weight[3:5]}, "step": 3}
-    host_copies.CHUNK_BYTES = 4096
+    stream.CHUNK_BYTES = 4096
     with counted() as counts:
         snapshot = Snapshot(checkpoint)
     weight.zero_()

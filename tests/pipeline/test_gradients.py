@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.communication.norms import norm_over_ranks
-from lightning_smddp.pipeline.gradients.clipping import clip_by_norm, share_overflow
-from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.gradients.across_stages import (
+    TiedGradients,
+    clip_by_norm,
+    create_tied_groups,
+    share_overflow,
+)
 from lightning_smddp.pipeline.partition.mesh import Ownership, held_parameters
 from lightning_smddp.pipeline.state.full_state import release
 from lightning_smddp.pipeline.state.optimizer_state import OptimizerPartition

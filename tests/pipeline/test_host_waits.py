@@ -14,8 +14,12 @@ from torch import nn
 
 from lightning_smddp.bridge.logged_values import reduce_values
 from lightning_smddp.communication.nonfinite import bad_gradients
-from lightning_smddp.pipeline.gradients.clipping import clip_by_norm, share_overflow
-from lightning_smddp.pipeline.gradients.tied import TiedGradients, create_tied_groups
+from lightning_smddp.pipeline.gradients.across_stages import (
+    TiedGradients,
+    clip_by_norm,
+    create_tied_groups,
+    share_overflow,
+)
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch

@@ -29,10 +29,10 @@ from lightning_smddp.communication.nonfinite import NonFiniteGradientError
 from lightning_smddp.communication.shared_memory import SharedMemory
 from lightning_smddp.communication.shared_segments import SharedSegments
 from lightning_smddp.deepspeed import start
-from lightning_smddp.strategies.deepspeed_checks import (
+from lightning_smddp.strategies.checks import (
     require_elementwise,
     require_one_answer,
-    require_supported_module,
+    require_supported_by_deepspeed,
 )
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, make_trainer, silent
@@ -484,7 +484,7 @@ class OwnClipping(Learner):
 def test_modules_that_ask_for_what_would_not_happen_are_refused(module, options, message):
     trainer = make_trainer("auto", **options)
     with pytest.raises(ValueError, match=message):
-        require_supported_module(module, trainer, trainer.callbacks)
+        require_supported_by_deepspeed(module, trainer, trainer.callbacks)
 
 
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused():

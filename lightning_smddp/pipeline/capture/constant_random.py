@@ -1,19 +1,17 @@
 """A step without chance: what torch draws is the same for every row, whoever calls for it.
 
 The dispatcher sees each operation that draws, also those within torch's own functions (attention, recurrent layers,
-``gumbel_softmax``), in an ``autograd.Function`` and in a backward pass. Dropout keeps all, and scales it. What it does
-not see is the dropout of cuDNN's recurrent layers, which draws from a state of its own that no seed resets.
+``gumbel_softmax``), in an ``autograd.Function`` and in a backward pass. Dropout keeps all, and scales it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_smddp._compat.torch import DispatchMode, arguments_by_name, is_composite
 
@@ -144,19 +142,3 @@ _FILLS: dict[str, Callable[[Any, Given], None]] = {
     "multinomial": _likeliest, "poisson": _rounded, "binomial": _rounded,
     "_standard_gamma": _as_given, "_sample_dirichlet": _share,
 }  # fmt: skip
-
-
-@contextmanager
-def without_own_dropout(root: nn.Module, device: torch.device) -> Iterator[None]:
-    """Within it such modules of ``root`` drop nothing, so that two runs with the same seed are alike."""
-    found: list[nn.RNNBase] = []
-    if device.type == "cuda":
-        found = [module for module in root.modules() if isinstance(module, nn.RNNBase) and module.dropout]
-    rates = [module.dropout for module in found]
-    for module in found:
-        module.dropout = 0.0
-    try:
-        yield
-    finally:
-        for module, rate in zip(found, rates, strict=True):
-            module.dropout = rate

@@ -16,9 +16,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from lightning_smddp._compat.torch import BACKWARD_HOOK
-from lightning_smddp.pipeline.capture.modules import Modules, changes_of_state
 from lightning_smddp.pipeline.capture.ops import is_autograd_function
-from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Event, Rebind, Template, Trace, Value
+from lightning_smddp.pipeline.capture.records import (
+    HIDDEN,
+    Call,
+    Event,
+    Modules,
+    Rebind,
+    Template,
+    Trace,
+    Value,
+    changes_of_state,
+)
 from lightning_smddp.pipeline.capture.user_code import Lines
 from lightning_smddp.pipeline.runtime.casts import cast_type
 

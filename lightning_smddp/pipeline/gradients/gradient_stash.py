@@ -16,8 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.gradients.across_stages import TiedGradients
 from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
-from lightning_smddp.pipeline.gradients.tied import TiedGradients
 
 
 class Averaging(Protocol):

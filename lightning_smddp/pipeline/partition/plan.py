@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.constant_random import without_own_dropout
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph, first_difference
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
@@ -30,6 +29,7 @@ from lightning_smddp.pipeline.partition.hardware import explained_shortage
 from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.partition.reference import Reference, fastest, run_plain, run_reference
 from lightning_smddp.pipeline.runtime.departures import StepFailedError, Together
+from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError
 from lightning_smddp.planner.partition import Partition
 from lightning_smddp.wire.broadcast import broadcast_json

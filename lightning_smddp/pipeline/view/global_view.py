@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.partition.mesh import Ownership
-from lightning_smddp.pipeline.view.agreement import Agreement, Ask
+from lightning_smddp.pipeline.view.agreement import Agreement, Ask, SharedRandomState
 from lightning_smddp.pipeline.view.leaves import Leaves, ViewGradients
 from lightning_smddp.pipeline.view.operations import (
     Operations,
@@ -26,7 +26,6 @@ from lightning_smddp.pipeline.view.operations import (
     map_tensors,
     refuse_new_parameter,
 )
-from lightning_smddp.pipeline.view.random_state import SharedRandomState
 from lightning_smddp.pipeline.view.requests import Requests
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError, Memory
 from lightning_smddp.wire.broadcast import Channel, broadcast_json

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_smddp.pipeline.capture.user_code import user_location
-from lightning_smddp.pipeline.view.agreement import Agreement, Ask
+from lightning_smddp.pipeline.view.agreement import Agreement, Ask, SharedRandomState
 from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf, Leaves, ViewGradients
-from lightning_smddp.pipeline.view.random_state import SharedRandomState
 from lightning_smddp.pipeline.view.tensor import GlobalTensor, Recipe, View, globals_in, map_arguments
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.stream import Spec, broadcast_tensors

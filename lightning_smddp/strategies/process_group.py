@@ -1,15 +1,17 @@
-"""Between Lightning's strategies and ``communication/rendezvous.py``: how they start the default process group."""
+"""The default process group: how it is started, by ``communication/rendezvous.py``, and means over its ranks."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_smddp.communication.groups import forget_aborted_groups
 from lightning_smddp.communication.rank_info import versions
@@ -61,3 +63,20 @@ def _lightning_version(strategy: Any) -> str:
     """Of the package that ``strategy`` extends, which is imported."""
     base = next(cls for cls in type(strategy).__mro__ if not cls.__module__.startswith("lightning_smddp"))
     return str(getattr(sys.modules[base.__module__.partition(".")[0]], "__version__", "unknown"))
+
+
+def mean_by_sum(reduce: Callable[[Any, Any, Any], Tensor], tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+    """``reduce``, but a mean is asked for as a sum and divided here.
+
+    Lightning asks every backend but gloo for ``ReduceOp.AVG``, which not every one has (MPI's has not):
+    Lightning issue #20409. As there, integer tensors stay integer.
+    """
+    name = reduce_op.lower() if isinstance(reduce_op, str) else None
+    average = name in ("mean", "avg") or reduce_op == dist.ReduceOp.AVG
+    if not average or not isinstance(tensor, Tensor) or not dist.is_initialized():
+        return reduce(tensor, group, reduce_op)
+    total = reduce(tensor, group, "sum")
+    size = dist.get_world_size(group)
+    if total.is_floating_point() or total.is_complex():
+        return total.div_(size)
+    return total.copy_(total / size)

@@ -1,13 +1,36 @@
-"""What stages draw by themselves (dropout, noise) is independent, although all ranks begin with the same seed."""
+"""Random draws of stages (dropout, noise): independent of each other, and the same where two runs are compared.
+
+All ranks begin with the same seed. What no seed resets is the dropout of cuDNN's recurrent layers on CUDA, which draws
+from a state of its own.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_smddp.wire.gather import gather_json
+
+
+@contextmanager
+def without_own_dropout(root: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within it such modules of ``root`` drop nothing, so that two runs with the same seed are alike."""
+    found: list[nn.RNNBase] = []
+    if device.type == "cuda":
+        found = [module for module in root.modules() if isinstance(module, nn.RNNBase) and module.dropout]
+    rates = [module.dropout for module in found]
+    for module in found:
+        module.dropout = 0.0
+    try:
+        yield
+    finally:
+        for module, rate in zip(found, rates, strict=True):
+            module.dropout = rate
 
 
 def separate_draws(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,0 +1,297 @@
+"""What ``smddp_fsdp``, ``smddp_deepspeed`` and a pipeline cannot do, said at start by name, with the cure."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler
+
+from lightning_smddp._compat.torch import is_compiled_module
+from lightning_smddp.bridge.partition_table import looks_at_other_rows
+from lightning_smddp.communication.consistency import require_initialized
+from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
+from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
+from lightning_smddp.strategies.nonfinite import is_changed_hook
+from lightning_smddp.strategies.options import OptionGroups, ReliabilityOptions, refuse_moved
+from lightning_smddp.strategies.tables import without_warning
+from lightning_smddp.wire.pytree import leaves
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+_PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fit: bool) -> None:
+    """Raise ``ValueError`` for what cannot be trained with divided parameters."""
+    require_initialized(module)
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} has parameters that are DTensors: an earlier run could not gather them, or the "
+            "module divides them itself, in `configure_model`. Make a new module, and leave the dividing to "
+            "strategy='smddp_fsdp'."
+        )
+    for callback in callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if is_fit and names.intersection(_AVERAGING):
+            raise ValueError(
+                f"{type(callback).__name__} keeps a whole copy of the module on each rank, which "
+                "strategy='smddp_fsdp' divides. Leave it out, or use strategy='smddp' with shard='optimizer'."
+            )
+        if is_fit and "ModelPruning" in names:
+            raise ValueError(
+                f"{type(callback).__name__} replaces parameters of the module while it trains, which "
+                "strategy='smddp_fsdp' has divided. Leave it out, or use strategy='smddp'."
+            )
+
+
+def require_optimizers_of_module(module: nn.Module, optimizers: Sequence[Any]) -> None:
+    """Raise ``ValueError`` if an optimizer has parameters that are not the module's any more."""
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in known for parameter in group["params"]):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has parameters that are not in {type(module).__name__}, or were "
+                    "taken from it before they were divided among ranks: it would train nothing. Make it in "
+                    "`configure_optimizers`, from `self.parameters()` or those of submodules."
+                )
+
+
+def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
+    """In which dtype units are gathered. Raises ``ValueError`` for precisions that cannot be used."""
+    name = type(plugin).__name__
+    if name not in _PRECISIONS:
+        raise ValueError(
+            f"The precision plugin {name} cannot be used with strategy='smddp_fsdp'. Valid: precision='32-true', "
+            "'bf16-mixed', '16-mixed', 'bf16-true', '16-true', '64-true'."
+        )
+    dtype = _MIXED.get(str(plugin.precision))
+    if dtype is None:
+        return MixedPrecisionPolicy()
+    # The user's step runs in autocast, which would keep a copy in 16 bits of each weight until the backward pass:
+    # weights that come in 16 bits are not copied.
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+_NAME = "strategy='smddp_deepspeed'"
+_CHANGING = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
+_INSTEAD = {
+    "backward": "return the loss that you want from training_step",
+    "configure_gradient_clipping": "write Trainer(gradient_clip_val=...), a norm",
+}
+
+
+def require_known_to_deepspeed(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:
+    """Raise ``TypeError`` for arguments that neither the strategy nor Lightning's ``DeepSpeedStrategy`` has."""
+    refuse_moved(strategy, given, groups)
+    known: set[str] = set()
+    for cls in type(strategy).__mro__:
+        if "__init__" in vars(cls):
+            known |= set(signature(vars(cls)["__init__"]).parameters)
+        if cls.__name__ == "DeepSpeedStrategy":  # what it hands on to its base class has a name there
+            break
+    for name in sorted(set(given) - known):
+        close = get_close_matches(name, known, 1, cutoff=0.75)
+        hint = "It takes those of Lightning's DeepSpeedStrategy."
+        if close:
+            hint = f"Did you mean {close[0]!r}?"
+        raise TypeError(f"{type(strategy).__name__} has no argument {name!r}. {hint}")
+
+
+def require_checkpoint(checkpoint: Any, resume: str | None, reliability: ReliabilityOptions) -> None:
+    """Raise ``ValueError`` if the options on checkpoints do not go together."""
+    if checkpoint not in ("file", "directory"):
+        raise ValueError(
+            f"checkpoint={checkpoint!r} is unknown. Valid: 'file' (one plain file, for any strategy), 'directory' "
+            "(DeepSpeed's own, of each rank's part)."
+        )
+    if reliability.sharded:
+        raise ValueError(f"sharded=True is for this package's directories: {_NAME} has checkpoint='directory'.")
+    if checkpoint == "directory" and (resume == "auto" or reliability.async_save):
+        raise ValueError(
+            f"checkpoint='directory' is written by DeepSpeed, so resume={resume!r} and "
+            f"async_save={reliability.async_save} would have no effect. Use checkpoint='file', or leave them out."
+        )
+
+
+def require_supported_by_deepspeed(module: Any, trainer: Any, callbacks: Iterable[Any]) -> None:
+    """Raise ``ValueError`` if a module that is about to be trained, or its Trainer, asks for what would not happen."""
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name} has automatic_optimization=False. DeepSpeed decides by itself when gradients are complete, so "
+            f"{_NAME} cannot be used. Use strategy='smddp', or let Lightning take the steps."
+        )
+    for hook, cure in _INSTEAD.items():
+        if is_changed_hook(module, hook):
+            raise ValueError(
+                f"{name}.{hook} would not be used: DeepSpeed does that itself. To use {_NAME}, {cure}; "
+                "strategy='smddp' uses the hook."
+            )
+    for callback in callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if names.intersection(_CHANGING):
+            raise ValueError(
+                f"{type(callback).__name__} averages or replaces whole parameters, of which each rank has a part with "
+                f"{_NAME}. Leave it out, or use strategy='smddp'."
+            )
+    for key, parameter in module.named_parameters():
+        if parameter.ndim == 0 and not hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"The parameter {key!r} of {name} has no dimension, and DeepSpeed cannot send such a one. Give it one: "
+                f"nn.Parameter(torch.tensor([{parameter.item():g}]))."
+            )
+    if trainer.gradient_clip_algorithm == "value" and trainer.gradient_clip_val:
+        raise ValueError(
+            f"gradient_clip_algorithm='value' (gradient_clip_val={trainer.gradient_clip_val}): DeepSpeed clips by norm "
+            f"alone. Leave gradient_clip_algorithm out, or use strategy='smddp' in place of {_NAME}."
+        )
+
+
+def require_one_answer(config: Mapping[str, Any], trainer: Any) -> None:
+    """Raise ``ValueError`` if DeepSpeed's configuration and the Trainer differ on what both can say."""
+    clipping, given = config.get("gradient_clipping"), trainer.gradient_clip_val
+    if clipping is not None and given is not None and clipping != given:
+        raise ValueError(
+            f"config={{'gradient_clipping': {clipping!r}}} and Trainer(gradient_clip_val={given!r}) differ. "
+            "Give one of them."
+        )
+    for bits, key in (("16", "fp16"), ("bf16", "bf16")):
+        if config.get(key, {}).get("enabled") is True and not str(trainer.precision).startswith(f"{bits}-"):
+            raise ValueError(
+                f"config={{{key!r}: {{'enabled': True}}}} and Trainer(precision={trainer.precision!r}) differ, so "
+                f"inputs would have another type than parameters. Write Trainer(precision='{bits}-mixed')."
+            )
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` unless an optimizer treats each element of a parameter by itself."""
+    if type(optimizer).__module__.startswith("deepspeed."):
+        return  # DeepSpeed knows its own
+    found, why = granularity(optimizer)
+    if found is not Granularity.ELEMENT:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot be used with {_NAME}: DeepSpeed cuts the parameters of a group into "
+            f"equal parts, wherever that is, and {why}. Use SMDDPStrategy(shard='optimizer'), or an optimizer such as "
+            "AdamW."
+        )
+
+
+BEYOND_OPTIMIZER = (
+    " Inside a stage gradients and parameters are not sharded: it runs forward and backward once for each micro-batch, "
+    "and would send all of them as often. More stages (pipeline_parallel_size, stages_per_rank) divide both; "
+    "strategy='smddp_fsdp' shards both, without a pipeline."
+)
+
+
+def require_shardable(optimizers: Iterable[Any], shard: str | None) -> None:
+    """Raise ``ValueError`` for optimizers whose work replicas cannot share, or that send parameters by themselves."""
+    for optimizer in optimizers:
+        refuse_own_sharding(
+            optimizer,
+            "sends each parameter to all ranks, of which each has others in a pipeline. Return the optimizer that it "
+            "wraps from `configure_optimizers`: PipelineStrategy(shard='optimizer') shards it over the replicas.",
+        )
+        if shard is not None:
+            splits_parameters(getattr(optimizer, "optimizer", optimizer))
+
+
+def callback_against_pipelining(callbacks: Iterable[Any], module: LightningModule, fallback: str) -> str | None:
+    """Why the training step is not pipelined with these ``callbacks`` of Lightning's; None if that is no reason.
+
+    Raises:
+        SplitError: there is one, and ``fallback`` is "error".
+    """
+    has_batch_norm = bool(looks_at_other_rows(module))
+    for callback in callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if "ModelPruning" in names:
+            reason = "replaces parameters of the module while it trains, and a pipeline has divided those that it had."
+        elif "StochasticWeightAveraging" in names and has_batch_norm:
+            reason = "runs training steps forward only, for the statistics of BatchNorm; a pipeline's go backward too."
+        else:
+            continue
+        if fallback == "error":
+            raise SplitError(f"{type(callback).__name__} {reason} Leave it out, or use strategy='smddp'.")
+        return f"{type(callback).__name__} {reason}"
+    return None
+
+
+def manual_optimization(module: LightningModule) -> str:
+    """Why its training step cannot be pipelined."""
+    return (
+        f"{type(module).__name__} uses manual optimization (automatic_optimization=False). A pipeline's forward and "
+        "backward passes alternate between ranks, so `manual_backward` and `optimizer.step()` cannot be called from "
+        "within the step. Use automatic optimization to pipeline it."
+    )
+
+
+def require_pipelinable(module: LightningModule, callbacks: Iterable[Any], is_fit: bool, fallback: str) -> None:
+    """Raise ``ValueError`` for what no split can run, unless there is a ``fallback``; warn of what runs otherwise."""
+    name = type(module).__name__
+    require_initialized(module)
+    if is_fit and not module.automatic_optimization and fallback == "error":
+        raise ValueError(manual_optimization(module))
+    if is_compiled_module(module) and dist.get_rank() == 0:
+        warnings.warn(
+            f"{name} was compiled with `torch.compile`. A pipeline runs parts of its step on different ranks, so the "
+            "step runs as plain Python. Modules that are placed whole can be compiled: call "
+            "`self.encoder.compile()` for each of them instead.",
+            stacklevel=2,
+        )
+    for hook in ("training_step", "validation_step", "test_step", "predict_step"):
+        step = getattr(module, hook)
+        if step is not None and "dataloader_iter" in inspect.signature(step).parameters:
+            raise ValueError(
+                f"{name}.{hook} takes `dataloader_iter`. A pipeline has to see the batch to cut it into micro-batches: "
+                "take `batch` instead."
+            )
+
+
+@contextmanager
+def without_sync_advice(wrong: bool) -> Iterator[None]:
+    """With ``wrong``, Lightning does not advise ``sync_dist=True``: all ranks of a pipeline log equal values."""
+    with without_warning("It is recommended to use `self.log") if wrong else nullcontext():
+        yield
+
+
+def require_samplers_of_replicas(loaders: Any, num_replicas: int) -> None:
+    """Raise ``ValueError`` if a ``DistributedSampler`` of the user's own takes each rank for a replica."""
+    for loader in leaves(loaders):
+        for sampler in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            if isinstance(sampler, DistributedSampler) and sampler.num_replicas != num_replicas:
+                raise ValueError(
+                    f"The DataLoader's DistributedSampler has num_replicas={sampler.num_replicas}, but there are "
+                    f"{num_replicas} replicas: all ranks of a pipeline work on one batch, so the other data would "
+                    "never be used. Leave the sampler to Lightning, or make it with "
+                    "`DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
+                )
+
+
+def callbacks_of(trainer: Any) -> list[Any]:
+    """The Trainer's callbacks, which it declares nowhere."""
+    return list(trainer.callbacks)
+
+
+def zeroes_as_usual(trainer: Any) -> bool:
+    """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
+    module = trainer.lightning_module
+    changed = [hook for hook in ("on_before_zero_grad", "optimizer_zero_grad") if is_changed_hook(module, hook)]
+    return not changed and not any(is_changed_hook(c, "on_before_zero_grad") for c in callbacks_of(trainer))
