@@ -19,6 +19,8 @@ from lightning_smddp.checkpoint.reading import read_checkpoint, refused_objects
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO as _Base
+else:
+    _Base = object
 
 
 Task = Callable[[], None]

@@ -39,6 +39,8 @@ from lightning_smddp.wire.values import broadcast_value
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import DDPStrategy as _Base
+else:
+    _Base = object
 
 
 class FabricStrategy(_Base):
