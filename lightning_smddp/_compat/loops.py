@@ -253,7 +253,7 @@ class RestartPoint:
             epoch_loop._batches_that_stepped += 1
 
     def begin(self) -> None:
-        """Before the epoch's first batch."""
+        """Before the epoch's first batch, behind :meth:`reset`: undo in the loops what would leave out a validation."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
         if self._validates:
             epoch_loop.val_loop.restarting = False  # it begins at its first batch

@@ -379,7 +379,7 @@ def forward_cache(metric: Metric) -> Any:
 
 
 def set_forward_cache(metric: Metric, value: Any) -> None:
-    """See :func:`forward_cache`."""
+    """Let ``value`` be what Lightning logs of ``metric`` for this step, see :func:`forward_cache`."""
     metric._forward_cache = value
 
 

@@ -104,7 +104,7 @@ class _Record:
     counts: Counter[_Key] = field(default_factory=Counter)
 
     def add_call(self, call: MetricCall) -> None:
-        """A metric was called."""
+        """Remember the call of a metric, and which tensors stand for what it returned."""
         key = self._add(("call", call.metric, call.method), call)
         self.touched += leaves((call.args, call.kwargs))
         # What the metric shows for these rows alone says nothing of the batch. Wherever this very object turns up
@@ -114,7 +114,7 @@ class _Record:
                 self.sources[id(leaf)] = (key, position)
 
     def add_log(self, name: str, value: Any, metric: str | None, options: dict[str, Any]) -> None:
-        """A value was logged."""
+        """Remember a logged value as it is now: a copy, a number, or only that a metric is logged."""
         self.touched.append(value)
         source = self.sources.get(id(value))
         if isinstance(value, Tensor):

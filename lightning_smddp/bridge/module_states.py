@@ -32,7 +32,7 @@ class ModuleState:
         return self.setup.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load a whole module's state."""
+        """Load a whole module's state: each rank takes what it holds. Names that differ are an error if ``strict``."""
         load_full_state_dict(self.setup.module, state, strict)
 
     def optimizer_state(self, optimizer: Optimizer, gather: bool) -> dict[str, Any]:

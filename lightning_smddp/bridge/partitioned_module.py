@@ -105,7 +105,7 @@ class PartitionedModule(ModuleState):
 
     @property
     def tolerance(self) -> float:
-        """Relative differences that rounding explains."""
+        """How far the pipeline's numbers may be from one process's, relatively: rounding explains so much."""
         return EXACT if self.plan.is_exact else MIXED
 
     # ---- the paths that steps take ----
@@ -491,7 +491,7 @@ class PartitionedModule(ModuleState):
         return self.replicas.report()
 
     def close(self) -> None:
-        """Free what replicas share."""
+        """Free the memory and connections that the replicas of this stage share. Not collective."""
         if self.sharded is not None:
             self.sharded.close()
         if self.replicas is not None:

@@ -70,7 +70,7 @@ class PartitionOptions:
 
     @property
     def memory_limit(self) -> float | None:
-        """Bytes of a rank."""
+        """``memory_limit_gb`` in bytes, for all stages of a rank together; None without a limit."""
         if self.memory_limit_gb is None:
             return None
         return self.memory_limit_gb * 2**30

@@ -348,7 +348,7 @@ class PipelinedModule:
         return self.state.state_dict(gather)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load a whole module's state."""
+        """Load a whole module's state: each rank takes what it holds. Names that differ are an error if ``strict``."""
         self.state.load_state_dict(state, strict)
 
     def optimizer_state(self, optimizer: Any, gather: bool = True) -> dict[str, Any]:
@@ -356,7 +356,7 @@ class PipelinedModule:
         return self.state.optimizer_state(_plain(optimizer), gather)
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load states of whole optimizers."""
+        """Load the states of whole optimizers, in the order of ``configure_optimizers``: each rank takes its part."""
         self.state.load_optimizer_states(states)
 
     def compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:

@@ -54,7 +54,7 @@ class Findings:
     differences: Differences = field(default_factory=dict)
 
     def to_json(self) -> Any:
-        """What :meth:`from_json` takes."""
+        """All fields by name, as dicts, lists and strings: a message to the ranks that make no trials."""
         return asdict(self)
 
     @classmethod

@@ -56,7 +56,7 @@ class RunSetup:
 
     @property
     def ends_here(self) -> bool:
-        """Whether this is that rank."""
+        """Whether this rank has the last stage, and so the step's loss and logs."""
         return self.groups.pipeline_rank == self.last_rank
 
     @property

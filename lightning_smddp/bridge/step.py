@@ -66,7 +66,7 @@ class LightningStep:
 
     @property
     def trains(self) -> bool:
-        """Whether it has a backward."""
+        """Whether it is a training step: there is a backward, and gradients."""
         return self.hook == "training_step"
 
     @property

@@ -34,7 +34,7 @@ NAMES: tuple[str, ...] = get_args(AlgorithmName)
 
 
 class Algorithm(Protocol):
-    """An all-reduce."""
+    """A way to all-reduce gradients in place, as the communication hook calls it."""
 
     name: str
 

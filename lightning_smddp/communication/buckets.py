@@ -62,7 +62,7 @@ class Layout:
 
     @classmethod
     def flat(cls, numel: int, slot: int | None = None) -> Layout:
-        """A tensor without inner structure."""
+        """Of ``numel`` elements of which nothing is known: one piece without a name and without rows."""
         return cls(slot, (Piece("", 0, 0, numel, 0),))
 
     @cached_property

@@ -38,7 +38,7 @@ class CommunicationReport:
 
     @classmethod
     def collect(cls, totals: Totals, communicator: Communicator) -> CommunicationReport:
-        """Gather all ranks' totals. Collective."""
+        """The report of what all ranks have in ``totals``: each has its own numbers in it. Collective."""
         mine = {
             "steps": totals.steps,
             "gradient_bytes": totals.gradient_bytes,

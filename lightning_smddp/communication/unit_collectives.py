@@ -199,7 +199,7 @@ class DeviceReduceScatter:
         self._inside, self._unit, self._group, self._exchange = inside, unit, group, exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory of the device."""
+        """A new tensor: memory of a device is shared with nobody."""
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     def __call__(

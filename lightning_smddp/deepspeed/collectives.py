@@ -84,7 +84,7 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         return "shared memory in each node, the backend between ranks of equal local rank"
 
     def close(self) -> None:
-        """Free memory. Not collective."""
+        """Free the shared memory; the communicator's links stay. Not collective."""
         self._algorithm.close()
         if self._segments is not None:
             self._segments.close()

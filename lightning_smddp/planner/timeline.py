@@ -32,7 +32,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Duration in seconds."""
+        """From start to end, by the clock: also what the rank waited for within it."""
         return self.end_s - self.start_s
 
 

@@ -266,7 +266,7 @@ class ExactResume:
             )
 
     def _release(self) -> None:
-        """Give Lightning its loaders back."""
+        """Put Lightning's own loaders back in the place of recorded ones."""
         if self._combined is not None:
             iterate_over(self._combined, self._originals)
         self._loaders, self._originals, self._combined = [], [], None

@@ -49,7 +49,7 @@ class Reading:
     problems: list[str] = field(default_factory=list)
 
     def refuse(self, what: str, cure: str) -> None:
-        """Note a problem."""
+        """Keep ``what`` cannot be done, and its ``cure``, for the one error that :meth:`finish` raises."""
         self.problems.append(f"{what}: {cure}")
 
     def unknown(self, name: str, known: Iterable[str], elsewhere: Mapping[str, Iterable[str]] | None = None) -> None:

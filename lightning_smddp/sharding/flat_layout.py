@@ -21,7 +21,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """The element behind it."""
+        """One behind its last element, in the row of all parameters."""
         return self.start + self.parameter.numel()
 
 

@@ -268,7 +268,7 @@ class FullySharded:
             module.set_requires_gradient_sync(on, recurse=False)
 
     def reshard(self) -> None:
-        """Divide all parameters again."""
+        """Free the whole parameters of all units; each rank keeps its shares. Not collective."""
         for module in self._modules:
             module.reshard()
 

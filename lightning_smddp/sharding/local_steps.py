@@ -55,7 +55,7 @@ class LocalSteps:
         self._known.clear()
 
     def close(self) -> None:
-        """Leave the optimizer alone."""
+        """Take the hooks off the optimizer, whose steps are torch's own again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -373,7 +373,7 @@ class TrainerStrategy(_Base):
         return nullcontext()
 
     def _averaging(self) -> AbstractContextManager[None]:
-        """Around Lightning's backward pass."""
+        """Around Lightning's backward pass, in which gradients are averaged; a strategy says how."""
         return nullcontext()
 
     def _shard_optimizers(self) -> None:

@@ -135,7 +135,7 @@ class SafeFiles(_Base):
         return self._writer.failure
 
     def raise_failure(self) -> None:
-        """Raise :attr:`failure`, once."""
+        """Raise why an asynchronous save failed, once; nothing without such a failure."""
         if self._writer is not None:
             self._writer.raise_failure()
 

@@ -245,12 +245,12 @@ class DeepSpeedEngineStrategy(_Base):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the whole module's state."""
+        """Load the whole module's state: each rank takes its part. Collective."""
         self._states.load_module_state(checkpoint["state_dict"], strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the whole optimizer's state."""
+        """Load the whole state of the only optimizer: each rank takes its part. Collective."""
         self._states.load_optimizer_state(checkpoint["optimizer_states"][0])
 
 

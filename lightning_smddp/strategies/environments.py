@@ -49,11 +49,11 @@ class ReadsLaunch:
         return self.launch.main_port or DEFAULT_PORT
 
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Ranks of the whole job: as the launcher says, or as Lightning does where it starts them itself."""
         return self._world_size
 
     def global_rank(self) -> int:
-        """Of this process."""
+        """This process among all ranks: as the launcher says, or as Lightning does where it starts them itself."""
         return self._rank
 
     def local_rank(self) -> int:
@@ -63,7 +63,7 @@ class ReadsLaunch:
         return int(os.environ.get("LOCAL_RANK", 0))
 
     def node_rank(self) -> int:
-        """Number of this node."""
+        """Number of this node, from 0; 0 where the launcher says nothing of nodes."""
         return self.launch.node_rank or 0
 
     def set_world_size(self, size: int) -> None:

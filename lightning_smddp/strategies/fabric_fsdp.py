@@ -90,7 +90,11 @@ class DividedForward(nn.Module):
         self._was_called = self._takes_part = self._is_hidden = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
+        """The module's own ``forward``, on whole parameters; then the backward passes of what it returns are noticed.
+
+        Collective: units are gathered as it comes to them. The first rank's buffers go to all before the first call,
+        and before each one behind a forward with gradients that are averaged.
+        """
         trains = torch.is_grad_enabled()
         if self._broadcasts_buffers:
             self.sharded.broadcast_buffers(self._device)
@@ -127,7 +131,7 @@ class DividedForward(nn.Module):
 
 
 class _SyncControl:
-    """What ``fabric.no_backward_sync`` asks."""
+    """Without it Fabric refuses ``fabric.no_backward_sync``: it asks the strategy for this object."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Gradients of backward passes in this context stay on their ranks."""

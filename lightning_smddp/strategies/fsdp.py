@@ -78,7 +78,7 @@ _STEP_CONTEXTS = {
 
 
 class FromFSDP(FromDDP, total=False):
-    """And an argument of ``FSDPStrategy``."""
+    """Beside :class:`FromDDP`'s, the argument of Lightning's ``FSDPStrategy`` that has the same meaning here."""
 
     cpu_offload: bool
 
@@ -446,5 +446,5 @@ class FullyShardedParallel(TrainerStrategy):
 
 
 def _plain(optimizer: Any) -> Any:
-    """Without Lightning's wrapper."""
+    """Torch's optimizer, which Lightning's ``LightningOptimizer`` keeps in ``optimizer``."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -174,7 +174,7 @@ class Saving:
 
     @property
     def source(self) -> str:
-        """What is loaded, for messages."""
+        """Path of the checkpoint that is loaded, or words for it, for messages."""
         return str(self.loaded_from or "the checkpoint")
 
 

@@ -36,7 +36,7 @@ class Acceptor:
         loop.watch(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Nobody comes in any more."""
+        """Close the listener, and connections that have not said who they are: nobody comes in any more."""
         if not self._closed:
             self._closed = True
             self._loop.unwatch(self._listener.fileno())

@@ -60,7 +60,7 @@ class Connection:
         return bool(self._unsent)
 
     def receive(self) -> None:
-        """Take what has arrived."""
+        """Read until nothing is there, and handle each whole line; an end of the connection is noted, not raised."""
         while not self.closed:
             try:
                 data = self._peer.recv(65536)

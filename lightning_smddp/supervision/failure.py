@@ -70,7 +70,7 @@ class Failure:
         return RankFailedError(self.rank, _capital(self.describe()))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """All attributes by name, as a message carries them; :meth:`from_json` checks them again."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -58,7 +58,7 @@ class Process:
         return cls(int(pid), int(start), str(where))
 
     def to_json(self) -> list[Any]:
-        """As plain values."""
+        """Its id, its start and its namespace, in this order."""
         return [self.pid, self.start, self.namespace]
 
     @property

@@ -61,7 +61,7 @@ class Reading:
     device: DevicePoint | None = None
 
     def to_json(self) -> list[Any]:
-        """As plain values."""
+        """All attributes in their order; ``device`` as a list of its own, or None."""
         device = None if self.device is None else list(astuple(self.device))
         return [self.step, self.phase, self.epoch, self.batches, self.moves, self.waited_s, device]
 

@@ -187,7 +187,7 @@ class Watch:
         self._loop.call(lambda: self.client.tell(message))
 
     def report(self, kind: Kind, text: str, of_communication: bool) -> None:
-        """This rank has failed."""
+        """This rank has failed, as ``kind`` and ``text`` say: the hub is told. May be called in any thread."""
         failure = failure_of(self.rank, self.host, os.getpid(), self.progress.read(), kind, text)
         self._loop.call(self.client.report, failure, of_communication)
 

@@ -305,7 +305,7 @@ def _tensor_of(data: bytes, dtype: torch.dtype) -> Tensor:
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """``"float32"``."""
+    """As torch spells it without its module: ``"float32"``, so that JSON carries it."""
     return str(dtype).removeprefix("torch.")
 
 

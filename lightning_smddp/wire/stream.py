@@ -56,7 +56,7 @@ class Landing:
         self._waiting = event, buffer, place
 
     def finish(self) -> None:
-        """Wait for the last chunk."""
+        """Wait for the chunk that is on its way, and let it be placed; without one nothing happens."""
         if self._waiting is None:
             return
         (event, buffer, place), self._waiting = self._waiting, None
@@ -99,7 +99,7 @@ class Spec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
-        """The spec of ``tensor``."""
+        """What a receiver has to know of ``tensor`` to make room for it."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     @classmethod
@@ -114,7 +114,7 @@ class Spec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements: 1 of a scalar, 0 of an empty tensor."""
         return prod(self.shape)
 
 

@@ -117,7 +117,7 @@ class PythonRandom:
             yield
 
     def seed(self, number: int) -> None:
-        """Start all sources anew."""
+        """Start all sources anew from ``number``, each generator that a module holds with a seed of its own."""
         random.seed(number)
         numpy = sys.modules.get("numpy")
         if numpy is not None:

@@ -21,7 +21,7 @@ from lightning_smddp.pipeline.gradients.parameter_hooks import ParameterHooks
 
 
 class Averaging(Protocol):
-    """What :class:`~lightning_smddp.pipeline.gradients.replicas.ReplicaGradients` does."""
+    """What a stash asks of ``ReplicaGradients``, which averages gradients over replicas."""
 
     def begin(self, backwards: int | Mapping[str, int] | None, keep: bool = False) -> None: ...  # noqa: D102
     def stash(self) -> None: ...  # noqa: D102

@@ -66,11 +66,11 @@ class GradientBucket:
         return self._flat
 
     def parameters(self) -> list[nn.Parameter]:
-        """In the order of :meth:`buffer`."""
+        """Those whose gradients are in :meth:`buffer`, in its order."""
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether no bucket follows."""
+        """Whether it is the last that is launched; DDP names it so."""
         return self._last
 
     def begin(self, keep: bool) -> None:

@@ -47,7 +47,7 @@ class Gradients:
     is_exact: bool = True
 
     def is_finite(self) -> bool:
-        """Whether they can be compared."""
+        """Whether no norm is NaN or infinite, so that they can be compared."""
         return all(map(math.isfinite, self.norms.values()))
 
 

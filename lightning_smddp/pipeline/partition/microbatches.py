@@ -41,7 +41,7 @@ _NO_JOIN = -1
 
 
 class Cuts(Protocol):
-    """What cuts batches; see :class:`~lightning_smddp.pipeline.partition.rows.Splitter`."""
+    """What has cut a batch, and can cut its micro-batches further: a ``Splitter``."""
 
     def again(self, microbatch: MicroBatch, count: int) -> list[MicroBatch]:
         """Cut a micro-batch further."""

@@ -52,7 +52,7 @@ class Ways:
         self._known: dict[int, tuple[Any, RowWay | None]] = {}  # objects are kept: no other one gets their identity
 
     def of(self, value: Any) -> RowWay | None:
-        """See :func:`way_of`."""
+        """How ``value`` can be cut, see :func:`way_of`; None if it cannot."""
         if id(value) not in self._known:
             self._known[id(value)] = value, way_of(value)
         return self._known[id(value)][1]

@@ -116,7 +116,7 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for such a tensor."""
+        """Memory on ``device`` for such a tensor, to receive it in; what is in it has no meaning."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 

@@ -254,7 +254,11 @@ class Run(TorchFunctionMode):
     # ---- what user code calls ----
 
     def unit(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of unit ``name``."""
+        """A call of the module ``name``, which is placed whole: run here, or answered with what other stages have told.
+
+        Raises:
+            ReplayError: the traced step has another node at this point.
+        """
         if self.observers.tail is not None:
             self.observers.tail.note_numbers(args, kwargs)
         node = self._next(name, None)

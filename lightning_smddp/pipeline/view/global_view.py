@@ -237,7 +237,14 @@ class GlobalView:
                 self.changed_buffers.add(memory.leaf)
 
     def set_data(self, target: Tensor, value: Tensor) -> None:
-        """``target.data = value``."""
+        """What ``target.data = value`` does.
+
+        A parameter or buffer of the module takes over the values, on the ranks that hold it; any other global tensor
+        becomes what ``value`` is.
+
+        Raises:
+            GlobalViewError: ``value`` has another shape or dtype, or is no global tensor for a ``target`` that is one.
+        """
         shown = self.leaves.find(target)
         if shown is not None:
             self._set_leaf(target, value)
@@ -274,11 +281,11 @@ class GlobalView:
         self.leaves.show(leaf)
 
     def gradient(self, parameter: Tensor) -> Any:
-        """``parameter.grad``."""
+        """What ``parameter.grad`` is: a global tensor, or None. Collective at the first look at any gradient."""
         return self.gradients.get(parameter)
 
     def set_gradient(self, parameter: Tensor, value: Tensor | None) -> None:
-        """``parameter.grad = value``."""
+        """What ``parameter.grad = value`` does. Collective as :meth:`gradient`, and for a ``value`` of another rank."""
         self.gradients.set(parameter, value)
 
     def share_random_state(self) -> None:

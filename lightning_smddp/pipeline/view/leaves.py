@@ -109,7 +109,10 @@ class ViewGradients:
         return self.view.stand_in_for(parameter).grad
 
     def set(self, parameter: Tensor, value: Tensor | None) -> None:
-        """``parameter.grad = value``."""
+        """What ``parameter.grad = value`` does: a ``value`` of elsewhere is brought to the rank of ``parameter``.
+
+        Collective as :meth:`get`, and where a global tensor of another rank is fetched.
+        """
         self._load()
         leaf = self.leaves.find(parameter)
         assert leaf is not None

@@ -35,7 +35,7 @@ class ShownState(defaultdict[Any, Any]):
         self.view, self.real, self.loaded = view, real, False
 
     def load(self) -> None:
-        """Show what all ranks have."""
+        """Fill it with what all ranks have of the state, as global tensors. Collective the first time."""
         if self.loaded:
             return
         self.loaded = True

@@ -135,15 +135,15 @@ class View(Protocol):
     # ---- changes ----
 
     def set_data(self, target: Tensor, value: Tensor) -> None:
-        """``target.data = value``."""
+        """What ``target.data = value`` does; shape and dtype have to stay."""
         ...
 
     def gradient(self, parameter: Tensor) -> Any:
-        """``parameter.grad``."""
+        """What ``parameter.grad`` is within the view. Collective at the first look at any gradient."""
         ...
 
     def set_gradient(self, parameter: Tensor, value: Tensor | None) -> None:
-        """``parameter.grad = value``."""
+        """What ``parameter.grad = value`` does within the view. Collective as :meth:`gradient`."""
         ...
 
     def note_write(self, tensor: GlobalTensor) -> None:
