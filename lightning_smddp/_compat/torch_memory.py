@@ -32,7 +32,7 @@ class MemoryRecord:
     _profiler: Any = None
 
     def mark(self, name: str) -> None:
-        """Note that something begins here."""
+        """What follows belongs to ``name``. Of large blocks that are there only pages that were written count."""
         self._stop()
         for address, index in self._blocks.items():
             size = self.entries[index]
