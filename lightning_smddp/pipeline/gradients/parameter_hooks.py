@@ -85,7 +85,7 @@ class ParameterHooks:
                     parameter.grad = changed
 
     def behind_accumulation(self, parameters: Mapping[str, Tensor]) -> None:
-        """Call those of ``register_post_accumulate_grad_hook``."""
+        """Call hooks of ``register_post_accumulate_grad_hook`` where there is a gradient, last parameters first."""
         for name, function in self._calls(parameters, post=True):
             if parameters[name].grad is not None:
                 function(parameters[name])

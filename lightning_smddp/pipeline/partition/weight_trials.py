@@ -48,7 +48,7 @@ class _Trial:
         return sum(part.weight * loss for part, loss in weighted if part.weight)
 
     def error(self, weighting: Weighting) -> float:
-        """Relative to the loss."""
+        """How far ``weighting`` is from the loss of all rows, relative to the largest loss here; inf if not finite."""
         predicted = self.predicted(weighting)
         if not (math.isfinite(predicted) and math.isfinite(self.whole)):
             return math.inf

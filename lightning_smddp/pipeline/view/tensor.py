@@ -185,7 +185,7 @@ class GlobalTensor(Tensor):
 
     @staticmethod
     def __new__(cls, view: View, home: int, meta: Tensor, local: Tensor | None, memory: Memory) -> GlobalTensor:
-        """Wrap ``local``; see the attributes."""
+        """A tensor like ``meta`` with the values ``local``, which ranks other than ``home`` do not have."""
         self: GlobalTensor = wrapper_subclass(cls, meta, view.device)
         self.global_view, self.home, self.local, self.meta, self.memory = view, home, local, meta, memory
         self.serial, self.recipe = view.next_serial(self), None
