@@ -3,7 +3,8 @@
 A unit's parameters are whole while its ``forward`` runs, and sharded else. So a module can be one if nothing outside of
 its ``forward`` uses its parameters. Elements of ``nn.ModuleList``, ``nn.Sequential`` and ``nn.ModuleDict`` are made to
 be called: they are taken. All others, such as embeddings and heads, stay with the root, whose parameters are whole for
-a whole step, and may be used in any way.
+a whole step, and may be used in any way. Where that would be most of the model, as in a U-Net whose blocks are
+attributes (``self.down1``, ``self.down2``), modules in attributes are taken as well.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Wrap = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]] | None
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LARGE = 0.25  # of all parameters: an element that holds more is divided, if it has containers itself
 _SMALL = 0.001  # an element that holds less is not worth two messages
-_MOST = 0.8  # of a large element's parameters have to be in containers for it to be divided
+_MOST = 0.8  # of a large element's parameters have to be in elements of its own for it to be divided
+_ENOUGH = 0.5  # of all parameters: with less in elements of containers, attributes are elements as well
 
 
 @dataclass
@@ -46,7 +48,7 @@ def find_units(model: nn.Module, wrap: Wrap = None) -> Units:
         ValueError: ``wrap`` names what is no module of ``model``, or what cannot be called.
     """
     if wrap is None:
-        chosen = dict(_elements(model, "", _size(model)))
+        chosen = _found(model)
     else:
         chosen = _given(model, wrap)
     owners = _owners(model)
@@ -65,15 +67,31 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _elements(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of containers, the outermost ones that are not too large."""
+def _found(model: nn.Module) -> dict[str, nn.Module]:
+    """Elements of containers; where these have too little of the model, modules in attributes as well."""
+    total = _size(model)
+    elements = dict(_elements(model, "", total, attributes=False))
+    if _size(nn.ModuleList(elements.values())) < _ENOUGH * total:
+        return dict(_elements(model, "", total, attributes=True))
+    return elements
+
+
+def _elements(module: nn.Module, prefix: str, total: int, attributes: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Elements of containers, the outermost ones that are not too large.
+
+    Args:
+        module: where to look.
+        prefix: of the names of its children.
+        total: parameters of the whole model.
+        attributes: every module is a container, of those in its attributes.
+    """
     with_parameters = [child for child in module.children() if _size(child) > 0]
-    is_container = isinstance(module, _CONTAINERS) and len(with_parameters) > 1
+    is_container = (attributes or isinstance(module, _CONTAINERS)) and len(with_parameters) > 1
     for key, child in module.named_children():
         name, size = f"{prefix}{key}", _size(child)
         if size < _SMALL * total or size == 0:
             continue
-        inside = list(_elements(child, f"{name}.", total))
+        inside = list(_elements(child, f"{name}.", total, attributes))
         is_divided = size > _LARGE * total and sum(_size(part) for _, part in inside) > _MOST * size
         if is_container and is_callable(child) and not is_divided:
             yield name, child

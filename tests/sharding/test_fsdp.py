@@ -139,6 +139,30 @@ class Outside(AdamLearner):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Side(Block):
+    """Used by a method of its own, which is not ``forward``."""
+
+    def encode(self, x: Any) -> Any:
+        return F.linear(self.mix(self.norm(x)), self.mix.weight)
+
+
+class Attributes(AdamLearner):
+    """Blocks in attributes, as in a U-Net; one is called twice, and one is never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.down1, self.down2, self.up1, self.side = Block(8), Block(8), Block(8), Side(8)
+
+    def loss(self, batch: Any) -> Any:
+        x = self.down2(self.down1(batch[0]))
+        x = self.up1(self.down1(x)) + self.side.encode(x)
+        return super().loss([x, batch[1]])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
 class Looking(Outside):
     """Measures gradients in a hook, as many do."""
 
@@ -221,6 +245,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "outside of units": (Outside, {}),
     "looking at gradients": (Looking, {}),
+    "blocks in attributes": (Attributes, {}),
     "whole parameters": (Factored, {}),
     "all parameters": (AllAtOnce, {}),
     "unfreezing": (Short, {"callbacks": Unfreezing}),
@@ -263,7 +288,7 @@ def assert_same(results: dict[str, list[Outcome]]) -> None:
 
 
 COMPARED = [case for case in CASES if case != "a skipped step"]
-SOME = ["groups and a schedule", "clipping by norm"]
+SOME = ["groups and a schedule", "clipping by norm", "blocks in attributes"]
 # On more ranks, or in others: "clipping by norm" has tied weights, "looking at gradients" is outside of units.
 ELSEWHERE = ["tied weights", "accumulation", "outside of units", "layouts of memory"]
 OTHERS = [case for case in COMPARED if case not in [*SOME, *ELSEWHERE]]

@@ -34,6 +34,18 @@ def test_a_large_element_is_divided_and_a_tiny_one_stays():
     assert find_units(model).names == ["0.0", "0.1", "0.2", "0.3", "1"]
 
 
+def test_blocks_in_attributes_are_units_where_containers_have_little():
+    model = nn.Module()
+    model.net = nn.Module()
+    model.net.down1, model.net.down2, model.net.up1 = Leaf(), Leaf(), Leaf(16)
+    model.net.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    names = ["net.down1", "net.down2", "net.up1.one", "net.up1.two", "net.head"]
+    assert find_units(model).names == names
+    model.blocks = nn.ModuleList(Leaf(16) for _ in range(4))
+    elements = [f"blocks.{index}" for index in range(4)]
+    assert find_units(model).names == ["net.head.0", "net.head.1", *elements]
+
+
 def test_lists_in_lists_are_looked_into():
     model = nn.ModuleDict({"a": nn.ModuleList([Leaf(), Leaf()]), "b": Leaf()})
     assert find_units(model).names == ["a.0", "a.1", "b"]
