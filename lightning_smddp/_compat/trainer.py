@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
 
 @contextmanager
 def own_stops(trainer: Any, install: Callable[[], None]) -> Iterator[None]:
@@ -102,6 +105,37 @@ def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
     """The launchers that start a script again, and that start processes by ``multiprocessing``, of Lightning's DDP."""
     module = sys.modules[strategy.__module__]
     return module._SubprocessScriptLauncher, module._MultiProcessingLauncher
+
+
+def averages_weights(callback: Any) -> bool:
+    """Whether it is Lightning's ``WeightAveraging`` or ``StochasticWeightAveraging``, of either package."""
+    return any(
+        cls.__name__ in ("WeightAveraging", "StochasticWeightAveraging")
+        and cls.__module__.endswith((".callbacks.weight_averaging", ".callbacks.stochastic_weight_avg"))
+        for cls in type(callback).__mro__
+    )
+
+
+def averaged_copy(callback: Any) -> nn.Module | None:
+    """The copy of the module in which such a callback averages; None if it has none now.
+
+    Remove when callbacks can be told how to keep it.
+    """
+    model: nn.Module | None = callback._average_model
+    if isinstance(model, AveragedModel):
+        return model.module
+    return model
+
+
+def averages_element_by_element(callback: Any, hook: str) -> bool:
+    """Whether such a callback's hook is Lightning's own, and averages by a function of Lightning's or torch's."""
+    functions = [getattr(type(callback), hook, None)]
+    if isinstance(callback._average_model, AveragedModel):
+        functions += [callback._average_model.avg_fn, callback._average_model.multi_avg_fn]
+    else:
+        functions.append(callback._avg_fn)
+    modules = [function.__module__ for function in functions if function is not None]
+    return all(name.startswith(("lightning.", "pytorch_lightning.", "torch.optim.")) for name in modules)
 
 
 Around: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]

@@ -111,12 +111,20 @@ def gathered_optimizer(state: Mapping[str, Any], keepers: Keepers, device: torch
     return {**state, "state": kept}
 
 
-def own_part(value: Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a whole tensor that all ranks have, copied, divided as ``like`` is. Not collective."""
+def own_part(value: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:
+    """This rank's part of a whole tensor that all ranks have, copied, divided as ``like`` is. Not collective.
+
+    Args:
+        value: of the shape of ``like``.
+        like: how it is divided.
+        device: where the part is; None is where that of ``like`` is.
+    """
+    if device is None:
+        device = like.to_local().device
     mesh = like.device_mesh
     size = -(-value.size(0) // mesh.size(mesh.ndim - 1))  # as torch.chunk: the last ranks may have less, or nothing
     low = min(size * mesh.get_local_rank(mesh.ndim - 1), value.size(0))
-    local = value.detach()[low : low + size].to(like.to_local().device, copy=True)
+    local = value.detach()[low : low + size].to(device, copy=True)
     return divided_like(local, like)
 
 

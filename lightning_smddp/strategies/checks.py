@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from lightning_smddp._compat.torch import is_compiled_module
+from lightning_smddp._compat.trainer import averages_weights
 from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.capture.graph import SplitError
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 
 _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
-_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
@@ -49,15 +49,26 @@ def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fi
         )
     for callback in callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}
-        if is_fit and names.intersection(_AVERAGING):
-            raise ValueError(
-                f"{type(callback).__name__} keeps a whole copy of the module on each rank, which "
-                "strategy='smddp_fsdp' divides. Leave it out, or use strategy='smddp' with shard='optimizer'."
-            )
         if is_fit and "ModelPruning" in names:
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters of the module while it trains, which "
                 "strategy='smddp_fsdp' has divided. Leave it out, or use strategy='smddp'."
+            )
+
+
+def require_averaging_fits(callbacks: Iterable[Any], meta_init: bool, sharded: bool) -> None:
+    """Raise ``ValueError`` if a callback that averages weights cannot do so with these options of ``smddp_fsdp``."""
+    for callback in callbacks:
+        name = type(callback).__name__
+        if averages_weights(callback) and meta_init:
+            raise ValueError(
+                f"{name} copies the module before its layers have memory: meta_init=True makes them when they are "
+                "divided. Leave out one of them."
+            )
+        if averages_weights(callback) and sharded:
+            raise ValueError(
+                f"{name} puts weights of its own into checkpoints, which sharded=True saves as directories of the "
+                "module's shares. Leave out sharded=True: a checkpoint is one file then."
             )
 
 

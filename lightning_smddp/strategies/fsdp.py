@@ -8,7 +8,7 @@ torch's FSDP2 (``fully_shard``) divides the module when it is set up, before its
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -19,7 +19,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.trainer import around_hooks
+from lightning_smddp._compat.trainer import (
+    around_hooks,
+    averaged_copy,
+    averages_element_by_element,
+    averages_weights,
+)
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.consistency import check_trainable
 from lightning_smddp.communication.report import CommunicationReport
@@ -29,6 +34,7 @@ from lightning_smddp.pipeline.gradients.across_stages import give_back_clipping,
 from lightning_smddp.pipeline.state.full_state import broadcast_initial
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.resume.layouts import LayoutRank
+from lightning_smddp.sharding.averaged_copies import AveragedCopies
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded
 from lightning_smddp.sharding.local_steps import LocalSteps
@@ -45,6 +51,7 @@ from lightning_smddp.sharding.whole_view import WholeView
 from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
 from lightning_smddp.strategies.checks import (
     callbacks_of,
+    require_averaging_fits,
     require_optimizers_of_module,
     require_supported_by_fsdp,
 )
@@ -141,6 +148,7 @@ class FullyShardedParallel(TrainerStrategy):
         self._sharding = sharding_options
         self._view, self._changes = WholeView(), ExitStack()  # until teardown
         self._watch = AverageWatch()
+        self._averaged: AveragedCopies | None = None  # of the module's weights, by callbacks
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
         self._hold_parts(GradientOptions.of("auto", compression, None, communication), reliability, resume)
 
@@ -152,6 +160,7 @@ class FullyShardedParallel(TrainerStrategy):
             "_collectives": None,
             "_local_steps": (),
             "_watch": AverageWatch(),
+            "_averaged": None,
             "_whole_again": {},
             "_changes": ExitStack(),
         }
@@ -191,6 +200,7 @@ class FullyShardedParallel(TrainerStrategy):
         self.accelerator.setup(trainer)
         require_supported_by_fsdp(module, callbacks_of(trainer), is_fit)
         if is_fit:
+            require_averaging_fits(callbacks_of(trainer), self._sharding.meta_init, self._reliability.sharded)
             check_trainable(module)
             if self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
@@ -198,6 +208,9 @@ class FullyShardedParallel(TrainerStrategy):
         self._checks.require_same_model()
         broadcast_initial(module, world, device=self.root_device)
         self._divide()
+        if not self._sharding.meta_init:  # else no callback may average
+            copies = [averaged_copy(callback) for callback in callbacks_of(trainer) if averages_weights(callback)]
+            self._averaged = AveragedCopies([copy for copy in copies if copy is not None], module)
         if is_fit:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -246,6 +259,9 @@ class FullyShardedParallel(TrainerStrategy):
         give_back_clipping(self.precision_plugin)
         if sharded is not None and not self._interrupted:
             self._whole_again = make_whole(sharded, self.root_device)
+            if self._whole_again and self._averaged is not None:
+                self._averaged.close(self.root_device)
+        self._averaged = None
         if self._collectives is not None:
             self._collectives.close()
             self._collectives = None
@@ -255,9 +271,26 @@ class FullyShardedParallel(TrainerStrategy):
         self._changes.enter_context(self._view.installed())
         self._changes.enter_context(around_hooks(trainer, self._around_hook))
 
-    def _around_hook(self, hook: str, owner: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def _around_hook(self, hook: str, owner: Any) -> Iterator[Callable[[Any, tuple[Any, ...]], Any] | None]:
         """What Lightning enters around the call of ``owner``'s ``hook``: user code sees whole values."""
-        return self._view.inside(hook not in _FOR_SHARES)
+        if not averages_weights(owner):
+            with self._view.inside(hook not in _FOR_SHARES):
+                yield None
+            return
+        with self._view.inside(not averages_element_by_element(owner, hook)):
+            if hook == "on_save_checkpoint":  # Lightning's averages stand in place of the weights
+                yield lambda _, args: self._gather_average(args[-1], "state_dict")
+            elif hook == "state_dict":
+                yield lambda state, _: self._gather_average(state, "average_model_state")
+            else:
+                yield None
+
+    def _gather_average(self, state: dict[str, Any], key: str) -> dict[str, Any]:
+        """``state`` with whole averages on the first rank, where a callback has put shares. Collective."""
+        if isinstance(state.get(key), Mapping) and not self._interrupted:
+            state[key] = gathered_model(state[key], self._keepers, self.root_device)
+        return state
 
     @override
     @contextmanager

@@ -50,13 +50,26 @@ class Stale(Learner):
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "averaging": (Learner, {"callbacks": [WeightAveraging()]}, "keeps a whole copy of the module"),
     "pruning": (Learner, {"callbacks": [ModelPruning("l1_unstructured", amount=0.1)]}, "replaces parameters"),
     "an early optimizer": (OwnOptimizer, {}, "it would train nothing"),
     "a hook": (Hooked, {}, "net.0.weight has a hook of its own"),
     "two dtypes": (Mixed, {}, "one is torch.float32, other is torch.float64"),
     "an old object": (Stale, {}, "meta"),
 }
+
+
+def fit_averaged(strategy_options: Any) -> None:
+    make_trainer(fully_sharded(**strategy_options), callbacks=[WeightAveraging()]).fit(Learner())
+
+
+@pytest.mark.parametrize(
+    ("strategy_options", "message"),
+    [({"meta_init": True}, "copies the module before its layers"), ({"sharded": True}, "Leave out sharded=True")],
+)
+def test_averages_have_to_be_of_a_whole_file_and_module(strategy_options, message):
+    with pytest.raises(RanksFailedError, match=message) as failed:
+        run_trainer_ranks(fit_averaged, 2, strategy_options)
+    assert not failed.value.hung
 
 
 def fit_wrong(case: str) -> None:

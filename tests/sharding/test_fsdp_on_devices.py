@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.sharding.test_fsdp import AdamLearner, fully_sharded
@@ -33,6 +33,7 @@ class Overflowing(AdamLearner):
 CASES: dict[str, tuple[Any, dict[str, Any], float]] = {
     "32-true": (AdamLearner, {"gradient_clip_val": 0.1}, 1e-5),
     "bf16-mixed": (AdamLearner, {"precision": "bf16-mixed"}, 0.05),
+    "average": (AdamLearner, {"callbacks": lambda: [EMAWeightAveraging(decay=0.7)]}, 1e-5),
     "16-mixed": (Overflowing, {"precision": "16-mixed", "gradient_clip_val": 0.1}, 0.01),
 }
 
@@ -42,13 +43,16 @@ def fit_both(case: str) -> list[Outcome]:
     found = []
     for strategy in (silent(), fully_sharded()):
         model = make()
-        trainer = make_trainer(strategy, max_epochs=1, **options)
+        new = {key: value() if callable(value) else value for key, value in options.items()}
+        trainer = make_trainer(strategy, max_epochs=1, **new)
         trainer.fit(model)
         found.append(outcome(model, trainer))
     return found
 
 
-@pytest.mark.parametrize("case", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.exhaustive), "16-mixed"])
+@pytest.mark.parametrize(
+    "case", ["32-true", "average", pytest.param("bf16-mixed", marks=pytest.mark.exhaustive), "16-mixed"]
+)
 def test_the_same_numbers_as_smddp(case):
     for expected, actual in run_trainer_ranks(fit_both, 2, case):
         assert_equal(actual, expected, tolerance=CASES[case][2])
