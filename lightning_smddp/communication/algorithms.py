@@ -235,6 +235,8 @@ class TwoLevel:
     def _on_stream(self, tensor: Tensor, layout: Layout) -> Future[Any]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(tensor.device)
+        # Backward's stream has written the bucket, so ours waits for it. The future takes note of the stream that is
+        # current when it is set: whoever waits for it makes a stream wait for what is queued here, and never the host.
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         future: Future[Any] = Future(devices=[tensor.device])
         with torch.cuda.stream(self._stream):

@@ -67,6 +67,8 @@ def create_group(
     _meet(ranks, name, timeout)
     own = backend_timeout(timeout, is_nccl())
     group = new_group_among(ranks, name, own, None if by_pairs else device)
+    # NCCL makes the communicator in the first collective, for which all members wait on their hosts. Here they are all
+    # on their way; in mid-step another group could come first on one of them.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
 
@@ -77,6 +79,7 @@ def connect_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]], de
     NCCL makes a communicator for each pair then, if the group is one ``by_pairs``.
     """
     rank, token = group.rank(), torch.zeros(1, device=device)
+    # Pairs in one order everywhere: of the first one that is not open yet, both ranks come to it next.
     for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
         if rank == low:
             dist.send(token, group=group, group_dst=high)

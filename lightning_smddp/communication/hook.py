@@ -180,6 +180,7 @@ class GradientSynchronizer:
 
     def _buckets_were_rebuilt(self) -> None:
         """DDP cut the buckets anew (once, after the first step): hand out remembered errors anew. Collective."""
+        # All ranks come here with the same bucket: DDP has sent the first rank's new order to all before.
         self._layouts.clear()
         if self._remembers:
             self._restore(self._total_errors())

@@ -69,6 +69,8 @@ class RingExchange:
             assert work is not None
             return lambda: work.wait()
         if feedback is not None:
+            # The order matters: what was lost before goes into the values that are encoded, and what is lost now is the
+            # difference of those and of what the wire carries. Nothing is lost for good.
             feedback.add_to(shard, layout)
         sent = []
         pieces: Sequence[Tensor] = [shard]  # a device encodes fast, and has few large messages

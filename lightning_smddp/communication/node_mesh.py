@@ -89,6 +89,8 @@ class NodeMesh:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             listener.bind(address)
             listener.listen(count * topology.world_size)
+        # Each rank listens before it tells its address, so nobody calls in vain. Reasons are told to all, twice: a rank
+        # that went on without the others would wait for them in the first bucket.
         addresses = gather_json([address, secret.hex(), reason], group, device)
         reason = next((text for _, _, text in addresses if text), None)
         meshes: list[NodeMesh] = []
@@ -136,6 +138,8 @@ class NodeMesh:
         messages: dict[int, bytes] = {}
         descriptors: dict[int, int] = {}
         last, before = None, time.perf_counter()
+        # A socket of type SEQPACKET keeps messages apart and in order, so the oldest one of each peer is of this
+        # exchange, also where some peers are further on already.
         for peer, connection in self._sockets.items():
             messages[peer], received = self._receive(peer, connection, deadline)
             if received is not None:
@@ -173,6 +177,7 @@ class NodeMesh:
             except TimeoutError:
                 if remaining <= 0:
                     raise self._timed_out(peer) from None
+                # Only a silent socket makes us ask for the process: what a peer has said before its end still counts.
                 if self._has_ended(peer):
                     raise self._failed(peer, "its process ended") from None
                 continue
@@ -227,6 +232,8 @@ def _connect_all(
     """Connect to the lower local ranks, accept the higher ones, ``count`` times each."""
     seconds = timeout.total_seconds()
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(count)]
+    # Of each pair the higher rank calls and the lower one accepts. A call ends as soon as it is in the listener's
+    # queue, which has room for all of them: so nobody has to accept in time, and no two ranks wait for each other.
     for peer in range(topology.local_rank):
         address, peer_secret, _ = addresses[topology.local_ranks[peer]]
         for index in range(count):

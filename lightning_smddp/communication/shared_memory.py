@@ -116,6 +116,9 @@ class SharedMemory:
             ValueError: sizes or dtypes differ between ranks.
             RankFailedError: a peer is gone or did not come in time.
         """
+        # rank 0: [a|b|c]   rank 1: [a|b|c]   rank 2: [a|b|c]      all full: a barrier, in `_windows`
+        # Rank 0 alone reads and writes every `a`, rank 1 every `b`, and so on: between the barriers no two ranks touch
+        # the same bytes, so there are no locks. Behind the second barrier all slices are written.
         bounds, finite = self.bounds(tensor.numel()), True
         for window in self._windows(tensor, slot, bring=True):
             message = _FINITE
@@ -177,6 +180,8 @@ class SharedMemory:
             step = max(numel, 1)
         for start in range(0, numel, step):
             stop = min(start + step, numel)
+            # The first window's barrier was the announcement. Later ones: all have taken out what was in the window
+            # before, as each comes here only behind `_copy_back`, so its memory may be filled again.
             if start:
                 if kind == _STAGED and bring:
                     self._stage(tensor, start, stop)
@@ -258,6 +263,8 @@ class SharedMemory:
             if not in_place:
                 total = scratch[: own.numel()]
             add_up(terms, total)
+            # One number tells of most chunks that all is finite. The sum may also overflow where no value does: then
+            # look at all.
             if watch and not (cmath.isfinite(total.sum().item()) or bool(total.isfinite().all())):
                 finite = False
                 continue

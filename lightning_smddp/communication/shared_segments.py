@@ -101,6 +101,8 @@ class SharedSegments:
             MemoryError: there is not enough.
         """
         self.finish_all()
+        # No message says which segment is taken: each rank picks by itself, so all have to see the same ones free. They
+        # do, as what was let go counts when the exchange that told of it is finished, here as on the peers.
         number = self._free_segment(size)
         if number is None:
             number = self._grow(unit, size)
@@ -187,6 +189,7 @@ class SharedSegments:
             if last is not None:
                 last = self.mesh.topology.local_ranks[last]
             self._on_wait(arrival.waited_s, last)
+        # What this rank let go counts from here on only, not since it happened: the peers learn of it now. See `lend`.
         self._note(self.mesh.rank, told)
         for peer, message in arrival.messages.items():
             try:

@@ -122,6 +122,7 @@ class SharedAllGather:
             for owner, shard in zip(owners, gathered, strict=True):
                 if owner != self._group.rank:
                     shards[owner].copy_(shard)
+            # Told only now: the node's other ranks read the shards of other nodes where this one has put them.
             self._segments.begin(GATHER, self._unit, output_tensor.nbytes)
             self._segments.finish_all()
 
@@ -171,6 +172,8 @@ class SharedReduceScatter:
             raise RuntimeError(f"FSDP2 reduces gradients in {_OTHER_MEMORY}")
         self._segments.begin(REDUCE, self._unit.number, input_tensor.nbytes)
         self._segments.finish_all()
+        # `parts` is the last tensor on the segment that this rank has. While it is there nobody gets that memory again,
+        # so the peers' gradients stay as they are until this rank has read them.
         owners, output, sums = self._group.owners, output_tensor.view(-1), output_tensor.view(1, -1)
         if self._exchange is not None:
             sums = output.new_empty(len(owners), output.numel())

@@ -161,6 +161,8 @@ class NodeCopies:
 
     def _move(self, layout: FlatLayout, memory: NodeMemory) -> dict[str, Tensor]:
         """Let the parameters be views of the node's copy; returns these, by name."""
+        # The first rank fills the file through its shared view. The others may look at it behind the exchange, and not
+        # before.
         if self._mesh.rank == 0:
             for slot in layout.slots:
                 values = _shared(memory, layout, slot.start, slot.stop)
@@ -170,6 +172,8 @@ class NodeCopies:
         for slot in layout.slots:
             flat = memory.view(layout.dtype, slot.start * layout.dtype.itemsize, slot.parameter.numel())
             homes[slot.name] = flat.as_strided(slot.parameter.size(), slot.parameter.stride())
+            # Reads see the file; a write goes to a page of this rank's own (a private mapping), until `begin_step` has
+            # published it. So user code that writes to a parameter disturbs no other rank.
             slot.parameter.data = homes[slot.name]
         return homes
 
@@ -186,6 +190,9 @@ class NodeCopies:
         Raises:
             ValueError: user code has written other parameters on this rank than on others.
         """
+        # private view -> pages that it wrote -> the same on all ranks? -> publish its share -> the step
+        # The barrier in the comparison comes before any page is published: nobody sees a file that is half of this
+        # step.
         self._bring_home()
         self._written = [memory.written_pages() for memory in self._memories]
         if not self._all_wrote_alike():
@@ -201,6 +208,8 @@ class NodeCopies:
             for layout, memory in zip(self.layouts, self._memories, strict=True):
                 if any(slot.parameter.requires_grad for slot in layout.slots):
                     self._gather_between_nodes(layout, memory, self._between_nodes)
+        # Behind this barrier every share is stepped. Only then may private pages go, which hid the file from this rank:
+        # from here on it sees what all ranks have made of it.
         self._mesh.exchange()
         for memory, pages in zip(self._memories, self._written, strict=True):
             memory.drop(pages)

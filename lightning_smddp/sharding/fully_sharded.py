@@ -81,6 +81,8 @@ class FullySharded:
         _require_dividable(self._originals)
         self.replicated = {name: p for name, p in self._originals.items() if p.dim() == 0}
         self._names = {id(parameter): name for name, parameter in self._originals.items()}
+        # Inner units before the outer ones, the root last: FSDP2 gives a module the parameters that no module inside it
+        # has taken.
         for name in reversed(units.names):
             self._divide(root.get_submodule(name), plan.unit_precision)
         self._divide(root, plan.root_precision)
@@ -221,6 +223,8 @@ class FullySharded:
                 self._used.add(self._names[id(parameter)])
         # A gradient of zeros, where a rank has none, is part of an average. But if no rank has one, there is none.
         names = list(self._originals)
+        # One message of a byte for each parameter, in the order of names: the same order on every rank, whatever it has
+        # used.
         told = from_numbers([flag, *(name in self._used for name in names)], torch.uint8, device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         self._used.clear()

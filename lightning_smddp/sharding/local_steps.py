@@ -80,6 +80,9 @@ class LocalSteps:
         if parameter.grad is not None:
             share.grad = _local(parameter.grad)
         if parameter in self.optimizer.state:
+            # The step has to find state by the share, as it would by the parameter. Tensors in it are the same memory,
+            # so what it writes in place is written to the state of the parameter as well; `restore` looks only for new
+            # objects.
             state = self.optimizer.state.pop(parameter)
             of_share = {name: _local(value) for name, value in state.items()}
             self._known[parameter] = (state, dict(of_share))

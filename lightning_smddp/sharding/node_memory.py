@@ -56,6 +56,8 @@ class NodeMemory:
             told = bytearray(pagemap.read(count * _ENTRY_BYTES))
         entries = torch.frombuffer(told, dtype=torch.int64)
         # Bit 63, the sign, says that a page is in memory.
+        # A page of a private mapping is of the file until it is written; its copy is anonymous memory. So a page that
+        # exists, in memory or swapped out, and is not of the file, is one that this rank has written.
         exists = (entries < 0) | (entries & _SWAPPED).bool()
         return (exists & ~(entries & _OF_FILE).bool()).nonzero().view(-1)
 

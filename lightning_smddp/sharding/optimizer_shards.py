@@ -79,6 +79,8 @@ class OptimizerShards:
         for handle, is_last in zip(self._handles[:2], (True, False), strict=True):
             hooks = handle.hooks_dict_ref()
             assert hooks is not None  # the optimizer's own, for as long as it lives
+            # Hooks of the user's own (clipping, logging) have to see whole parameters: pieces are in the groups between
+            # the last hook before the step and the first one behind it.
             hooks.move_to_end(handle.id, last=is_last)
 
     def parts_of(self, parameter: nn.Parameter) -> list[ShardedPiece]:
@@ -143,6 +145,8 @@ class OptimizerShards:
             )
 
     def _take_pieces(self) -> None:
+        # The optimizer finds states by the identity of what is in its groups, and the same pieces come back each step:
+        # so its state is that of pieces, without being told of them.
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = self._pieces_with_gradients(whole)
@@ -213,6 +217,8 @@ def closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
         closure = args[1]
     if closure is None:
         return args, kwargs
+    # torch calls hooks before the closure, and the closure may make the gradients: it has to run while the groups still
+    # have whole parameters. The optimizer then gets a closure that only returns the loss.
     with torch.enable_grad():
         loss = closure()
 

@@ -57,6 +57,7 @@ class WholeView:
         name = getattr(function, "__name__", "")
         if not self._on or name in _AS_IT_IS:
             return call_as_is(function, args, kwargs)
+        # Handlers use operators of DTensor themselves, which must not come here again: they run outside of the view.
         with self.inside(False):
             if name == "__setitem__" and isinstance(args[0], DTensor):
                 return _set_item(*args)
@@ -110,6 +111,8 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        # Autograd may hand the same gradient to other functions, so it is not written to. It is averaged, as FSDP2
+        # averages gradients within a unit.
         mean = gradient.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(mean)
         return own_part(mean.div_(dist.get_world_size()), ctx.like)
