@@ -196,4 +196,5 @@ def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter
     norm = get_total_norm(dense, inf)
     flag = (~norm.isfinite()).to(placeholder).view(1, 1)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    # `GradScaler` finds the inf in this gradient on every rank, so all skip the step, and all scales stay equal.
     placeholder.grad = torch.where(flag > 0, inf, 0.0).to(flag)

@@ -90,6 +90,7 @@ class GradientStash:
         if self.replicas is not None:
             self.replicas.stash()
         else:
+            # References, no copies: `.grad` gets other tensors below, and `zero_grad` reaches only those.
             self._made = {name: p.grad for name, p in self.parameters.items()}
         self._set(self._old or {})
 

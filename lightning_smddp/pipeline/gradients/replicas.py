@@ -293,6 +293,8 @@ class ReplicaGradients:
     def close(self) -> None:
         """Free threads, memory and groups; ``.grad`` stays. Not collective: also after an error, in mid-step."""
         if any(not pending.done() for pending in self._pending):
+            # Its thread may be waiting for a replica that has failed: the groups are ended under it, else `shutdown`
+            # never returns.
             self.communicator.interrupt()
         self._thread.shutdown(cancel_futures=True)
         self._unbuild()
@@ -377,6 +379,9 @@ class ReplicaGradients:
         assert self._synchronizer is not None
         bucket.collect()
         self._synchronizer.watch.on, self._synchronizer.watch.marks = self.watching, self.marking
+        # On a CPU an average blocks until all replicas have come. Backward must not wait there: its pipeline would
+        # stand still, and with it the replica that it waits for. So a thread of this object waits, one bucket after the
+        # other.
         average, as_ddp = self._synchronizer.average, cast(GradBucket, bucket)
         if self._device.type == "cpu":
             self._pending.append(self._thread.submit(average, as_ddp))

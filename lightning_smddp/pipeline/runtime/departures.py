@@ -42,6 +42,8 @@ def without_meaning(boundary: Boundary, device: torch.device) -> tuple[Tensor, .
     for spec in boundary:
         tensor = spec.empty(device)
         if _has_nan(tensor):
+            # Every bit is set: a NaN in each format, with a payload that no arithmetic of ours makes. So the receiver
+            # tells it from a NaN of the user's.
             nan = torch.full((tensor.element_size(),), _BYTE, dtype=torch.uint8, device=device).view(tensor.dtype)
             sent.append(tensor.copy_(nan.expand(tensor.shape)))
         else:
@@ -137,6 +139,8 @@ class Together:
         return result
 
     def _end_here(self, error: str | None) -> None:
+        # Only once: where the end was met in a collective of the step, all ranks know of it, and nobody waits here any
+        # more.
         if self._ended is None:
             self._end(gather_json({"error": error}, self.group, self.device))
 

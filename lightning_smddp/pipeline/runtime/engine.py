@@ -138,6 +138,8 @@ class PipelineRuntime:
                     self.engine.train(count, boundaries)
                 else:
                     self.engine.evaluate(count, boundaries)
+            # Behind the schedule, never within: a rank that raised in the middle would leave others waiting for its
+            # messages.
             self._require_expected(running, has_new_numbers)
         finally:
             for stage in self._stages.values():
@@ -295,6 +297,7 @@ class PipelineEngine:
     def _schedule_of(self, num_microbatches: int, has_backward: bool) -> Any:
         key = (num_microbatches, has_backward)
         if key not in self._schedules:
+            # torch works out a schedule's orders in its constructor: so schedules are kept.
             while len(self._schedules) >= _KEPT_SCHEDULES:
                 del self._schedules[next(iter(self._schedules))]
             schedule = for_microbatches(self._schedule, self._group.size(), self._num_stages, num_microbatches)

@@ -68,6 +68,8 @@ class HostValues:
         """``there`` was made of ``here``, maybe on another device."""
         if not (isinstance(here, Tensor) and isinstance(there, Tensor) and _is_plain(here) and _is_plain(there)):
             return
+        # With the same type and strides an element of a view lies as far from the beginning on both sides, so that
+        # views are found too. A cast or a change of layout on the way is no copy in this sense.
         alike = here.dtype == there.dtype and here.stride() == there.stride()
         if alike and here.device.type == "cpu" != there.device.type:
             self._copies[_memory(there)] = _Copy(there, here, (write_count(there), write_count(here)))

@@ -133,6 +133,7 @@ class Replay:
         stage = self.stage
         told: dict[int, Any] = {}
         if stage.told and not stage.is_probe:
+            # Numbers that Python read come behind the values, as one tensor; see `_to_send`.
             told = read_told(stage.told, received[-1])
         given: dict[int, Tensor] = {}
         for value, tensor in zip(self.plan.receives, received[: len(self.plan.receives)], strict=True):
@@ -316,6 +317,8 @@ class Run(TorchFunctionMode):
         if cursor < len(self.nodes):
             node = self.nodes[cursor]
             is_next = node.module == module and (module is not None or node.function == function)
+        # A stage is done when it comes to the next one's first node, or to any other call in its place: whether that is
+        # the right one is for the next stage to see. A probe has no next stage, so it looks.
         if cursor == self.plan.end and not stage.is_last and (is_next or not stage.is_probe):
             self.done = True
             raise StageDone
@@ -484,6 +487,8 @@ def patched_units(root: nn.Module, units: Sequence[str]) -> Iterator[None]:
             run: Run | None = getattr(_active, "run", None)
             if run is None or run.inside:
                 return forward(*args, **kwargs)
+            # A unit is done or stood in for as a whole: what it calls inside is none of the run's business, and may run
+            # compiled. If a mode of the user's lies above ours, ours stays on, and `inside` makes it pass everything.
             with WithoutFunctionMode(run) as unseen, Compiled(unseen):
                 return run.unit(name, forward, args, kwargs)
 

@@ -191,6 +191,8 @@ class Stage:
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a forward's inputs."""
         specs = self._incoming[fwd_chunk_id]
+        # Sender and receiver work from the same boundaries, so the numbers, sizes and order of messages agree without a
+        # word.
         self._microbatches[fwd_chunk_id].received = tuple(spec.empty(self.device) for spec in specs)
         return self._ops(dist.irecv, self._microbatches[fwd_chunk_id].received, self.stage_index - 1)
 
@@ -203,6 +205,8 @@ class Stage:
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the body; return what goes to a next stage on this rank, or the loss (0 if there is none)."""
         state = self._microbatches[fwd_chunk_id]
+        # Nobody here may hold on to activations: what was received lives as long as the graph of the body needs it, and
+        # what is sent until its message is gone.
         received, state.received = state.received, ()
         with action(self.recorder, self.stage_index, "forward", fwd_chunk_id):
             specs = self._incoming[fwd_chunk_id]
@@ -213,6 +217,8 @@ class Stage:
         if self.is_last and not (self.has_backward and len(outputs)):
             return torch.zeros((), device=self.device)
         self._check_outputs(outputs, fwd_chunk_id)
+        # What leaves the stage has no graph. The backward begins at edges, which hold the graph without the outputs'
+        # memory.
         sent = tuple(output.detach() for output in outputs)
         if self.has_backward:
             state.edges = [_edge_of(output) for output in outputs]

@@ -54,6 +54,8 @@ class StageValues:
         entry = self._tracked.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1]
+        # One remote tensor serves all micro-batches, but each run marks it when it stands for a value there: one without
+        # a mark comes from an earlier run.
         if type(tensor) is RemoteTensor:
             raise ReplayError(
                 f"At {user_location()} a tensor of another stage is used that was kept since an earlier step or "
@@ -239,6 +241,8 @@ class StageValues:
         if node.module is None:
             arguments = leaves((args, kwargs))
         for old, new, position in node.rebinds:
+            # One for each value that lies in the changed memory, as the trace has seen it. Stand-ins share no memory: a
+            # stage that has only these cannot see by itself that `y` is a view of the changed `x`.
             objects = self._objects_of(old)
             if position is not None and node.module is None:
                 changed = arguments[position]

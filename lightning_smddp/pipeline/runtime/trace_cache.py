@@ -61,6 +61,8 @@ def infer_shapes(
                         report = _run_stage(staged.replays[stage], step, microbatch, index, (received, shapes), watch)
                 except Exception as error:  # of the user's code: the others wait for a word
                     failure, report = error, {"failed": f"{type(error).__name__}: {error}"}
+            # One broadcast for each stage, whatever has happened there: also a stage that failed says so, and nobody is
+            # left waiting.
             report = broadcast_structure(report, group, rank, device)
             if "failed" in report:
                 raise failure or RuntimeError(f"Stage {stage} failed with {report['failed']}")
@@ -216,6 +218,8 @@ class TraceCache:
         return found
 
     def _look_up(self, step: Step, microbatch: MicroBatch, index: int) -> TracedPath | None:
+        # Cheap questions first, as this is asked before every step: the kind is a string of shapes, and only paths on
+        # which Python reads the batch, or draws, need a run of the user's code.
         kind = self._kind(microbatch)
         if kind in self._now:
             return self._now[kind]

@@ -132,6 +132,8 @@ class GlobalView:
 
     def _push(self) -> None:
         self._modes = ExitStack()
+        # Functions above autograd see the module's own parameters, and put stand-ins in their place; autograd's
+        # operators on these come to the dispatch mode below, which knows where values are.
         self._modes.enter_context(cast(Any, ViewOperations(self)))
         self._modes.enter_context(cast(Any, ViewFunctions(self)))
 
