@@ -49,6 +49,8 @@ class ForeignWrites:
         key = storage_key(tensor)
         if key is None or key in self._before or tensor.is_meta or isinstance(tensor, (RemoteTensor, GlobalTensor)):
             return
+        # Whether the memory was the step's own is known only when the step is over: then what was its own is gone.
+        # Until then a copy is kept of each storage that is written, by a key that keeps none of them alive.
         self._before[key] = _Before(tensor.untyped_storage().clone(), user_location())
 
     def locations(self) -> list[str]:

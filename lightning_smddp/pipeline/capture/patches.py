@@ -44,6 +44,8 @@ def patched_forwards(
             for name, module in root.named_modules():
                 if module is root or (names is not None and name not in names):
                     continue
+                # In the instance's dict, so that hooks still fire and the class stays as it is: `module.forward` is
+                # looked up there first. Many users have such a `forward` of their own, which has to come back.
                 own = module.__dict__.get("forward")
                 module.__dict__["forward"] = wrap(name, module.forward)
                 patched.append((module, own))
@@ -106,6 +108,8 @@ class Eager:
             _users += 1
             if _users > 1:
                 return
+            # torch's stance is one for the whole process, and contexts of several threads may overlap: the first one in
+            # sets it, the last one out takes it back.
             if _stance is None:
                 _stance = torch.compiler.set_stance("force_eager")
             else:

@@ -52,6 +52,7 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
                 own.clear()
                 own.update(before)
         for parameter, data in contents:
+            # The same memory again, not a copy of its values: optimizers and views may hold it.
             if parameter.device == data.device and parameter.data_ptr() != data.data_ptr():
                 parameter.data = data
         with torch.no_grad():
@@ -107,6 +108,8 @@ class _Keeper(DispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Below autograd each operator's schema says what it writes, whatever the user's code calls it: a copy is made
+        # just before the first write, so a run that writes no parameter copies none.
         for leaf in leaves(operator_facts(function).written(args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._save(leaf)

@@ -74,6 +74,9 @@ def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetc
             ``device`` by its first name: for models that are not whole here. Nothing is kept for a backward then.
     """
     known = Trace()
+    # What a run finds out at its end (which functions draw, which buffers change) would have had to be recorded from
+    # its beginning. So the step runs again with that in mind, until a run finds nothing new: twice, at most a few
+    # times.
     while True:
         with torch.random.fork_rng(devices=generator_devices(device)), PythonRandom(module).put_back():
             result = _Tracer(module, device, known, fetch).run(step)
@@ -116,6 +119,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         buffers = dict(self.module.named_buffers())
         outer, _active.tracer = getattr(_active, "tracer", None), self
         try:
+            # The order of modes: the function mode, entered last, sees the user's calls; the dispatch mode below sees
+            # what they come to, and operators that no function announces (C++ extensions).
             with Eager(), patched_forwards(self.module, self._wrap), saving, _Unseen(self), self:
                 result = step()
         finally:
@@ -219,9 +224,12 @@ class _Tracer(TorchFunctionMode, Tracking):
         if kind is Kind.LIKE:
             given = given[1:]
         self._note_buffers(given)
+        # Whatever the function is called, by the counts of writes and the generators' states we see what it wrote and
+        # drew.
         versions, states = [self._version(t) for t in given], self._random_states(arguments)
         inputs = tuple(dict.fromkeys(v for t in given if (v := self.find(t)) is not None))
         start, overhead = self._now(), self.overhead
+        # `inside`: what the function itself calls is not the user's. `busy`: what our bookkeeping calls is nobody's.
         self.inside, self.busy = True, False
         try:
             result = self._do(function, args, kwargs)

@@ -118,6 +118,8 @@ class Tracking:
         for tensor in mutated:
             memory = self.memory_of(tensor)
             memory.changed = True
+            # A change in place changes every view of the memory. Which those are only this process can see: stages that
+            # hold stand-ins follow what is written down here.
             views.update((id(view), view) for view in self.memories.live_views(memory))
         for view in views.values():
             if id(view) not in self.parameters and id(view) not in self.buffers:  # these stay on their stage
@@ -164,6 +166,8 @@ class Tracking:
         value = self.find_tracked(tensor)
         if value is not None or id(tensor) in self.parameters or id(tensor) in self.buffers:
             return value
+        # Not seen to be made: is what lies in its memory bound all the same? A view of a parameter, what an extension
+        # made of one, or an alias of something that was changed in place comes here.
         memory = self.memory_of(tensor)
         if not memory.bound and (memory.known or tensor.grad_fn is None):
             return None

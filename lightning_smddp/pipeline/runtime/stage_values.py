@@ -54,8 +54,8 @@ class StageValues:
         entry = self._tracked.get(id(tensor))
         if entry is not None and entry[0]() is tensor:
             return entry[1]
-        # One remote tensor serves all micro-batches, but each run marks it when it stands for a value there: one without
-        # a mark comes from an earlier run.
+        # One remote tensor serves all micro-batches, but each run marks it when it stands for a value there: one that
+        # has no mark comes from an earlier run.
         if type(tensor) is RemoteTensor:
             raise ReplayError(
                 f"At {user_location()} a tensor of another stage is used that was kept since an earlier step or "

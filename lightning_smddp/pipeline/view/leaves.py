@@ -117,6 +117,7 @@ class ViewGradients:
         leaf = self.leaves.find(parameter)
         assert leaf is not None
         shown = self.leaves.show(leaf)
+        # A stand-in's gradient has to be where its parameter is: autograd and the optimizer's step work there.
         if value is not None and not (isinstance(value, GlobalTensor) and value.home == leaf.home):
             value = self._moved(leaf, value)
         shown.grad = value

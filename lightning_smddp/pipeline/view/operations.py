@@ -226,6 +226,8 @@ class Operations:
         shapes: Any = None
         if not facts.only_writes:
             try:
+                # Every rank works the result's shape out on the meta device, so that ranks without values have the same
+                # tensor in hand without a message. Where that fails, all of them do the operation on fetched values.
                 shapes = function(*map_arguments(_meta, args), **map_arguments(_meta_keyword, kwargs))
             except (
                 Exception
@@ -276,6 +278,7 @@ class Operations:
             if tensor.meta is shapes:
                 return tensor
         key = storage_key(shapes)
+        # A view, by the meta tensors: those of a view and of what it shows have one storage, as the real ones have.
         shared = next((t.memory for t in found if storage_key(t.meta) == key), None)
         if real is not None and shared is None and real.stride() != shapes.stride():
             laid_out = torch.empty_strided(shapes.shape, shapes.stride(), dtype=shapes.dtype, device=real.device)

@@ -59,6 +59,9 @@ class Requests:
         request: dict[str, Any] = {}
         if wanted is not None:
             request = self._request(wanted)
+        # The rank that asks says what it needs, by name and version, and all ranks look whether they can give it. They
+        # tell each other before anything is sent, so that a refusal is an error everywhere and no rank waits for
+        # values.
         request = broadcast_json(request, view.group, view.device, ranks[0])
         problem = request.get("problem") or self._outdated(request["versions"], ranks[0], request["place"])
         self.agreement.tell(problem)
