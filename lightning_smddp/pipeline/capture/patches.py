@@ -45,7 +45,7 @@ def patched_forwards(
                 if module is root or (names is not None and name not in names):
                     continue
                 # In the instance's dict, so that hooks still fire and the class stays as it is: `module.forward` is
-                # looked up there first. Many users have such a `forward` of their own, which has to come back.
+                # looked up there first. One of the user's own that was there has to come back.
                 own = module.__dict__.get("forward")
                 module.__dict__["forward"] = wrap(name, module.forward)
                 patched.append((module, own))

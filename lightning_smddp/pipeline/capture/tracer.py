@@ -75,8 +75,7 @@ def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetc
     """
     known = Trace()
     # What a run finds out at its end (which functions draw, which buffers change) would have had to be recorded from
-    # its beginning. So the step runs again with that in mind, until a run finds nothing new: twice, at most a few
-    # times.
+    # its beginning. So the step runs again with that in mind, until a run finds nothing new.
     while True:
         with torch.random.fork_rng(devices=generator_devices(device)), PythonRandom(module).put_back():
             result = _Tracer(module, device, known, fetch).run(step)
