@@ -37,6 +37,9 @@ class _DeferredBackward(torch.autograd.Function):
 
 def connected(loss: Tensor, deliver: Callable[[Tensor], None]) -> Tensor:
     """``loss``, such that a backward pass through it calls ``deliver`` with the gradient that arrives at it."""
+    # training_step:  schedule does forward and backward -> gradients, stashed -> loss, connected to the anchor
+    # zero_grad:      nothing of the batch is in `.grad`
+    # backward(loss): -> `_DeferredBackward.backward` -> `deliver` puts the gradients into `.grad`
     anchor = torch.zeros((), device=loss.device, requires_grad=True)
     with torch.enable_grad():
         result: Tensor = _DeferredBackward.apply(anchor, loss.detach(), deliver)  # type: ignore[no-untyped-call]

@@ -136,6 +136,8 @@ class HookView:
     def _until_partitioned(self) -> Iterator[None]:
         """The first ``optimizer_step``: the module is partitioned by the step in it, and what follows sees the view."""
         with ExitStack() as stack:
+            # The hook is under way without a view, as there is none yet. The step in it makes one, `_enter_late` enters
+            # it on this stack, and it is left when the hook ends.
             before, self._waiting = self._waiting, stack
             try:
                 yield

@@ -64,6 +64,8 @@ def _write(dump: Dump, directory: str, name: str, verify: bool) -> None:
     try:
         with open(descriptor, "wb", buffering=2**20) as file:  # closing it also ends the lock
             write_stamped(dump, file)
+            # First the contents, then the name: a rename that reaches the disk before the data would name a file of
+            # zeros after a power failure.
             os.fsync(descriptor)
             if verify:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the cache
@@ -116,6 +118,8 @@ def put_in_place(temporary: str, final: str) -> None:
         sync_directory(parent)
         remove(temporary)
     else:
+        # What is at `previous` now is older than what is at `final`; behind the first rename it is what `existing`
+        # finds.
         remove_complete(previous)
         os.rename(final, previous)
         os.rename(temporary, final)

@@ -44,6 +44,8 @@ class Loop:
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Have ``function(*args)`` called in the loop's thread; for any thread, also after the end."""
+        # First the call, then the byte: `run` takes the bytes out before it looks for calls, so no call waits for a
+        # byte that has been read already.
         self._calls.append(lambda: void(function, *args))
         # A full pipe wakes the loop as well; after the end nobody listens.
         with contextlib.suppress(BlockingIOError, OSError):
@@ -82,6 +84,7 @@ class Loop:
                     readable()
                 if writable is not None and events & selectors.EVENT_WRITE:
                     writable()
+            # Also those that calls make: what one of them asks for is done before the loop sleeps again.
             while self._calls:
                 self._calls.popleft()()
             self._run_timers()

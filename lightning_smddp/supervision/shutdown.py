@@ -110,6 +110,8 @@ class Shutdown:
         busy = self.is_handled or self.is_over or self._is_waiting() or _handles_an_exception(self._thread)
         if busy or self._thread not in sys._current_frames():
             return False
+        # The interpreter is given a class, and makes the object in the other thread, without arguments: so each failure
+        # has a class of its own, which knows it.
         error = type(
             "RankFailedError", (InterruptionError,), {"failure": failure, "__module__": RankFailedError.__module__}
         )
@@ -164,6 +166,8 @@ class Shutdown:
             thread = threading.Thread(target=_run_guarded, args=(clean_up,), daemon=True)
             thread.start()
             thread.join(max(0.05, min(CLEAN_UP_WITHIN_S, deadline - time.monotonic())))
+        # At once: `sys.exit` would only end this thread, and an orderly exit waits for threads that may wait for a
+        # peer.
         os._exit(code)
 
 

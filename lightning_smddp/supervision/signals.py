@@ -45,6 +45,9 @@ class Signals:
         self._reader, self._writer = os.pipe()
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
+        # Two ways, as each has a gap: Python runs a handler only between bytecodes of the main thread, which may be in
+        # gloo for long; the byte is written at once by C, but gets lost where somebody sets another descriptor.
+        # `_report` counts.
         loop.call(loop.watch, self._reader, self._read)
         self._previous: dict[int, _Handler] = {}
         for signum in signums:

@@ -236,6 +236,7 @@ class Watch:
     def _wait_until_all_know(self, hub: Hub) -> None:
         """Before rank 0 goes, lest its end is taken for the cause."""
         deadline = time.monotonic() + _ALL_KNOW_S
+        # A plain wait, in the training thread: the loop's thread goes on sending meanwhile.
         while hub.unaware and time.monotonic() < deadline:
             time.sleep(0.01)
 

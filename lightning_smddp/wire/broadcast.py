@@ -285,6 +285,7 @@ def _header_of(value: Any, encoder: Encoder, way: _Way) -> _Header:
 
 def _write(buffer: Tensor, offset: int, tensor: Tensor) -> None:
     """The bytes of ``tensor`` into ``buffer``."""
+    # Bytes as they are in memory: of a lazily conjugated or negated tensor they would be those of another one.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
     buffer[offset : offset + flat.numel()].copy_(flat)

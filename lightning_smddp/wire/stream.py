@@ -49,6 +49,10 @@ class Landing:
             whole = torch.empty(chunk.numel(), dtype=torch.uint8, pin_memory=True)
         self._buffers.append(whole)
         buffer = whole[: chunk.numel()]
+        # buffer 0:  chunk 0 on its way | chunk 0 is taken out  | chunk 2 on its way ...
+        # buffer 1:                     | chunk 1 on its way    | chunk 1 is taken out ...
+        # The host takes one out while the device fills the other. A buffer is filled again only behind `finish`, which
+        # has taken it out. The event is over with the copy: what is queued behind that is not waited for.
         buffer.copy_(chunk, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
