@@ -200,7 +200,8 @@ _WIDTH = 16
 
 def as_json(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: Sequence[Finding]) -> str:
     """One object: ``facts``, ``measured`` (or null), ``findings``."""
-    return json.dumps({"facts": facts, "measured": measured, "findings": [asdict(f) for f in findings]}, indent=2)
+    found = [asdict(finding) for finding in findings]
+    return json.dumps({"facts": facts, "measured": measured, "findings": found}, indent=2)
 
 
 def as_text(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: Sequence[Finding]) -> str:
@@ -211,45 +212,63 @@ def as_text(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findin
     return "\n".join([*lines, "", *_findings(findings)])
 
 
+def _row(name: str, value: str) -> str:
+    return f"  {name:<{_WIDTH}}{value}"
+
+
 def _facts(facts: Mapping[str, Any]) -> list[str]:
-    versions, network, memory = facts["versions"], facts["network"], facts["shared_memory"]
-    processors, accelerators, launch = facts["processors"], facts["accelerators"], facts["launch"]
-    interfaces = [f"{name} ({', '.join(found) or 'no address'})" for name, found in network["interfaces"].items()]
-    line, will_set, shared = "unclear", [], "none"
+    launch, memory, processors = facts["launch"], facts["shared_memory"], facts["processors"]
+    line, will_set = "unclear", []
     if launch:
         line = launch["line"]
         will_set = [f"{name}={value}" for name, value in launch.get("will_set", {}).items()]
+    versions = [f"{name} {version}" for name, version in facts["versions"].items() if version]
+    backends = [name for name, there in facts["backends"].items() if there]
+    gpus = facts["accelerators"]["gpus"] or ["none"]
+    interfaces = []
+    for name, addresses in facts["network"]["interfaces"].items():
+        listed = ", ".join(addresses) or "no address"
+        interfaces.append(f"{name} ({listed})")
+    shared = "none"
     if memory:
-        shared = f"{memory['free'] / 2**30:.1f} of {memory['size'] / 2**30:.1f} GiB free"
+        free, size = memory["free"] / 2**30, memory["size"] / 2**30
+        shared = f"{free:.1f} of {size:.1f} GiB free"
     rows = [
         ("launcher", line),
         ("will be set", ", ".join(will_set)),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)),
-        ("backends", ", ".join(name for name, there in facts["backends"].items() if there)),
-        ("GPUs", ", ".join(accelerators["gpus"]) or "none"),
+        ("versions", ", ".join(versions)),
+        ("backends", ", ".join(backends)),
+        ("GPUs", ", ".join(gpus)),
         ("interfaces", ", ".join(interfaces)),
         ("/dev/shm", shared),
         ("processors", f"{processors['usable']}, {processors['threads_of_a_rank']} threads in this process"),
     ]
-    return [f"  {name:<{_WIDTH}}{value}" for name, value in rows if value]
+    return [_row(name, value) for name, value in rows if value]
 
 
 def _measured(measured: Mapping[str, Any]) -> list[str]:
     nodes = measured["nodes"]
     ranks = counted(measured["world_size"], "rank")
     lines = [f"measured with {ranks} on {counted(len(nodes), 'node')}, {measured['device']}"]
-    lines.append(f"  {'all-reduce':<{_WIDTH}}" + "".join(f"{_bytes(size):>12}" for size in measured["sizes"]))
+    columns = [f"{_bytes(size):>12}" for size in measured["sizes"]]
+    lines.append(_row("all-reduce", "".join(columns)))
     for name, seconds in measured["all_reduce"].items():
-        lines.append(f"    {name:<{_WIDTH - 2}}" + "".join(f"{_time(value):>12}" for value in seconds))
+        columns = [f"{_time(value):>12}" for value in seconds]
+        lines.append(f"    {name:<{_WIDTH - 2}}" + "".join(columns))
     for link in measured["links"]:
-        speed = f"{_time(link['latency_us'] / 1e6)}, {link['gigabytes_per_s']:.2f} GB/s"
-        lines.append(f"  {'link':<{_WIDTH}}to rank {link['rank']} (host {link['host']}): {speed}")
+        lines.append(_row("link", f"to rank {link['rank']} (host {link['host']}): {_speed(link)}"))
     for what, problem in measured.get("paths", {}).items():
-        lines.append(f"  {'self-test':<{_WIDTH}}{what}: {problem or 'right'}")
+        lines.append(_row("self-test", f"{what}: {problem or 'right'}"))
     for link in measured.get("neighbours", []):
-        speed = f"{_time(link['latency_us'] / 1e6)}, {link['gigabytes_per_s']:.2f} GB/s"
-        lines.append(f"  {'neighbours':<{_WIDTH}}ranks {link['ranks'][0]} and {link['ranks'][1]}: {speed}")
-    return [*lines, f"  {'memory':<{_WIDTH}}{measured['memory_gb_s']:.1f} GB/s copied by a rank"]
+        first, second = link["ranks"]
+        lines.append(_row("neighbours", f"ranks {first} and {second}: {_speed(link)}"))
+    lines.append(_row("memory", f"{measured['memory_gb_s']:.1f} GB/s copied by a rank"))
+    return lines
+
+
+def _speed(link: Mapping[str, Any]) -> str:
+    latency = _time(link["latency_us"] / 1e6)
+    return f"{latency}, {link['gigabytes_per_s']:.2f} GB/s"
 
 
 def _findings(findings: Sequence[Finding]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,8 +58,11 @@ def merged(findings: list[Finding]) -> list[Finding]:
     """The same one of several hosts is one."""
     hosts: dict[tuple[Any, str, str], dict[str, None]] = {}
     for finding in findings:
-        hosts.setdefault((finding.level, finding.what, finding.cure), {}).update(dict.fromkeys(finding.hosts))
-    return sorted((Finding(*key, tuple(where)) for key, where in hosts.items()), key=lambda finding: finding.level)
+        key = (finding.level, finding.what, finding.cure)
+        known = hosts.setdefault(key, {})
+        known.update(dict.fromkeys(finding.hosts))
+    found = [Finding(*key, tuple(where)) for key, where in hosts.items()]
+    return sorted(found, key=lambda finding: finding.level)
 
 
 # ---- errors ----
@@ -143,6 +146,7 @@ def _is_loopback(address: str) -> bool:
 
 def _gpus(facts: Mapping[str, Any]) -> _Found:
     accelerators, torch = facts["accelerators"], facts["versions"]["torch"]
+    ranks = _local_ranks(facts)
     if accelerators["nvidia_driver"] and accelerators["torch_cuda"] is None:
         yield (
             f"This machine has NVIDIA's driver, but torch {torch} is a build without CUDA.",
@@ -153,14 +157,20 @@ def _gpus(facts: Mapping[str, Any]) -> _Found:
             f"NVIDIA's driver is there, but torch {torch} (CUDA {accelerators['torch_cuda']}) sees no GPU.",
             ("Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES."),
         )
-    elif accelerators["gpus"] and len(accelerators["gpus"]) < ((facts["launch"] or {}).get("local_world_size") or 1):
-        ranks = facts["launch"]["local_world_size"]
+    elif accelerators["gpus"] and len(accelerators["gpus"]) < ranks:
         yield (
             f"{ranks} ranks of this node, but {len(accelerators['gpus'])} GPU(s) visible: measured on CPU.",
             ("Let each rank see all GPUs of the node: it takes that of its local rank."),
         )
     elif accelerators["gpus"] and not facts["backends"]["nccl"]:
         yield f"torch {torch} sees GPUs, but was built without NCCL.", "Install torch's wheel."
+
+
+def _local_ranks(facts: Mapping[str, Any]) -> int:
+    """Ranks of this node; 1 where nobody says."""
+    launch = facts["launch"] or {}
+    ranks: int = launch.get("local_world_size") or 1
+    return ranks
 
 
 def _shared_memory(facts: Mapping[str, Any]) -> _Found:
@@ -180,7 +190,7 @@ def _shared_memory(facts: Mapping[str, Any]) -> _Found:
 
 
 def _processors(facts: Mapping[str, Any]) -> _Found:
-    processors, ranks = facts["processors"], (facts["launch"] or {}).get("local_world_size") or 1
+    processors, ranks = facts["processors"], _local_ranks(facts)
     threads, usable = processors["threads_of_a_rank"], processors["usable"]
     if ranks > 1 and usable and ranks * threads > max(ranks, usable):
         yield (
@@ -235,26 +245,35 @@ def _paths(measured: Mapping[str, Any]) -> _Found:
 def _links(measured: Mapping[str, Any]) -> _Found:
     links = measured.get("links", [])
     if len(links) > 1:
-        usual = sorted(link["gigabytes_per_s"] for link in links)[len(links) // 2]
+        usual = _usual_speed(links)
         for link in links:
-            if link["gigabytes_per_s"] * _SLOW_LINK < usual:
+            speed = link["gigabytes_per_s"]
+            if speed * _SLOW_LINK < usual:
                 yield (
-                    f"The link to {link['host']} carries {link['gigabytes_per_s']:.2f} GB/s, others {usual:.2f}.",
+                    f"The link to {link['host']} carries {speed:.2f} GB/s, others {usual:.2f}.",
                     ("Look at that host's network; a job is as fast as its slowest link."),
                 )
     neighbours = measured.get("neighbours", [])
     if len(neighbours) > 2 and len(measured.get("nodes", [])) == 1:
-        usual = sorted(link["gigabytes_per_s"] for link in neighbours)[len(neighbours) // 2]
+        usual = _usual_speed(neighbours)
         for link in neighbours:
-            if link["gigabytes_per_s"] * _SLOW_LINK < usual:
+            speed = link["gigabytes_per_s"]
+            if speed * _SLOW_LINK < usual:
                 first, second = link["ranks"]
                 yield (
-                    f"The link between ranks {first} and {second} carries {link['gigabytes_per_s']:.2f} GB/s, "
+                    f"The link between ranks {first} and {second} carries {speed:.2f} GB/s, "
                     f"others of this node {usual:.2f}.",
                     "On GPUs `nvidia-smi topo -m` shows how they are connected.",
                 )
     for note in measured.get("notes", []):
         yield f"{note[0].upper()}{note[1:].rstrip('.')}.", "Ranks of a node average through the backend instead."
+
+
+def _usual_speed(links: Sequence[Mapping[str, Any]]) -> float:
+    """The median, in gigabytes per second."""
+    speeds = sorted(link["gigabytes_per_s"] for link in links)
+    usual: float = speeds[len(links) // 2]
+    return usual
 
 
 _LOOKS: list[tuple[Literal["error", "warning"], Callable[[Mapping[str, Any]], _Found]]] = [

@@ -65,9 +65,12 @@ def try_paths(
     problems["messages between neighbours"], links = _try_messages(everyone, new_name(group, device), timeout, device)
     gathered = gather_json(problems, group, device)
     tried = dict.fromkeys(chain.from_iterable(gathered))
-    found = {what: _joined([of_rank.get(what) for of_rank in gathered]) for what in tried}
-    all_links = chain.from_iterable(gather_json(links, group, device))
-    return {"paths": found, "neighbours": sorted(all_links, key=lambda link: tuple(link["ranks"]))}
+    found = {}
+    for what in tried:
+        found[what] = _joined([of_rank.get(what) for of_rank in gathered])
+    neighbours = list(chain.from_iterable(gather_json(links, group, device)))
+    neighbours.sort(key=lambda link: tuple(link["ranks"]))
+    return {"paths": found, "neighbours": neighbours}
 
 
 def _joined(texts: Sequence[str | None]) -> str | None:
@@ -104,7 +107,7 @@ def _try_messages(
                 other = sum(pair) - rank
                 wrong = _try_both_ways(group, rank, other, device)
                 problem = problem or wrong
-                link = _link_of_neighbours(group, other, device)
+                link = _link(group, other, _LARGE_BYTES, device)
                 if rank == pair[0]:
                     links.append({"ranks": list(pair), **link})
             dist.barrier(group=dist.group.WORLD, device_ids=device_ids)
@@ -123,11 +126,18 @@ def _try_both_ways(group: dist.ProcessGroup, rank: int, other: int, device: torc
     return _difference(received, _values(other, device))
 
 
-def _link_of_neighbours(group: dist.ProcessGroup, other: int, device: torch.device) -> dict[str, float]:
-    small = round_trips(group, torch.zeros(1, device=device), other, _ROUNDS)[_ROUNDS // 2]
-    large = round_trips(group, torch.zeros(_LARGE_BYTES // 4, device=device), other, _ROUNDS)[_ROUNDS // 2]
-    speed = 2 * _LARGE_BYTES / max(large - small, 1e-9) / 1e9
-    return {"latency_us": small / 2 * 1e6, "gigabytes_per_s": speed}
+def _link(group: dist.ProcessGroup, other: int, large_bytes: int, device: torch.device) -> dict[str, float]:
+    """Between this rank and ``other``, which calls it too: the time of a small message, the rate of a large one."""
+    small = _median_round_trip(group, torch.zeros(1, device=device), other)
+    large = _median_round_trip(group, torch.zeros(large_bytes // 4, device=device), other)
+    seconds = max(large - small, 1e-9)
+    gigabytes = 2 * large_bytes / 1e9
+    return {"latency_us": small / 2 * 1e6, "gigabytes_per_s": gigabytes / seconds}
+
+
+def _median_round_trip(group: dist.ProcessGroup, tensor: torch.Tensor, other: int) -> float:
+    seconds = round_trips(group, tensor, other, _ROUNDS)
+    return seconds[_ROUNDS // 2]
 
 
 def _values(rank: int, device: torch.device) -> torch.Tensor:
@@ -170,10 +180,13 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
         names = communicator.available()
         times = {name: time_algorithm(name, communicator, None, list(SIZES)) for name in names}
         nodes = communicator.topology.nodes
-        peers = [ranks[0] for ranks in nodes[1:]] or list(nodes[0][1:2])
+        peers = [ranks[0] for ranks in nodes[1:]]
+        if not peers:
+            peers = list(nodes[0][1:2])
         hosts = gather_json(host, group, device)
         links = [_link_of_nodes(group, device, peer, hosts[peer]) for peer in peers[:_MOST_NODES]]
         copies = gather_json(_copied_bytes_per_s(), group, device)
+        notes = [note for note in communicator.notes if note.startswith("no shared memory")]
         return {
             "world_size": communicator.world_size,
             "nodes": [list(ranks) for ranks in nodes],
@@ -182,7 +195,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
             "all_reduce": times,
             "links": links,
             "memory_gb_s": min(copies) / 1e9,
-            "notes": [note for note in communicator.notes if note.startswith("no shared memory")],
+            "notes": notes,
             **tried,
         }
     finally:
@@ -202,16 +215,10 @@ def _copied_bytes_per_s() -> float:
 
 def _link_of_nodes(group: dist.ProcessGroup, device: torch.device, peer: int, host: str) -> dict[str, Any]:
     """Between rank 0 and ``peer``; the others wait."""
-    rank, found = dist.get_rank(group), None
+    rank = dist.get_rank(group)
+    found: dict[str, Any] | None = None
     if rank in (0, peer):
         (other,) = {0, peer} - {rank}
-        small = _median_round_trip(group, torch.zeros(1, device=device), other)
-        large = _median_round_trip(group, torch.zeros(_LINK_BYTES // 4, device=device), other)
-        speed = 2 * _LINK_BYTES / max(large - small, 1e-9) / 1e9
-        found = {"rank": peer, "host": host, "latency_us": small / 2 * 1e6, "gigabytes_per_s": speed}
+        found = {"rank": peer, "host": host, **_link(group, other, _LINK_BYTES, device)}
     link: dict[str, Any] = broadcast_json(found, group, device)
     return link
-
-
-def _median_round_trip(group: dist.ProcessGroup, tensor: torch.Tensor, other: int) -> float:
-    return round_trips(group, tensor, other, _ROUNDS)[_ROUNDS // 2]

@@ -65,7 +65,11 @@ def advice(setting: Setting) -> str | None:
     if setting.num_ranks == 1:
         return None
     rules = (_big_unit, _uneven_split, _more_microbatches, _interleaved, _bigger_batch, _coarse_units, _less_memory)
-    return next((line for line in (rule(setting) for rule in rules) if line is not None), None)
+    for rule in rules:
+        line = rule(setting)
+        if line is not None:
+            return line
+    return None
 
 
 def _big_unit(setting: Setting) -> str | None:

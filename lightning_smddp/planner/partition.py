@@ -21,6 +21,7 @@ Cost = Callable[[int, int, int], int]  # of (stage, start, end)
 
 def most_stages(costs: StageCosts) -> tuple[int, list[tuple[int, int]]]:
     """How many stages the allowed cuts can make, and the runs of nodes with several units and no cut inside."""
+    # As soon as a stage has a unit it ends: no other way makes more of them.
     n = costs.num_nodes
     bounds, start = [], 0
     for end in range(1, n + 1):
@@ -28,7 +29,10 @@ def most_stages(costs: StageCosts) -> tuple[int, list[tuple[int, int]]]:
         if may_end and costs.has_unit(start, end):
             bounds.append((start, end))
             start = end
-    uncut = [(start, end) for start, end in bounds if costs.units[end] - costs.units[start] > 1]
+    uncut = []
+    for start, end in bounds:
+        if costs.units[end] - costs.units[start] > 1:
+            uncut.append((start, end))
     return len(bounds), uncut
 
 
@@ -113,10 +117,15 @@ def _still_whole(stages: Windows, num_nodes: int) -> Windows:
     alive = {num_nodes}
     result: Windows = []
     for found in reversed(stages):
-        kept = {start: [end for end in ends if end in alive] for start, ends in found.items()}
-        result.append({start: ends for start, ends in kept.items() if ends})
-        alive = set(result[-1])
-    return result[::-1]
+        kept: dict[int, list[int]] = {}
+        for start, ends in found.items():
+            ends = [end for end in ends if end in alive]
+            if ends:
+                kept[start] = ends
+        result.append(kept)
+        alive = set(kept)
+    result.reverse()
+    return result
 
 
 def _ends(costs: StageCosts, stage: int, start: int, slowest: int, limit: float) -> Iterator[int]:
@@ -296,13 +305,17 @@ def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
     for stage, (start, end) in enumerate(bounds):
         seconds.append(costs.seconds(stage, start, end) / PICOSECONDS)
         memory.append(costs.memory(stage, start, end))
-        stages_of.setdefault(costs.problem.rank_of_stage[stage], []).append(stage)
+        rank = costs.problem.rank_of_stage[stage]
+        stages_of.setdefault(rank, []).append(stage)
+    rank_memory = {}
+    for rank in sorted(stages_of):
+        rank_memory[rank] = _rank_memory(costs, stages_of[rank], bounds)
     return Partition(
         cuts=cuts,
         num_nodes=costs.num_nodes,
         stage_seconds=tuple(seconds),
         stage_memory=tuple(memory),
-        rank_memory={rank: _rank_memory(costs, stages, bounds) for rank, stages in sorted(stages_of.items())},
+        rank_memory=rank_memory,
     )
 
 
@@ -329,10 +342,14 @@ def _check_enough_units(costs: StageCosts) -> None:
     possible, runs = most_stages(costs)
     if wanted > possible:
         nodes = costs.problem.nodes
-        uncut = "; ".join(f"from {nodes[start].name!r} to {nodes[end - 1].name!r}" for start, end in runs)
+        uncut = []
+        for start, end in runs:
+            first, last = nodes[start].name, nodes[end - 1].name
+            uncut.append(f"from {first!r} to {last!r}")
         raise PartitionError(
             f"{wanted} stages were asked for, but the step can be cut into at most {possible}: no cut is possible"
-            f" {uncut}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most {possible}"
+            f" {'; '.join(uncut)}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most"
+            f" {possible}"
         )
 
 

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 PICOSECONDS = 10**12  # times are compared as whole picoseconds: sums are exact, so ties are ties
 
@@ -82,8 +82,9 @@ class PartitionProblem:
     links: Sequence[Link] = ()
 
     def __post_init__(self) -> None:
-        if len(self.cut_bytes) != len(self.nodes) + 1:
-            raise ValueError(f"{len(self.nodes)} items need {len(self.nodes) + 1} cut_bytes, got {len(self.cut_bytes)}")
+        count = len(self.nodes)
+        if len(self.cut_bytes) != count + 1:
+            raise ValueError(f"{count} items need {count + 1} cut_bytes, got {len(self.cut_bytes)}")
         if any(math.isnan(size) or size < 0 for size in self.cut_bytes):
             raise ValueError(f"cut_bytes must be >= 0 (inf: no cut there), got {list(self.cut_bytes)}")
         if not self.rank_of_stage or len(self.in_flight) != self.num_stages:
@@ -135,15 +136,22 @@ class StageCosts:
         uses: Counter[str] = Counter()
         for node in nodes:
             uses.update(set(node.parameters))
-        self.tied = [frozenset(name for name in node.parameters if uses[name] > 1) for node in nodes]
-        own = [set(node.parameters) - tied for node, tied in zip(nodes, self.tied, strict=True)]
-        self.own = _prefix(sum(problem.parameter_bytes[name] for name in names) for names in own)
+        self.tied: list[frozenset[str]] = []
+        own_bytes = []  # of the parameters that no other node names
+        for node in nodes:
+            tied = frozenset(name for name in node.parameters if uses[name] > 1)
+            own = set(node.parameters) - tied
+            self.tied.append(tied)
+            own_bytes.append(sum(problem.parameter_bytes[name] for name in own))
+        self.own = _prefix(own_bytes)
         self._tied_bytes: list[list[int]] | None = None
         if any(self.tied):
             self._tied_bytes = self._tied_table()
         self.stages_beside = [problem.rank_of_stage.count(rank) for rank in problem.rank_of_stage]  # itself counted
-        self.is_allowed = [0 < i < len(nodes) and size < math.inf for i, size in enumerate(problem.cut_bytes)]
-        self.is_sent = [a != b for a, b in zip(problem.rank_of_stage, problem.rank_of_stage[1:], strict=False)]
+        self.is_allowed = []
+        for cut, size in enumerate(problem.cut_bytes):
+            self.is_allowed.append(0 < cut < len(nodes) and size < math.inf)
+        self.is_sent = [one != other for one, other in pairwise(problem.rank_of_stage)]
         # By stage, what starting at each node costs. One entry more than stages: the last one is the end of the step.
         free = [0] * len(problem.cut_bytes)
         self.busy, self.late = [free], [free]

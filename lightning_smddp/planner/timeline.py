@@ -77,20 +77,24 @@ def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any
     Each rank is a process, with one row for what it computes and one for what it sends (more where messages
     overlap). Times begin at 0. Format: the "Trace Event Format" of Chrome's trace viewer; times in microseconds.
     """
-    origin = min((span.start_s for span in spans), default=0.0)
+    origin = _origin(spans)
     events: list[dict[str, Any]] = []
     for rank in ranks_of(spans):
         of_rank = [span for span in spans if span.rank == rank]
         computing = _rows([span for span in of_rank if span.kind != "send"])
         sending = _rows([span for span in of_rank if span.kind == "send"])
-        events += [_named("process_name", rank, 0, f"rank {rank}"), _sorted_as("process_sort_index", rank, 0, rank)]
-        for thread, (label, row) in enumerate([*_labelled("compute", computing), *_labelled("send", sending)]):
-            events += [
-                _named("thread_name", rank, thread, label),
-                _sorted_as("thread_sort_index", rank, thread, thread),
-            ]
+        events.append(_named("process_name", rank, 0, f"rank {rank}"))
+        events.append(_sorted_as("process_sort_index", rank, 0, rank))
+        threads = [*_labelled("compute", computing), *_labelled("send", sending)]
+        for thread, (label, row) in enumerate(threads):
+            events.append(_named("thread_name", rank, thread, label))
+            events.append(_sorted_as("thread_sort_index", rank, thread, thread))
             events += [_slice(span, thread, origin) for span in row]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
+
+
+def _origin(spans: Sequence[Span]) -> float:
+    return min((span.start_s for span in spans), default=0.0)
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
@@ -167,11 +171,13 @@ def to_svg(spans: Sequence[Span], title: str = "Pipeline timeline") -> str:
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="{PAPER}" stroke="{BORDER}"/>',
         _text(LEFT, 30, title, size=17, weight=600),
         _text(LEFT, 51, _subtitle(spans), size=12.5, colour=GREY),
-        *_axis(step_seconds(spans) * 1e3, bottom),
-        *(_text(LEFT - 12, TOP + LANE * i + BOX / 2 + 4, f"rank {rank}", anchor="end") for i, rank in enumerate(ranks)),
-        *_boxes(spans, {rank: TOP + LANE * lane for lane, rank in enumerate(ranks)}),
-        *_legend(spans, height - 20),
     ]
+    body += _axis(step_seconds(spans) * 1e3, bottom)
+    top_of = {rank: TOP + LANE * lane for lane, rank in enumerate(ranks)}
+    for rank, top in top_of.items():
+        body.append(_text(LEFT - 12, top + BOX / 2 + 4, f"rank {rank}", anchor="end"))
+    body += _boxes(spans, top_of)
+    body += _legend(spans, height - 20)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
         f' role="img" {FONT}>'
@@ -207,16 +213,17 @@ def _axis(step_ms: float, bottom: float) -> list[str]:
 
 
 def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
-    origin = min((span.start_s for span in spans), default=0.0)
+    origin = _origin(spans)
     scale = (WIDTH - LEFT - RIGHT) / (step_seconds(spans) or 1.0)
     shade = _shades(spans)
     parts = []
     for span in sorted(spans, key=lambda span: (span.rank, _is_computing(span), span.start_s)):
-        x, width, top = LEFT + (span.start_s - origin) * scale, span.seconds * scale, top_of[span.rank]
-        colour = COLOURS[span.kind]
+        x, width = LEFT + (span.start_s - origin) * scale, span.seconds * scale
+        top, colour = top_of[span.rank], COLOURS[span.kind]
         if _is_computing(span):
             colour = mixed(colour, shade[span.stage])
-        tip = f"{LEGEND[span.kind]}, micro-batch {span.microbatch}, stage {span.stage}: {span.seconds * 1e3:.4g} ms"
+        milliseconds = span.seconds * 1e3
+        tip = f"{LEGEND[span.kind]}, micro-batch {span.microbatch}, stage {span.stage}: {milliseconds:.4g} ms"
         if span.kind == "send":
             parts.append(_rect(x, top + BOX + 2, max(width, 1.0), SEND, colour, tip))
             continue
@@ -257,13 +264,18 @@ def _shades(spans: Sequence[Span]) -> dict[int, float]:
 
 def mixed(colour: str, white: float) -> str:
     """``colour`` mixed with so much white."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
+    lighter = [round(part + (255 - part) * white) for part in _parts(colour)]
+    return "#" + "".join(f"{part:02x}" for part in lighter)
+
+
+def _parts(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of ``"#rrggbb"``, 0 to 255."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
 def text_on(colour: str) -> str:
     """White or dark, whichever is easier to read on ``colour`` (relative luminance as in WCAG 2)."""
-    red, green, blue = (_linear(int(colour[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    red, green, blue = (_linear(part / 255) for part in _parts(colour))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     if luminance > 0.36:
         return DARK

@@ -65,11 +65,10 @@ class TiedGradients:
 
     def __init__(self, module: nn.Module, ownership: Ownership, rank: int, groups: TiedGroups) -> None:
         named = dict(module.named_parameters())
-        self._sets = [
-            (groups[ranks], [named[name] for name in names])
-            for ranks, names in ownership.shared().items()
-            if rank in ranks
-        ]
+        self._sets: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
+        for ranks, names in ownership.shared().items():
+            if rank in ranks:
+                self._sets.append((groups[ranks], [named[name] for name in names]))
 
     @torch.no_grad()
     def sum(self) -> None:
@@ -128,7 +127,7 @@ def clip_by_norm(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` over all stages of a pipeline. Collective.
 
-    A parameter that several ranks hold counts once; its gradient has to be summed before (``tied.TiedGradients``).
+    A parameter that several ranks hold counts once; its gradient has to be summed before (:class:`TiedGradients`).
 
     Args:
         parameters: of this rank, by first name.

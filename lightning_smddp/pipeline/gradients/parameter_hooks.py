@@ -92,8 +92,12 @@ class ParameterHooks:
 
     def _calls(self, parameters: Mapping[str, Tensor], post: bool) -> list[tuple[str, Callable[[Tensor], Any]]]:
         """The last parameters first, as a backward pass comes to them."""
-        dicts = [(name, kept) for name in reversed(list(parameters)) for kept in self._kept.get(name, ())]
-        return [(name, function) for name, kept in dicts if kept.is_post is post for function in kept.left()]
+        found = []
+        for name in reversed(list(parameters)):
+            for kept in self._kept.get(name, ()):
+                if kept.is_post is post:
+                    found += [(name, function) for function in kept.left()]
+        return found
 
 
 class _Kept:

@@ -50,10 +50,10 @@ class GradientBucket:
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         # Each gradient is a slice of the flat memory, in its parameter's own strides. `used` tells by the count of
         # writes whether backward has come to a slice; `.data` gives each a count of its own (views share one).
-        self._views = [
-            part.as_strided(parameter.shape, _strides(parameter)).data
-            for parameter, part in zip(parameters, self._flat.split(sizes), strict=True)
-        ]
+        self._views = []
+        for parameter, part in zip(parameters, self._flat.split(sizes), strict=True):
+            view = part.as_strided(parameter.shape, _strides(parameter))
+            self._views.append(view.data)
         self._kept = [False] * len(parameters)
         self._written = [0] * len(parameters)
 
@@ -96,8 +96,10 @@ class GradientBucket:
 
     def used(self) -> list[bool]:
         """Which parameters have a gradient, be it zero."""
-        counts = zip(self._views, self._written, self._kept, strict=True)
-        return [kept or write_count(view) != before for view, before, kept in counts]
+        used = []
+        for view, before, kept in zip(self._views, self._written, self._kept, strict=True):
+            used.append(kept or write_count(view) != before)
+        return used
 
     def hand_out(self, used: Iterable[bool]) -> None:
         """Set ``.grad``: the view, or None for parameters without a gradient."""
@@ -362,7 +364,10 @@ class ReplicaGradients:
             )
 
     def _is_launched(self, parameter: Tensor) -> bool:
-        return any(parameter is p for bucket in self.buckets[: self._launched] for p in bucket.parameters())
+        for bucket in self.buckets[: self._launched]:
+            if any(parameter is member for member in bucket.parameters()):
+                return True
+        return False
 
     def _launch_full(self, everything: bool = False) -> None:
         """Start the next buckets in order, as far as they are full."""

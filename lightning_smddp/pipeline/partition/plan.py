@@ -301,7 +301,10 @@ def ownership_of(
         if stage < 0:
             stage = neighbour_stage(name, homes)
         buffers.setdefault(name, ranks[stage])
-    parameters = {name: tuple(dict.fromkeys(ranks[stage] for stage in stages)) for name, stages in homes.items()}
+    parameters = {}
+    for name, stages in homes.items():
+        holders = [ranks[stage] for stage in stages]
+        parameters[name] = tuple(dict.fromkeys(holders))
     return Ownership(parameters, buffers, max(ranks) + 1)
 
 

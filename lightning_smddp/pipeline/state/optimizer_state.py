@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class OptimizerPartition:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those of this rank, in the optimizer's order."""
-        return [parameter for group in self._groups for parameter in group if self._is_mine(parameter)]
+        return [parameter for parameter in self._all() if self._is_mine(parameter)]
 
     @property
     def all_parameters(self) -> list[nn.Parameter]:
@@ -111,7 +112,7 @@ class OptimizerPartition:
         """A parameter of one element, 0, that is stepped along and never saved.
 
         ``GradScaler.step`` needs a gradient in every optimizer, which a rank without used parameters does not have;
-        see ``overflow.share_overflow``.
+        see ``across_stages.share_overflow``.
         """
         if self.placeholder is None:
             self.placeholder = nn.Parameter(torch.zeros(1, 1, device=device))
@@ -155,11 +156,10 @@ class OptimizerPartition:
         with self._whole(), self._with_states(states):
             state = self.optimizer.state_dict()
         owners = [self.ownership.owner(self._names[id(parameter)]) for parameter in self._all()]
-        mine = {
-            number: value
-            for number, value in state["state"].items()
-            if not isinstance(number, int) or owners[number] == self.rank
-        }
+        mine = {}
+        for number, value in state["state"].items():
+            if not isinstance(number, int) or owners[number] == self.rank:
+                mine[number] = value
         return {**state, "state": mine}
 
     def load_full_state_dict(self, state: Mapping[str, Any], shards: OptimizerShards | None = None) -> None:
@@ -172,22 +172,25 @@ class OptimizerPartition:
         Raises:
             ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
         """
-        ids = [number for group in state["param_groups"] for number in group["params"]]
+        groups = state["param_groups"]
+        numbers = list(chain.from_iterable(group["params"] for group in groups))
         parameters = self._all()
         others = set()
-        if len(ids) == len(parameters):  # else the optimizer says what is wrong
-            others = {number for number, p in zip(ids, parameters, strict=True) if not self._is_mine(p)}
+        if len(numbers) == len(parameters):  # else the optimizer says what is wrong
+            for number, parameter in zip(numbers, parameters, strict=True):
+                if not self._is_mine(parameter):
+                    others.add(number)
         kept = {number: copied(value) for number, value in state["state"].items() if number not in others}
-        fits = [len(group["params"]) for group in state["param_groups"]] == [len(group) for group in self._groups]
+        fits = [len(group["params"]) for group in groups] == [len(group) for group in self._groups]
         if shards is None or not fits:
             with self._whole():
                 self.optimizer.load_state_dict({**state, "state": kept})
             return
-        groups = []
-        for group in state["param_groups"]:
+        own_groups = []
+        for group in groups:
             own = [number for number in group["params"] if number not in others]
-            groups.append({**group, "params": own})
-        load_whole_state_dict(shards, {**state, "state": kept, "param_groups": groups})
+            own_groups.append({**group, "params": own})
+        load_whole_state_dict(shards, {**state, "state": kept, "param_groups": own_groups})
         self._filter()  # also the names that were loaded for the whole
 
     def give_back(self, state: Mapping[str, Any]) -> None:
@@ -197,7 +200,7 @@ class OptimizerPartition:
         self.optimizer.load_state_dict(dict(state))
 
     def _all(self) -> list[nn.Parameter]:
-        return [parameter for group in self._groups for parameter in group]
+        return list(chain.from_iterable(self._groups))
 
     def _is_mine(self, parameter: nn.Parameter) -> bool:
         return self.ownership.is_mine(self._names[id(parameter)], self.rank)

@@ -416,22 +416,23 @@ class GlobalView:
         # Which objects Python has kept alive may differ among ranks, so the ranks go through all serials that any home
         # has, in one order; a rank without the object takes part and throws the values away.
         alive = [[t.serial, t.home] for t in self._alive.values() if self.rank == t.home]
-        serials = sorted({serial for part in gather_json(alive, self.group, self.device) for serial, _ in part})
         shown = {id(leaf.shown) for leaf in self.leaves.by_name.values()}
-        homes = {serial: home for part in gather_json(alive, self.group, self.device) for serial, home in part}
-        for serial in serials:
+        homes: dict[int, int] = {}
+        for part in gather_json(alive, self.group, self.device):
+            homes.update(part)
+        for serial, home in sorted(homes.items()):
             tensor = self._alive.get(serial)
             facts = None
             if tensor is not None and tensor.home == self.rank and id(tensor) not in shown:
                 facts = Spec.of(tensor).to_json()
-            facts = broadcast_json(facts, self.group, self.device, homes[serial])
+            facts = broadcast_json(facts, self.group, self.device, home)
             if facts is None:
                 continue
             spec = Spec.from_json(facts)
             value = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
             if tensor is not None and tensor.local is not None:
                 value = tensor.local.detach().contiguous()
-            broadcast_tensors([spec], [value], self.group, homes[serial], self.device)
+            broadcast_tensors([spec], [value], self.group, home, self.device)
             if tensor is not None and tensor.local is None:
                 _make_plain(tensor, value.clone())
             elif tensor is not None and tensor.local is not None:
