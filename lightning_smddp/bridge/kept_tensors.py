@@ -119,7 +119,7 @@ def _same(before: list[tuple[Tensor, int]] | None, now: list[tuple[Tensor, int]]
     """Whether these are the same objects with the same contents."""
     if before is None or len(before) != len(now):
         return False
-    return all(
-        one is other and writes == other_writes
-        for (one, writes), (other, other_writes) in zip(before, now, strict=True)
-    )
+    for (one, writes), (other, other_writes) in zip(before, now, strict=True):
+        if one is not other or writes != other_writes:
+            return False
+    return True

@@ -117,7 +117,8 @@ class _Wanted:
             plain = encode(change.after, found)
         except UnknownTypeError:
             return cls(change.grows, None, [])
-        return cls(change.grows, plain, [[list(path), getattr(remote, "value", -1)] for path, remote in found.items()])
+        values = [[list(path), getattr(remote, "value", -1)] for path, remote in found.items()]
+        return cls(change.grows, plain, values)
 
 
 class LeftBehind:
@@ -464,8 +465,9 @@ class LeftBehind:
 
     def _combined(self, name: str, notes: Sequence[_Note]) -> dict[AttrPath, tuple[bool, Any]]:
         """What notes of all micro-batches come to, by path, and whether a list gains it."""
-        is_held = name == _HELD
-        changes = [_without_repeats(note.whole, notes[-1].whole, is_held) for note in notes[:-1]] + [notes[-1].whole]
+        is_held, last = name == _HELD, notes[-1].whole
+        changes = [_without_repeats(note.whole, last, is_held) for note in notes[:-1]]
+        changes.append(last)
         sizes, weights = [note.size for note in notes], [note.weight for note in notes]
         appended, values = combine_changes(changes, sizes, weights, self._per_row[name])
         combined: dict[AttrPath, tuple[bool, Any]] = {where: (True, tail) for where, tail in appended}
@@ -476,7 +478,11 @@ class LeftBehind:
         if chosen.rank == view.rank:
             _, value = self._of_stage(chosen.stage, name)[where]
             encode(value, local)
-        return {tuple(spec[0]): _global(view, chosen.rank, spec, local.get(tuple(spec[0]))) for spec in chosen.specs}
+        made: dict[tuple[str, ...], Tensor] = {}
+        for spec in chosen.specs:
+            path = tuple(spec[0])
+            made[path] = _global(view, chosen.rank, spec, local.get(path))
+        return made
 
     def _of_held(
         self, want: _Wanted, held: dict[int, _Offer], where: AttrPath, view: GlobalView

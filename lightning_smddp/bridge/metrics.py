@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -232,11 +233,14 @@ def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:
     if all(isinstance(value, Tensor) and value.dim() for value in values):
         return torch.cat(values)
     if all(isinstance(value, list) for value in values):
-        return [entry for value in values for entry in value]
+        return list(chain.from_iterable(values))
     if all(isinstance(value, (tuple, Mapping)) and len(value) == len(first) for value in values):
         if isinstance(first, Mapping):
-            return {key: _merge([value[key] for value in values], sizes, rule) for key in first}
-        return tuple(_merge([value[i] for value in values], sizes, rule) for i in range(len(first)))
+            merged = {}
+            for key in first:
+                merged[key] = _merge([value[key] for value in values], sizes, rule)
+            return merged
+        return tuple(_merge(list(members), sizes, rule) for members in zip(*values, strict=True))
     is_count = all(type(value) is int for value in values) and values == sizes
     if is_count or (rule == "sum" and isinstance(first, (Tensor, float))):
         return sum(values)
@@ -379,7 +383,10 @@ class PipelineMetrics:
             return
         self._changed -= set(wanted)
         present = [owner for owner in wanted if owner in self._metrics]
-        found = {f"{owner}:{name}": m for owner in present for name, m in members(self._metrics[owner]).items()}
+        found = {}
+        for owner in present:
+            for name, metric in members(self._metrics[owner]).items():
+                found[f"{owner}:{name}"] = metric
         states = {name: (metric.update_count, metric.metric_state) for name, metric in found.items()}
         received = broadcast_structure(states, self.group, self.src, self.device)
         if self.group.rank() == self.src:

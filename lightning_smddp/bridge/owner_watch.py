@@ -85,11 +85,11 @@ class OwnerWatch:
 
         Only values that can be followed, see ``is_plain``.
         """
-        found = [
-            Found(where, None, known[length:], grows=True)
-            for where, (known, length) in self.lengths.items()
-            if len(known) > length and value_at(self.own, where) is known and _is_plain(known[length:])
-        ]
+        found = []
+        for where, (known, length) in self.lengths.items():
+            tail = known[length:]
+            if tail and value_at(self.own, where) is known and _is_plain(tail):
+                found.append(Found(where, None, tail, grows=True))
         for name, after in list(self.own.items()):
             if name in self.ignored:
                 continue

@@ -136,22 +136,25 @@ def describe(
     counts = {name: parameter.numel() for name, parameter in module.named_parameters()}
     of_rank: dict[int, set[str]] = {}
     for stage in plan.stage_cuts.plans(len(plan.graph.nodes)):
+        number = stage.stage
+        rank = resources.rank_of_stage[number]
         items = plan.graph.nodes[stage.begin : stage.end]
-        names = {name for name, stages in plan.homes.items() if stage.stage in stages}
-        of_rank.setdefault(resources.rank_of_stage[stage.stage], set()).update(names)
-        sent = sum(plan.graph.values[value].nbytes for value in stage.sends)
-        text = (
-            f"{_range([item.module for item in items if item.module is not None])}: "
-            f"{100 * plan.stage_seconds[stage.stage] / total:.0f} % of the time, "
-            f"{_count(sum(counts[name] for name in names))} parameters, "
-            f"{plan.stage_memory[stage.stage] / 2**20:.1f} MiB"
-        )
+        modules = [item.module for item in items if item.module is not None]
+        names = {name for name, stages in plan.homes.items() if number in stages}
+        of_rank.setdefault(rank, set()).update(names)
+        percent, mebibytes = 100 * plan.stage_seconds[number] / total, plan.stage_memory[number] / 2**20
+        parameters = _count(sum(counts[name] for name in names))
+        text = f"{_range(modules)}: {percent:.0f} % of the time, {parameters} parameters, {mebibytes:.1f} MiB"
         if stage.sends:
+            sent = sum(plan.graph.values[value].nbytes for value in stage.sends)
             text += f", sends {sent / 2**10:.1f} KiB a micro-batch"
-        rows.append((f"stage {stage.stage} on rank {resources.rank_of_stage[stage.stage]}", text))
+        rows.append((f"stage {number} on rank {rank}", text))
     if len(of_rank) < resources.num_stages:
         for rank, names in sorted(of_rank.items()):
-            seconds = sum(s for s, r in zip(plan.stage_seconds, resources.rank_of_stage, strict=True) if r == rank)
+            seconds = 0.0
+            for holder, of_stage in zip(resources.rank_of_stage, plan.stage_seconds, strict=True):
+                if holder == rank:
+                    seconds += of_stage
             parameters = _count(sum(counts[name] for name in names))
             rows.append((f"rank {rank}", f"{100 * seconds / total:.0f} % of the time, {parameters} parameters"))
     if len(microbatches) > 1 and (norms := looks_at_other_rows(module)):
@@ -173,7 +176,8 @@ def looks_at_other_rows(module: nn.Module) -> list[str]:
 def _units(plan: PartitionPlan) -> str:
     calls = [node.module for node in plan.graph.nodes if node.module is not None]
     items = counted(len(plan.graph.nodes), "item")
-    return f"{counted(len(set(calls)), 'module')}, {counted(len(calls), 'call')}; {items} in all"
+    modules = counted(len(set(calls)), "module")
+    return f"{modules}, {counted(len(calls), 'call')}; {items} in all"
 
 
 def _schedule(options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]) -> str:

@@ -299,7 +299,9 @@ def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
             again = f" (call {counts[log.name]})"
         if log.metric is None:
             yield f"the logged {log.name!r}{again}", log.value
-    roots: list[tuple[str, Any]] = [(f"the metric {name!r}", count) for name, (count, _) in results.metrics.items()]
+    roots: list[tuple[str, Any]] = []
+    for name, (count, _) in results.metrics.items():
+        roots.append((f"the metric {name!r}", count))
     roots += [(f"the metric {name!r}, in its state", state) for name, state in observed.states.items()]
     roots += [(_attribute(where), tail) for where, tail in results.appended]
     roots += [(_attribute((name,)), value) for name, value in results.attributes.items()]

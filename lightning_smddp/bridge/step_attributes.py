@@ -21,6 +21,7 @@ import numbers
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -72,7 +73,8 @@ class AttributeWatch:
         tails = {}
         for where, found in self._lists():
             known, length = self.lengths.get(where, (found, 0))
-            in_a_tail = where not in self.lengths and isinstance(vars(self.module)[where[0]], list) and len(where) > 1
+            is_new_member = where not in self.lengths and len(where) > 1
+            in_a_tail = is_new_member and isinstance(vars(self.module)[where[0]], list)
             if known is found and len(found) > length and not in_a_tail:
                 tails[where] = found[length:]
         return tails
@@ -300,40 +302,49 @@ def apply_changes(module: nn.Module, appended: Sequence[tuple[AttrPath, list[Any
 
 def _is_per_row(tails: list[list[Any]], sizes: list[int]) -> bool:
     """Whether there is an item for each row; items that have the micro-batch's rows themselves are none."""
-    return [len(tail) for tail in tails] == sizes and not any(
-        tensor.dim() and tensor.shape[0] == size
-        for tail, size in zip(tails, sizes, strict=True)
-        for tensor in tensors(tail)
-    )
+    for tail, size in zip(tails, sizes, strict=True):
+        if len(tail) != size:
+            return False
+        if any(tensor.dim() and tensor.shape[0] == size for tensor in tensors(tail)):
+            return False
+    return True
 
 
 def _combine_tails(tails: list[list[Any]], sizes: list[int], per_row: bool) -> list[Any]:
-    everything = [item for tail in tails for item in tail]
-    if len(tails) == 1 or per_row or len({len(tail) for tail in tails}) > 1:
+    everything = list(chain.from_iterable(tails))
+    if len(tails) == 1 or per_row or not _are_as_long(tails):
         return everything
     try:
-        return [combine([tail[i] for tail in tails], sizes) for i in range(len(tails[0]))]
+        return [combine(list(at_once), sizes) for at_once in zip(*tails, strict=True)]
     except ValueError:  # no value stands for all micro-batches', so the list gets each of them
         return everything
 
 
 def _combine_losses(tails: list[list[Any]], weights: Sequence[float]) -> list[Any] | None:
     """Losses that each micro-batch appended or set, as the loss is weighted; None if they are no single numbers."""
-    numbers_only = all(
-        isinstance(item, float) or (isinstance(item, Tensor) and item.dim() == 0 and item.is_floating_point())
-        for tail in tails
-        for item in tail
-    )
-    if not numbers_only or len({len(tail) for tail in tails}) > 1:
+    if not all(map(_is_one_float, chain.from_iterable(tails))) or not _are_as_long(tails):
         return None
-    return [reduce_losses([tail[index] for tail in tails], weights) for index in range(len(tails[0]))]
+    return [reduce_losses(list(at_once), weights) for at_once in zip(*tails, strict=True)]
+
+
+def _are_as_long(tails: list[list[Any]]) -> bool:
+    return len({len(tail) for tail in tails}) == 1
+
+
+def _is_one_float(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return item.dim() == 0 and item.is_floating_point()
+    return isinstance(item, float)
 
 
 def _combine_written(before: Tensor, after: list[Tensor], sizes: list[int]) -> Tensor:
     """What a tensor that is changed in place comes to: counts add up, anything else is a mean."""
     if not (before.is_floating_point() or before.is_complex()):
         return before + sum(value - before for value in after)
-    return sum((value * size for value, size in zip(after, sizes, strict=True)), torch.zeros_like(before)) / sum(sizes)
+    total = torch.zeros_like(before)
+    for value, size in zip(after, sizes, strict=True):
+        total = total + value * size
+    return total / sum(sizes)
 
 
 def _combine_values(values: list[Any], sizes: list[int]) -> Any:
@@ -477,4 +488,5 @@ def settle_counts(
 
 def in_words(owner: str, where: AttrPath) -> str:
     """An attribute, or a member of a dict that is one, as code would have it."""
-    return f"{owner}.{where[0]}" + "".join(f"[{key!r}]" for key in where[1:])
+    keys = [f"[{key!r}]" for key in where[1:]]
+    return f"{owner}.{where[0]}{''.join(keys)}"

@@ -85,11 +85,12 @@ class Manifest:
 
     def write(self, directory: str) -> None:
         """Write it, and read it back."""
-        files: dict[str, dict[str, int | str]] = {name: {"bytes": size} for name, size in self.sizes.items()}
+        files: dict[str, dict[str, int | str]] = {}
+        for name, size in self.sizes.items():
+            files[name] = {"bytes": size}
         files[METADATA]["sha256"] = self.metadata_sha256
-        text = json.dumps(
-            {"format": _FORMAT, "version": _MANIFEST_VERSION, "saved_ns": self.saved_ns, "files": files}, indent=1
-        )
+        contents = {"format": _FORMAT, "version": _MANIFEST_VERSION, "saved_ns": self.saved_ns, "files": files}
+        text = json.dumps(contents, indent=1)
         with new_file(os.path.join(directory, MANIFEST)) as file:
             file.write(text.encode())
         if Manifest.read(directory) != self:

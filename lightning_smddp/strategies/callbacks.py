@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +97,13 @@ class RecordTimeline:
             return
         engine.record(None)
         self._recorder = None
-        local = [
-            (span.rank, span.stage, span.kind, span.microbatch, span.start_s - self._origin, span.end_s - self._origin)
-            for span in recorder.take()
-        ]
+        local = []
+        for span in recorder.take():
+            start_s, end_s = span.start_s - self._origin, span.end_s - self._origin
+            local.append((span.rank, span.stage, span.kind, span.microbatch, start_s, end_s))
         assert dist.group.WORLD is not None
         gathered = gather_json(local, dist.group.WORLD, trainer.strategy.root_device)
-        self.spans = [Span(*fields) for spans in gathered for fields in spans]
+        self.spans = [Span(*fields) for fields in chain.from_iterable(gathered)]
         if trainer.is_global_zero:
             options = trainer.strategy.options
             count = 1 + max(span.microbatch for span in self.spans)

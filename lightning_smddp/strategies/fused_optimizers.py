@@ -36,14 +36,18 @@ def fused_advice(module: nn.Module, stepped: Sequence[tuple[Optimizer, Sequence[
             continue
         sample = _sample(values)
         plain, fused = _step_seconds(optimizer, sample)
-        tried, elements = (sum(part.numel() for part in parts) for parts in (sample, values))
-        plain, fused = (seconds * elements / tried for seconds in (plain, fused))
+        tried, elements = _elements(sample), _elements(values)
+        plain, fused = plain * elements / tried, fused * elements / tried
         if plain - fused > _WORTH_S:
             advice.append(
                 f"{type(optimizer).__name__}(..., fused=True) would take {1e3 * fused:.1f} ms a step instead of "
                 f"{1e3 * plain:.1f} ms (of one thread, tried on {tried / 1e6:.2g} of {elements / 1e6:.2g} M elements)"
             )
     return advice
+
+
+def _elements(values: Sequence[Tensor]) -> int:
+    return sum(value.numel() for value in values)
 
 
 def _could_be_fused(optimizer: Optimizer, values: Sequence[Tensor]) -> bool:

@@ -84,7 +84,8 @@ def refuse_moved(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) 
         inside = [name for name in _names(kind) if name in given]
         if inside:
             moved += inside
-            lines.append(f"{group}={kind.__name__}({', '.join(f'{name}={_code(given[name])}' for name in inside)})")
+            arguments = [f"{name}={_code(given[name])}" for name in inside]
+            lines.append(f"{group}={kind.__name__}({', '.join(arguments)})")
     if moved:
         names = " and ".join(map(repr, moved))
         raise TypeError(f"{type(strategy).__name__} takes {names} in a group of options. Write {', '.join(lines)}.")

@@ -17,7 +17,7 @@ a pipeline's rank takes its own part of it (``bridge/module_states.py``: at once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -129,14 +129,17 @@ class Saving:
             return
         module = strategy.lightning_module
         assert module is not None
-        optimizers = strategy.optimizers if "optimizer_states" in checkpoint else []
-        save_sharded(
-            checkpoint if strategy._has_part_to_save else None,
-            filepath,
-            names_of(module, [strategy._optimized(getattr(o, "optimizer", o)) for o in optimizers]),
-            list(module.state_dict(keep_vars=True)) if strategy.is_global_zero else (),
-            self.ranks,
-        )
+        optimized = []
+        if "optimizer_states" in checkpoint:
+            plain = [getattr(optimizer, "optimizer", optimizer) for optimizer in strategy.optimizers]
+            optimized = [strategy._optimized(optimizer) for optimizer in plain]
+        own_part = None
+        if strategy._has_part_to_save:
+            own_part = checkpoint
+        keys: Sequence[str] = ()
+        if strategy.is_global_zero:
+            keys = list(module.state_dict(keep_vars=True))
+        save_sharded(own_part, filepath, names_of(module, optimized), keys, self.ranks)
 
     def load(self, path: Any, weights_only: bool | None, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """What a Trainer has saved, in whatever layout: a file by Lightning's ``load``. Collective for directories."""

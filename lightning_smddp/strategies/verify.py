@@ -81,10 +81,11 @@ def _values(where: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) 
     found = []
     for name in dict.fromkeys([*one, *other]):
         label = f"{where} {name!r}" if name else where
-        if name not in one or name not in other or one[name].shape != other[name].shape:
-            found.append(Difference(label, _norm(one.get(name)), _norm(other.get(name)), float("inf"), _VALUES))
+        first, second = one.get(name), other.get(name)
+        if first is None or second is None or first.shape != second.shape:
+            found.append(Difference(label, _norm(first), _norm(second), float("inf"), _VALUES))
         else:
-            found.append(_difference(label, one[name], other[name], float(one[name].double().norm()), _VALUES))
+            found.append(_difference(label, first, second, _norm(first), _VALUES))
     return found
 
 
@@ -146,9 +147,10 @@ class _Recorder(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         state = trainer.strategy.lightning_module_state_dict()  # of all ranks
+        copies = {name: value.detach().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
         step = {
             "outputs": _plain(outputs),
-            "state": {name: v.detach().clone() for name, v in state.items() if isinstance(v, torch.Tensor)},
+            "state": copies,
             "logged": _plain(dict(trainer.callback_metrics)),
         }
         self.seen["training"].append(step)
@@ -349,11 +351,11 @@ def _plain(structure: Any) -> dict[str, Any]:
 
 def show(findings: Sequence[Finding]) -> None:
     """A row for the loss and for each unit."""
-    rows = [
-        (
-            finding.name if finding.stage is None else f"{finding.name} (stage {finding.stage})",
-            f"one process {finding.expected:.7g}, pipeline {finding.actual:.7g}, difference {finding.difference:.1e}",
-        )
-        for finding in findings
-    ]
+    rows = []
+    for finding in findings:
+        name = finding.name
+        if finding.stage is not None:
+            name += f" (stage {finding.stage})"
+        numbers = f"one process {finding.expected:.7g}, pipeline {finding.actual:.7g}"
+        rows.append((name, f"{numbers}, difference {finding.difference:.1e}"))
     print_table("verify: one micro-batch's loss, and the norm of each unit's gradient", rows)

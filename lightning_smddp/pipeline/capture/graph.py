@@ -265,6 +265,7 @@ def build_graph(trace: Trace, modules: Modules, is_small: Callable[[str], bool])
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
     units = tuple(dict.fromkeys(node.module for node in builder.nodes if node.module is not None))
+    draws_in_python = trace.draws_in_python or any(call.draws_in_python for call in trace.calls)
     return StepGraph(
         builder.nodes,
         trace.values,
@@ -276,7 +277,7 @@ def build_graph(trace: Trace, modules: Modules, is_small: Callable[[str], bool])
         left=trace.left,
         reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
         shares_draws=bool(trace.reads_draws),
-        draws=bool(trace.reads_draws) or trace.draws_in_python or any(call.draws_in_python for call in trace.calls),
+        draws=bool(trace.reads_draws) or draws_in_python,
         once_a_batch=changes_of_state(trace, modules),
         foreign_writes=trace.foreign_writes,
         writing_lines=trace.writing_lines,

@@ -305,12 +305,14 @@ class Modules:
 
     def _returning(self, values: frozenset[int]) -> set[str]:
         """The modules that return some of ``values``, made in them."""
-        return {
-            call.module
-            for call in self.trace.calls
-            if call.returned is not None
-            and any(value in values and self.made_in(value, call.index) for value in call.returned.values)
-        }
+        found = set()
+        for call in self.trace.calls:
+            if call.returned is None:
+                continue
+            returned = values.intersection(call.returned.values)
+            if any(self.made_in(value, call.index) for value in returned):
+                found.add(call.module)
+        return found
 
     def _seal_around(self, event: Event, does: str, why: str, unfit: Collection[str] = ()) -> None:
         """The innermost module that can be placed whole, and is not ``unfit``, stays whole."""

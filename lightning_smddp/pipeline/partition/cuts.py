@@ -74,12 +74,9 @@ class StageCuts:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageCuts:
         """The inverse of :meth:`to_json`."""
-        return cls(
-            tuple(data["units"]),
-            tuple(data["cuts"]),
-            tuple(tuple(values) for values in data["live"]),
-            tuple(tuple(nodes) for nodes in data["again"]),
-        )
+        live = tuple(tuple(values) for values in data["live"])
+        again = tuple(tuple(nodes) for nodes in data["again"])
+        return cls(tuple(data["units"]), tuple(data["cuts"]), live, again)
 
 
 @dataclass(frozen=True)

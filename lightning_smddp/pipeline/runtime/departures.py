@@ -54,7 +54,11 @@ def without_meaning(boundary: Boundary, device: torch.device) -> tuple[Tensor, .
 def has_no_meaning(received: Sequence[Tensor]) -> bool:
     """Whether an earlier stage has left its path, so that any error is its fault."""
     shown = [tensor.detach() for tensor in received if _has_nan(tensor) and tensor.numel()]
-    return bool(shown) and all(bool((t.contiguous().reshape(-1).view(torch.uint8) == _BYTE).all()) for t in shown)
+    for tensor in shown:
+        in_bytes = tensor.contiguous().reshape(-1).view(torch.uint8)
+        if not (in_bytes == _BYTE).all():
+            return False
+    return bool(shown)
 
 
 def _has_nan(tensor: Tensor) -> bool:

@@ -124,7 +124,9 @@ class PipelineRuntime:
         """
         count = len(microbatches)
         edges = range(self.num_stages - 1)
-        boundaries = [[path.staged.boundary(edge, path.shapes, train) for edge in edges] for path in paths]
+        boundaries = []
+        for path in paths:
+            boundaries.append([path.staged.boundary(edge, path.shapes, train) for edge in edges])
         running = RunningStep(paths, step, microbatches, train, self.writes, observe, [None] * count)
         if looks is not None and self.ends_here:
             running.tails = []
@@ -275,8 +277,12 @@ class PipelineEngine:
         schedule = self._schedule_of(count, has_backward)
         for stage in self._stages:
             index = stage.stage_index
-            incoming = [() if stage.is_first else row[index - 1] for row in boundaries]
-            outgoing = [() if stage.is_last else row[index] for row in boundaries]
+            incoming: list[Boundary] = [()] * count
+            outgoing: list[Boundary] = [()] * count
+            if not stage.is_first:
+                incoming = [row[index - 1] for row in boundaries]
+            if not stage.is_last:
+                outgoing = [row[index] for row in boundaries]
             stage.begin_step(incoming, outgoing, has_backward)
         losses: list[Tensor] = []
         try:

@@ -162,17 +162,19 @@ class Shapes:
                 name_of_dtype(known.dtype),
                 known.requires_grad,
             ]
-        constants = {str(index): [_to_json(leaf) for leaf in found] for index, found in self.constants.items()}
+        constants: dict[str, Any] = {}
+        for index, found in self.constants.items():
+            constants[str(index)] = [_to_json(leaf) for leaf in found]
         return {"values": values, "constants": constants}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Shapes:
         """The inverse of :meth:`to_json`; constants that are no JSON are taken from the trace."""
-        values = {
-            int(index): Shape(tuple(shape), tuple(stride), dtype_of(dtype), bool(requires_grad))
-            for index, (shape, stride, dtype, requires_grad) in data["values"].items()
-        }
-        return cls(values, {int(index): tuple(found) for index, found in data["constants"].items()})
+        values = {}
+        for index, (shape, stride, dtype, requires_grad) in data["values"].items():
+            values[int(index)] = Shape(tuple(shape), tuple(stride), dtype_of(dtype), bool(requires_grad))
+        constants = {int(index): tuple(found) for index, found in data["constants"].items()}
+        return cls(values, constants)
 
     def remote_tensor(self, value: int) -> RemoteTensor:
         """The stand-in for ``value``, made once."""
