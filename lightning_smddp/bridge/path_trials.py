@@ -203,6 +203,8 @@ class PathTrials:
         if len(parts) < 2:
             return None
         parts = self.weighting.apply(parts)
+        # Twice, with different seeds: if the same rows have two losses, what is random in the step cannot be made
+        # constant, and a difference between whole and parts shows nothing.
         whole, again = self._loss(pair, 0), self._loss(pair, 1)
         losses = [self._loss(part, seed) for seed, part in enumerate(parts, start=2)]
         if _draws(self.step):
@@ -278,6 +280,8 @@ class PathTrials:
     ) -> Misfit | None:
         """By how much ``parts`` miss ``whole`` on any rank, if they do; None where they are not finite."""
         channel = self.setup.groups.host
+        # Each rank has the gradients of its own stages. They are judged on one scale, that of the largest anywhere, and
+        # by the worst of all: so every rank comes to the same verdict.
         largest = max(gather_json(max([0.0, *whole.norms.values()]), *channel))
         runs = (whole, *parts)
         # Autocast may keep nothing for backward: then gradients are in 16 bits though all values of the step are not.

@@ -130,6 +130,9 @@ def run_batch(
         microbatches, paths = found
         begin(len(microbatches))
         try:
+            # run all micro-batches -> everybody votes -> all as expected: go on
+            #                                         -> one left its path: undo, learn the new path, run again
+            # All ranks raise or none does, so that all come to the next attempt together.
             with _undone_if_left(partitioned.setup, paths):
                 outputs = _run_rounds(partitioned, step, microbatches, paths)
                 if not partitioned.take_tails(step, drop is not None):

@@ -110,6 +110,8 @@ class ExactResume:
             set_back(checkpoint, position.trained)
         if validated is not None:
             set_before_validation(checkpoint, validated, in_step)
+        # Lightning writes what the first rank has. Each rank has random numbers and a place in its data of its own,
+        # which go into the one checkpoint.
         ranks = gather_states(position.to_plain(self._rank), self._device)
         if not ranks:  # another rank writes it
             return

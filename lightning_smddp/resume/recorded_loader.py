@@ -147,6 +147,8 @@ def _iterate_without_drawing(loader: DataLoader[Any]) -> Iterator[Any]:
     """
     original = loader.generator
     copy = torch.Generator()
+    # unbroken run:  workers start (a seed is drawn) | epoch 1 | epoch 2: workers are there, nothing is drawn
+    # resumed run:   workers start in the middle of epoch 2, where a seed would be drawn that the other run did not draw
     copy.set_state(torch.get_rng_state() if original is None else original.get_state())
     loader.generator = copy
     try:

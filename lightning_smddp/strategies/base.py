@@ -198,6 +198,7 @@ class TrainerStrategy(_Base):
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         """Around an optimizer's step, its closure included."""
+        # Just before the step, as users' hooks may have been registered since: ours have to be next to the step.
         for shards in self._shards:
             shards.stand_next_to_step()
         try:

@@ -133,6 +133,8 @@ class RunSupervision:
         supervisor = self.supervisor
         if supervisor is None:
             return
+        # The last place to hear of what came behind the last step: who ended without a look here would call a run a
+        # success that others have seen fail, or stop.
         stop = supervisor.gate(_END)
         self._end_supervision()
         if supervisor.failure is not None:
@@ -153,6 +155,8 @@ class RunSupervision:
             hooks_s = self.hooks_after_exception_s if self._failed_run else 0.0
             if hooks_s > 0.0:
                 supervisor.postpone(hooks_s + _GOODBYES_S)
+                # torchrun and others kill all ranks as soon as one has ended, and the rank that failed first may still
+                # be in the user's `on_exception`: so this one ends behind it.
                 if supervisor.await_first(hooks_s) and may_be_ended():
                     time.sleep(_AFTER_THE_FIRST_S)
             supervisor.close(max(_GOODBYES_S, hooks_s))

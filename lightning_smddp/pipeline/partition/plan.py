@@ -174,6 +174,8 @@ def divide(
         found = partition(graph, resources, reference, split, checkpointing)
         return {**_decision(graph, found), "reference": measured}
 
+    # Measured times differ between ranks, and with them the best cuts. So one rank decides, and all work out from its
+    # words, plain data, what follows: graph, homes and owners are the same functions of the same values everywhere.
     decision = first_decides(decide, group, device)
     measured = decision.pop("reference")
     stage_cuts = StageCuts.from_json(decision["splitting"])
@@ -316,6 +318,7 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.devic
     """
     lines = graph.digest()
     gathered = gather_json([_digest(lines), graph.draws, graph.foreign_writes], group, device)
+    # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
     digests = [digest for digest, _, _ in gathered]
     graph.draws = any(draws for _, draws, _ in gathered)
     for _, _, locations in gathered:
@@ -356,6 +359,7 @@ def first_decides(decide: Callable[[], Any], group: dist.ProcessGroup, device: t
             answer = {"error": str(error)}
         except Exception as error:
             text = f"The step failed on rank 0 while it was tried: {error!r}"
+            # The others wait for an answer, whatever it is. Here the error itself is raised, as it has the cause.
             broadcast_json({"failure": text}, group, device)
             raise StepFailedError(text) from error
     answer = broadcast_json(answer, group, device)

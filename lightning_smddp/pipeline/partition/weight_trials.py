@@ -66,6 +66,9 @@ class _Candidates:
 
     def add(self, trial: _Trial) -> None:
         """Drop what it shows to be wrong. A trial that no candidate explains shows nothing, but for the first."""
+        # Wrong is what misses by more than the tolerance, and also what misses clearly where another hits: a fresh
+        # model's losses are so alike that wrong weights miss by little. Below a share of the tolerance it is noise, and
+        # nobody is clearly wrong.
         errors = {weighting: trial.error(weighting) for weighting in self.weightings}
         best = min(errors.values())
         limit = min(self.tolerance, max(_CLEAR * best, _NOISE * self.tolerance))
@@ -117,6 +120,8 @@ def find_weighting(
     conceivable = list(dict.fromkeys([*observed, *_conceivable(microbatch)]))
     candidates = _Candidates(conceivable, tolerance)
     candidates.add(first)
+    # Trials cost runs of the step, so each is made only while candidates are left that it could tell apart: first with
+    # the rows as they are and thinned, then, if that was not enough, with a model whose losses are less alike.
     for context in (nullcontext, louder or nullcontext):
         if len(candidates.distinct()) < 2 and context is not nullcontext:
             break

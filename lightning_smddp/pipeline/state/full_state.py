@@ -136,6 +136,8 @@ def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
 
 def set_contents(tensor: Tensor, value: Tensor) -> None:
     """Give ``tensor`` the memory of ``value``, on any device; it stays the same object, without gradient and hooks."""
+    # before:  object `tensor` -> meta, no values       after:  object `tensor` -> values
+    # The Python object stays, so whoever holds it (optimizers, ties, lists of the user's) has the values too.
     swap_contents(tensor, value.detach().requires_grad_(tensor.requires_grad))
     forget_hooks(tensor)
     if isinstance(tensor, AbsentParameter) and not tensor.is_meta:
@@ -243,6 +245,8 @@ def _lent(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
         for name, value in values.items():
             tensor = named[name]
             if tensor.is_meta or tensor.data_ptr() != value.data_ptr():
+                # Swapped, not copied: `state_dict` then returns the received tensors themselves, and a second swap
+                # gives them back.
                 other = value.detach().requires_grad_(tensor.requires_grad)
                 swap_contents(tensor, other)
                 changed.append((tensor, other))

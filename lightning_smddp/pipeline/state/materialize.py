@@ -66,6 +66,8 @@ def materialize(module: nn.Module, names: Collection[str], device: torch.device,
             if local or buffers:
                 initialisation = _Initialisation(module, name, parameters, local, buffers)
                 values += initialisation.run(device, seed)
+                # A tied parameter has its values now, from the first module that names it, as in a model that was built
+                # whole.
                 wanted -= {id(parameters[key]) for key in local}
     for parameter, value in values:
         set_contents(parameter, value)

@@ -221,6 +221,8 @@ class OptimizerPartition:
             group["params"] = [parameter for parameter, keep in zip(parameters, mine, strict=True) if keep]
             if labels is not None:
                 group["param_names"] = [label for label, keep in zip(labels, mine, strict=True) if keep]
+            # States are found by the parameter object: of those of other ranks none may stay, or they would be saved
+            # twice.
             for parameter, keep in zip(parameters, mine, strict=True):
                 if not keep:
                     self.optimizer.state.pop(parameter, None)
@@ -258,6 +260,7 @@ class OptimizerPartition:
     def _with_states(self, states: Mapping[Any, Any]) -> Iterator[None]:
         """Within it the optimizer has these states, beside what belongs to no parameter."""
         real = self.optimizer.state
+        # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
         shown: defaultdict[Any, Any] = defaultdict(dict)
         shown.update({key: value for key, value in real.items() if not isinstance(key, Tensor)})
         shown.update(states)
