@@ -6,7 +6,8 @@ straight into each bucket: two barriers and two passes over memory for an all-re
 
 Where the bucket cannot be moved (no space on the shared-memory mount), the rank stages it window by window in an
 anonymous memory file, which that mount does not limit. Which way a rank goes is its own decision: it announces in
-each barrier's message what the others find where.
+each barrier's message what the others find where. A tensor that has other memory than before (DDP makes its buckets
+anew in the second step) is announced before that memory is shared: then nobody keeps the old one beside it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_smddp.wording import counted
 WINDOW_BYTES = 64 * 2**20  # how much of a bucket is staged at a time
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
 _HEADER = struct.Struct("<BBqQQ")  # kind, dtype, slot, numel, byte offset in the segment
-_SAME, _MAPPED, _STAGED = range(3)
+_SAME, _MAPPED, _STAGED, _MOVING = range(4)
 _FINITE, _NOT_FINITE = b"\0", b"\1"
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -166,36 +167,54 @@ class SharedMemory:
 
         ``bring``: the tensor's values go to the peers (else only the peers' come here).
         """
-        kind, descriptor, offset = self._announce(tensor, slot)
-        number, numel = slot, tensor.numel()
-        if number is None:
-            number = -1
-        step = WINDOW_BYTES // tensor.dtype.itemsize
-        if kind == _STAGED and bring:
-            self._stage(tensor, 0, min(step, numel))
-        header = _HEADER.pack(kind, _DTYPES.index(tensor.dtype), number, numel, offset)
-        regions, staged = self._map(self._exchange(header, descriptor), tensor, number)
-        staged[self.mesh.rank] = kind == _STAGED
-        if not any(staged.values()):
-            step = max(numel, 1)
+        kinds, regions = self._meet(tensor, slot, bring)
+        if _MOVING in kinds.values():  # all see the same kinds
+            kinds, regions = self._meet(tensor, slot, bring)
+        staged = {local: kind == _STAGED for local, kind in kinds.items()}
+        numel = tensor.numel()
+        step = max(numel, 1)
+        if any(staged.values()):
+            step = self._window_numel(tensor)
         for start in range(0, numel, step):
             stop = min(start + step, numel)
             # The first window's barrier was the announcement. Later ones: all have taken out what was in the window
             # before, as each comes here only behind `_copy_back`, so its memory may be filled again.
             if start:
-                if kind == _STAGED and bring:
+                if staged[self.mesh.rank] and bring:
                     self._stage(tensor, start, stop)
                 self._exchange()
             yield _Window(regions, staged, start, stop)
 
+    def _meet(self, tensor: Tensor, slot: int | None, bring: bool) -> tuple[dict[int, int], dict[int, Tensor]]:
+        """A barrier: which way each local rank goes with ``tensor``, and the peers' memory, but for those that move."""
+        kind, descriptor, offset = self._announce(tensor, slot)
+        number = slot
+        if number is None:
+            number = -1
+        if kind == _STAGED and bring:
+            self._stage(tensor, 0, min(self._window_numel(tensor), tensor.numel()))
+        header = _HEADER.pack(kind, _DTYPES.index(tensor.dtype), number, tensor.numel(), offset)
+        kinds, regions = self._map(self._exchange(header, descriptor), tensor, number)
+        kinds[self.mesh.rank] = kind
+        return kinds, regions
+
+    def _window_numel(self, tensor: Tensor) -> int:
+        return WINDOW_BYTES // tensor.dtype.itemsize
+
     def _announce(self, tensor: Tensor, slot: int | None) -> tuple[int, int | None, int]:
-        """How the peers find ``tensor``: (kind, descriptor to send, byte offset in it)."""
+        """How the peers find ``tensor``: (kind, descriptor to send, byte offset in it).
+
+        One whose memory is another than before is to be announced again: before it is shared, the old is let go of.
+        """
         if slot is None or not self._zero_copy or tensor.numel() == 0:
             return _STAGED, self._staging_descriptor(tensor), 0
         size = tensor.numel() * tensor.dtype.itemsize
         known = self._own.get(slot)
         if known is not None and known[1] == (tensor.data_ptr(), size):
             return _SAME, None, 0
+        if known is not None:
+            del self._own[slot], known
+            return _MOVING, None, 0
         try:
             descriptor = share_storage(tensor)
         except RuntimeError as error:
@@ -206,25 +225,28 @@ class SharedMemory:
         self._own[slot] = (tensor, (tensor.data_ptr(), size))
         return _MAPPED, descriptor, int(tensor.storage_offset()) * tensor.dtype.itemsize
 
-    def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[dict[int, Tensor], dict[int, bool]]:
-        """The peers' memory, mapping what they sent a descriptor for, and which of it is staged."""
+    def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[dict[int, int], dict[int, Tensor]]:
+        """The peers' kinds and memory, mapping what they sent a descriptor for."""
+        kinds: dict[int, int] = {}
         regions: dict[int, Tensor] = {}
-        staged: dict[int, bool] = {}
         try:
             for peer, message in arrival.messages.items():
                 kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
                 self._check(peer, tensor, slot, (_DTYPES[dtype], peer_slot, numel))
+                kinds[peer] = kind
                 key = (peer, slot)
                 if kind == _STAGED:
                     key = (peer, -1)
                 if peer in arrival.descriptors:
                     self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
-                regions[peer] = self._peers[key]
-                staged[peer] = kind == _STAGED
+                if kind == _MOVING:
+                    self._peers.pop(key, None)
+                else:
+                    regions[peer] = self._peers[key]
         finally:
             for descriptor in arrival.descriptors.values():
                 os.close(descriptor)
-        return regions, staged
+        return kinds, regions
 
     def _check(self, peer: int, tensor: Tensor, slot: int, announced: tuple[torch.dtype, int, int]) -> None:
         if announced == (tensor.dtype, slot, tensor.numel()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -215,6 +216,37 @@ def drop_tensor(group: dist.ProcessGroup) -> bool:
 
 def test_the_address_of_a_slots_last_tensor_goes_to_no_other() -> None:
     assert run_in_threads(drop_tensor, 2) == [True, True]
+
+
+def memory_files() -> set[str]:
+    """Device and number of the files that this process has mapped and nobody can open."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {" ".join(line.split()[3:5]) for line in lines if line.endswith("(deleted)")}
+
+
+def move_bucket(group: dist.ProcessGroup) -> float:
+    with memory_of(group) as memory:
+        tensor = torch.ones(5000)
+        memory.all_reduce(tensor, 0)
+        tensor = torch.full((7000,), 2.0)
+        memory.all_reduce(tensor, 0)
+        return tensor.mean().item()
+
+
+def test_no_rank_keeps_a_slots_last_memory_beside_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP makes its buckets anew in the second step: for a moment they were there three times."""
+    share, met, still = shared_memory.share_storage, threading.Barrier(2), []
+
+    def look(tensor: Tensor) -> int:
+        met.wait(20)  # both have let go of what they had
+        still.append(memory_files())
+        met.wait(20)
+        return share(tensor)
+
+    monkeypatch.setattr(shared_memory, "share_storage", look)
+    before = memory_files()
+    assert run_in_threads(move_bucket, 2) == [4.0, 4.0]
+    assert still == [before] * 4
 
 
 def change_size(group: dist.ProcessGroup) -> list[float]:
