@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,17 +189,18 @@ class _Pipeline:
             runs = [run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED) for _ in range(2)]
         found = partition(self.graph, resources, fastest(runs), None, checkpointing)
         self.cuts = StageCuts.at(self.graph, found.cuts)
+        plans = self.cuts.plans(len(self.graph.nodes))
+        # Of the runs for times, which keep all activations. They come before it is known whether batches stay whole.
+        self.timing_profiles = profile_stages(self.graph, plans, run, self._loss, self.module, False)
         trials = self.found or self._try()
         if trials.whole:
             self.microbatches = [self.splitter.whole(self.first.batch)]
             run = self.step.alone(self.microbatches[0])
             traced = self._traced(run)  # shapes of all rows
             self.graph = build_graph(traced, Modules(traced, self.module), is_within(units))
-        plans = self.cuts.plans(len(self.graph.nodes))
-        self.profiles = profile_stages(self.graph, plans, run, self._loss, self.module, checkpointing)
-        self.plain_profiles = self.profiles  # of trials at the start, which keep all activations
-        if checkpointing:
-            self.plain_profiles = profile_stages(self.graph, plans, run, self._loss, self.module, False)
+        self.profiles = self.timing_profiles
+        if trials.whole or checkpointing:
+            self.profiles = profile_stages(self.graph, plans, run, self._loss, self.module, checkpointing)
         return trials
 
     def _traced(self, run: Callable[[], Any]) -> Trace:
@@ -250,7 +251,9 @@ class _Pipeline:
         flights = in_flight(self.options, self.rank_of_stage, len(self.microbatches))
         kept = sum(flights[stage] * self.profiles[stage].kept for stage in here)
         for_a_moment = max(profile.peak - profile.kept for profile in profiles)
-        running = replace(held, activations=sizes.batch + kept, temporary=for_a_moment)
+        running = replace(
+            held, activations=sizes.batch + kept, communication=self._messages(here), temporary=for_a_moment
+        )
         # In the second step one micro-batch is compared with a plain step, beside the gradients of the first step. The
         # plain step's are there twice when they are brought home.
         single = sum(profile.kept for profile in profiles)
@@ -259,13 +262,30 @@ class _Pipeline:
         stepping = replace(held, activations=sizes.batch, temporary=sizes.optimizer_temporary)
         return max(running, checking, bringing, stepping, key=lambda memory: memory.total)
 
+    def _messages(self, here: Sequence[int]) -> int:
+        """Bytes of messages that torch's schedule holds when they have gone, while a rank's backwards run.
+
+        With one stage a rank it holds the last output until it has the next one; with several, all outputs and
+        gradients that went to other ranks, for whose sends it waits at the end of the step.
+        """
+        rank = self.rank_of_stage[here[0]]
+        outputs = [self.profiles[stage].sent for stage in here if self._other_rank(stage + 1, rank)]
+        gradients = [self.profiles[stage].received for stage in here if self._other_rank(stage - 1, rank)]
+        if self.options.schedule.several_stages:
+            return len(self.microbatches) * sum(outputs + gradients)
+        return sum(outputs)
+
+    def _other_rank(self, stage: int, rank: int) -> bool:
+        """Whether there is such a stage, and another rank has it."""
+        return 0 <= stage < self.num_stages and self.rank_of_stage[stage] != rank
+
     def _start(self, sizes: Sizes) -> Memory:
         """The first rank's before training: the whole module, for trials of some rows and one micro-batch's times."""
         held = Memory(parameters=sizes.parameters + sizes.buffers, activations=sizes.batch)
         trying = replace(held, temporary=self.trials.memory)
         # One stage behind the other, and back: at a stage's fullest moment there is what those before it have kept.
         kept, fullest = 0, 0
-        for profile in self.plain_profiles:
+        for profile in self.timing_profiles:
             fullest = max(fullest, kept + profile.peak)
             kept += profile.kept
         timing = replace(held, activations=sizes.batch + kept, temporary=fullest - kept)

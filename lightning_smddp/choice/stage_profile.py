@@ -44,9 +44,10 @@ def profile_stages(
             with recorded_memory() as record:
                 _train(replay, step, loss_of, received, record)
             seconds = shortest(functools.partial(_train, replay, step, loss_of, received, None))
-            size = sum(tensor.nbytes for tensor in received)
-            profiles.append(replace(profile_of(record), seconds=seconds, received=size))
-            received = tuple(tensor.detach() for tensor in _forward(replay, step, loss_of, received))
+            sent = tuple(tensor.detach() for tensor in _forward(replay, step, loss_of, received))
+            sizes = [sum(tensor.nbytes for tensor in message) for message in (received, sent)]
+            profiles.append(replace(profile_of(record), seconds=seconds, received=sizes[0], sent=sizes[1]))
+            received = sent
     return profiles
 
 

@@ -6,7 +6,6 @@ of them. So what is recorded is the rest: what the forward keeps for the backwar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch_memory import MemoryRecord, recorded_memory
+from lightning_smddp.pipeline.capture.clock import Clock
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 
 _CPU = torch.device("cpu")
@@ -28,13 +28,14 @@ class StepProfile:
         kept: when the forward is over: what the backward needs.
         peak: the most at any time.
         seconds: of forward and backward.
-        received: bytes that a stage of a pipeline gets from the one before.
+        received, sent: bytes that a stage of a pipeline gets from the one before, and sends to the next.
     """
 
     kept: int
     peak: int
     seconds: float = 0.0
     received: int = 0
+    sent: int = 0
 
 
 def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepProfile:
@@ -55,15 +56,12 @@ def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepPro
 
 
 def shortest(run: Callable[[], object], repeats: int = 2) -> float:
-    """Seconds of the fastest of some runs, without the time in which other processes had the processor.
-
-    Threads of ``run`` that work at the same time make its processor time longer than that by the clock.
-    """
-    seconds = []
+    """Seconds of the fastest of some runs, without the time in which other processes had the processor."""
+    clock, seconds = Clock(_CPU), []
     for _ in range(repeats):
-        start, processor = time.perf_counter(), time.process_time()
+        begin = clock.now()
         run()
-        seconds.append(min(time.perf_counter() - start, time.process_time() - processor))
+        seconds.append(begin.until(clock.now()))
     return min(seconds)
 
 

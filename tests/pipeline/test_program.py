@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.live_sets import live_sets
+from lightning_smddp.pipeline.partition.reference import run_reference
 from tests.pipeline.example_modules import D, Layer, Net
 from tests.pipeline.stage_emulation import CPU
 
@@ -221,6 +224,36 @@ def test_times_are_those_of_the_module_not_of_the_trace() -> None:
     assert 0 < found.nodes[0].seconds < 50 * operations
     assert found.nodes[0].activation_bytes == 30 * 4 * D * 4
     assert found.forward_seconds >= found.nodes[0].seconds
+
+
+class Waits(torch.autograd.Function):
+    """Others have the processor for a while, in forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return gradients[0]
+
+
+def test_times_are_without_those_in_which_others_have_the_processor() -> None:
+    """On a busy machine they moved cuts: of a BERT by a layer, with another rank's memory (2026-11)."""
+    slow = Layer(lambda s, x: Waits.apply(s.linear(x)))
+    root = nn.ModuleDict({"net": Net(lambda s, x: s.b(s.slow(s.a(x))).mean(), slow=slow)})
+
+    def step() -> Tensor:
+        loss: Tensor = root["net"](torch.ones(4, D))
+        return loss
+
+    record = trace(step, root, CPU)
+    found = build_graph(record, Modules(record, root), lambda name: name != "net")
+    reference = run_reference(found, step, lambda result: result, root, CPU, 0)
+    seconds = [node.seconds for node in found.nodes]
+    assert 0 < max(seconds + reference.forward_seconds + reference.backward_seconds) < 0.09
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -9,7 +9,6 @@ stage can do it by itself. A dispatch mode below watches for tensors made by wha
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -27,6 +26,7 @@ from lightning_smddp._compat.torch import (
     in_checkpoint,
     without_torch_function,
 )
+from lightning_smddp.pipeline.capture.clock import Clock
 from lightning_smddp.pipeline.capture.foreign_writes import written_by
 from lightning_smddp.pipeline.capture.graph import refuse_backward
 from lightning_smddp.pipeline.capture.ops import (
@@ -105,13 +105,14 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.inside = False  # a function that was seen
         self.busy = False  # with our own bookkeeping
         self.lent: dict[int, str] = {}  # by `fetch`, for one operation
+        self.clock = Clock(device)
         self.overhead = 0.0  # seconds
         self.drawn: set[int] = set()  # values that depend on nothing but what torch drew, and on the batch
         self.python_random = PythonRandom(module)
         self.python_states = self.python_random.get()
 
     def run(self, step: Callable[[], Any]) -> Trace:
-        start = self._now()
+        start = self.clock.now()
         saving: AbstractContextManager[Any] = nullcontext()
         if self.fetch is not None:  # no backward will come
             saving = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
@@ -129,7 +130,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         self._note_python_draws()
         found = [self.find(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
         self.trace.returned = tuple(dict.fromkeys(value for value in found if value is not None))
-        self.trace.seconds = self._now() - start - self.overhead
+        self.trace.seconds = start.until(self.clock.now()) - self.overhead
         return self.trace
 
     # ---- module calls ----
@@ -139,11 +140,11 @@ class _Tracer(TorchFunctionMode, Tracking):
             if self.inside:
                 return forward(*args, **kwargs)
             call = self._enter(name)
-            start, overhead = self._now(), self.overhead
+            start, overhead = self.clock.now(), self.overhead
             try:
                 result = forward(*args, **kwargs)
             finally:
-                call.seconds = self._now() - start - (self.overhead - overhead)
+                call.seconds = start.until(self.clock.now()) - (self.overhead - overhead)
                 self._note_python_draws()
                 self.stack.pop()
                 call.last = len(self.trace.events)
@@ -186,10 +187,10 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _note_python_draws(self) -> None:
         """Charge the innermost call with Python's random numbers drawn since the last look."""
-        begin = self._now()
+        begin = self.clock.now()
         states = self.python_random.get()
         same = same_states(states, self.python_states)
-        self.overhead += self._now() - begin
+        self.overhead += begin.until(self.clock.now())
         if same:
             return
         self.python_states = states
@@ -215,7 +216,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             if self.fetch is not None:
                 refuse_backward(user_location())  # nothing is kept for it
             self.trace.backward_locations.append(user_location())
-        begin, self.busy = self._now(), True
+        begin, self.busy = self.clock.now(), True
         if written_by(function, args, kwargs):
             self.trace.writing_lines.add(user_lines())
         arguments = leaves((args, kwargs))
@@ -227,15 +228,15 @@ class _Tracer(TorchFunctionMode, Tracking):
         # drew.
         versions, states = [self._version(t) for t in given], self._random_states(arguments)
         inputs = tuple(dict.fromkeys(v for t in given if (v := self.find(t)) is not None))
-        start, overhead = self._now(), self.overhead
+        start, overhead = self.clock.now(), self.overhead
         # `inside`: what the function itself calls is not the user's. `busy`: what our bookkeeping calls is nobody's.
         self.inside, self.busy = True, False
         try:
             result = self._do(function, args, kwargs)
         finally:
             self.inside = False
-        end, self.busy = self._now(), True
-        seconds = end - start - (self.overhead - overhead)
+        end, self.busy = self.clock.now(), True
+        seconds = start.until(end) - (self.overhead - overhead)
         mutated = [t for t, v in zip(given, versions, strict=True) if not _equal(self._version(t), v)]
         if args and is_inplace(function):
             mutated = _with_target(mutated, args[0])
@@ -256,7 +257,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             self._put_back(states)  # as in a replay, where one stage alone draws it
         self._record(event, given, arguments, result, mutated)
         self.busy = False
-        self.overhead += (start - begin) + (self._now() - end)
+        self.overhead += begin.until(start) + end.until(self.clock.now())
         return result
 
     def _look(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -398,7 +399,7 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def saw_unseen(self, args: Any, kwargs: Any, result: Any) -> None:
         """An operation of torch's dispatcher, inside of a function that was seen or not."""
-        begin = time.perf_counter()
+        begin = self.clock.read()
         given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         memories = [self.memory_of(t) for t in given]
         made = [self.memory_of(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
@@ -413,7 +414,7 @@ class _Tracer(TorchFunctionMode, Tracking):
                 memory.bound = True
                 if memory.hidden is None:
                     memory.hidden = index
-        self.overhead += time.perf_counter() - begin
+        self.overhead += begin.until(self.clock.read())
 
     def saw_cast(self, tensor: Tensor, result: Tensor) -> None:
         """A copy, maybe in another type, as autocast makes them of weights."""
@@ -433,11 +434,6 @@ class _Tracer(TorchFunctionMode, Tracking):
         if tensor.is_inference():
             return -1
         return tensor._version
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
     def _put_back(self, states: list[Tensor]) -> None:
         torch.set_rng_state(states[0])

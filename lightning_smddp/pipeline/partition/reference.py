@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_smddp.pipeline.capture.clock import Clock, Instant
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.python_random import seed_torch
 from lightning_smddp.pipeline.partition.live_sets import live_sets
@@ -63,15 +63,15 @@ def run_reference(
         observer = seeding(seed)
     else:
         replay.python_random = None  # what units draw in Python, too
-    clock = _Clock(len(graph.nodes), device, observer)
+    times = _NodeTimes(len(graph.nodes), device, observer)
     seed_torch(seed)
 
     def replayed() -> Any:
         with patched_units(root, graph.units):
-            return replay.run(step, (), Shapes.of(graph), Observers(clock.observe))[1]
+            return replay.run(step, (), Shapes.of(graph), Observers(times.observe))[1]
 
-    loss, norms = _backward(replayed, loss_of, root, clock)
-    return Reference(loss, norms, forward_seconds=clock.forward, backward_seconds=clock.backward)
+    loss, norms = _backward(replayed, loss_of, root, times)
+    return Reference(loss, norms, forward_seconds=times.forward, backward_seconds=times.backward)
 
 
 def run_plain(
@@ -79,11 +79,11 @@ def run_plain(
 ) -> tuple[float, dict[str, float]]:
     """The same of the step as it is, with nothing patched: what a replay may change shows by it."""
     seed_torch(seed)
-    return _backward(step, loss_of, root, _Clock(0, device, None))
+    return _backward(step, loss_of, root, _NodeTimes(0, device, None))
 
 
 def _backward(
-    step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, clock: _Clock
+    step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, times: _NodeTimes
 ) -> tuple[float, dict[str, float]]:
     """Forward, and backward if there is a loss: the loss, and norms of gradients."""
     norms: dict[str, float] = {}
@@ -94,9 +94,9 @@ def _backward(
     try:
         loss = loss_of(step())
         if loss is not None and loss.requires_grad:
-            clock.backward_begins()
+            times.backward_begins()
             loss.backward()
-            clock.backward_ends()
+            times.backward_ends()
     finally:
         for handle in handles:
             handle.remove()
@@ -143,7 +143,7 @@ def _note_norm(name: str, norms: dict[str, float]) -> Callable[[Tensor], None]:
     return note
 
 
-class _Clock:
+class _NodeTimes:
     """Seconds of nodes, forward and backward.
 
     Gradients reach a node's results when the backward of all behind it is done: from then on the time is the node's,
@@ -151,18 +151,18 @@ class _Clock:
     """
 
     def __init__(self, count: int, device: torch.device, seed: Observer | None) -> None:
-        self.device, self.seed = device, seed
+        self.clock, self.seed = Clock(device), seed
         self.forward, self.backward = [0.0] * count, [0.0] * count
-        self.started = 0.0
-        self.running: tuple[float, int] | None = None  # backward: since when, which node
+        self.started = self.clock.now()
+        self.running: tuple[Instant, int] | None = None  # backward: since when, which node
 
     def observe(self, node: Node, ends: bool, result: Any) -> None:
         if not ends:
             if self.seed is not None:
                 self.seed(node, ends, result)
-            self.started = self._now()
+            self.started = self.clock.now()
             return
-        self.forward[node.index] += self._now() - self.started
+        self.forward[node.index] += self.started.until(self.clock.now())
         for tensor in tensors(result):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda _, index=node.index: self._backward_enters(index))
@@ -175,14 +175,9 @@ class _Clock:
 
     def _backward_enters(self, index: int) -> None:
         self._charge()
-        self.running = (self._now(), index)
+        self.running = (self.clock.now(), index)
 
     def _charge(self) -> None:
         if self.running is not None:
             since, index = self.running
-            self.backward[index] += self._now() - since
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+            self.backward[index] += since.until(self.clock.now())
