@@ -26,7 +26,7 @@ from lightning_smddp.pipeline.capture.tracer import trace
 from lightning_smddp.pipeline.partition.cuts import StageCuts, choose_units, homes_of, is_within, partition
 from lightning_smddp.pipeline.partition.hardware import LOOPBACK
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, rows_of
-from lightning_smddp.pipeline.partition.plan import CHECK_SEED
+from lightning_smddp.pipeline.partition.plan import CHECK_SEED, REFERENCE_RUNS
 from lightning_smddp.pipeline.partition.reference import fastest, run_reference
 from lightning_smddp.pipeline.partition.rows import Splitter
 from lightning_smddp.pipeline.runtime.remote import ReplayError
@@ -186,7 +186,7 @@ class _Pipeline:
         units = choose_units(traced, modules, resources, None, checkpointing).units
         self.graph = build_graph(traced, modules, is_within(units))
         with preserve_state(self.module, _CPU):
-            runs = [run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED) for _ in range(2)]
+            runs = [run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED) for _ in range(REFERENCE_RUNS)]
         found = partition(self.graph, resources, fastest(runs), None, checkpointing)
         self.cuts = StageCuts.at(self.graph, found.cuts)
         plans = self.cuts.plans(len(self.graph.nodes))

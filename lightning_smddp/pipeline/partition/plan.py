@@ -36,7 +36,7 @@ from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import all_agree, gather_json
 
 CHECK_SEED = 20240229
-_REFERENCE_RUNS = 3  # of one micro-batch, for its times
+REFERENCE_RUNS = 3  # of one micro-batch, for its times
 
 
 def own_error(error: Exception) -> BaseException:
@@ -227,7 +227,7 @@ def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device
             raise
         can_run_plain = False  # with other random numbers it takes another path: a plain run shows nothing
         runs.append(runs[0])
-    runs += [refer(step, True) for _ in range(2, _REFERENCE_RUNS)]
+    runs += [refer(step, True) for _ in range(2, REFERENCE_RUNS)]
     reference = replace(fastest(runs), of_trace=of_trace)
     if not can_run_plain:
         reference.plain_loss, reference.plain_norms = reference.again_loss, reference.again_norms
