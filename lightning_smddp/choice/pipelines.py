@@ -186,7 +186,9 @@ class _Pipeline:
         units = choose_units(traced, modules, resources, None, checkpointing).units
         self.graph = build_graph(traced, modules, is_within(units))
         with preserve_state(self.module, _CPU):
-            runs = [run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED) for _ in range(REFERENCE_RUNS)]
+            runs = [
+                run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED) for _ in range(REFERENCE_RUNS)
+            ]
         found = partition(self.graph, resources, fastest(runs), None, checkpointing)
         self.cuts = StageCuts.at(self.graph, found.cuts)
         plans = self.cuts.plans(len(self.graph.nodes))
