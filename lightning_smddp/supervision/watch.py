@@ -85,7 +85,8 @@ class Watch:
         self.collective_timeout, self._stop_grace = options.collective_timeout, options.stop_grace
         self.agree_within_s = min(AGREE_WITHIN_S, options.stop_grace / 4)
         crowd = max(1.0, options.world_size / RANKS_PER_SECOND)
-        self.period = min(HEARTBEAT_S * crowd, options.collective_timeout / 4)
+        # A stopped rank 0 is killed with the end of stop_grace by those that have missed its heartbeats until then.
+        self.period = min(HEARTBEAT_S * crowd, options.collective_timeout / 4, options.stop_grace / 6)
         self._limit = max(options.collective_timeout, 3 * self.period)  # of silence
         self.progress = Progress()
         self.state = State()
