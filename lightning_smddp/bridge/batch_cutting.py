@@ -13,7 +13,7 @@ from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import Observed, StepResults
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import without_chance
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UnclearBatchError, combine, rows_of
@@ -321,7 +321,12 @@ def rows_by_loss(
 
     def decide() -> bool:
         for trains in (False, True):  # some models do something else in evaluation mode
-            with preserve_state(module, setup.device), kept_parameters(module), ConstantRandom(), torch.no_grad():
+            with (
+                preserve_state(module, setup.device),
+                kept_parameters(module),
+                without_chance(setup.device),
+                torch.no_grad(),
+            ):
                 module.train(trains)
                 answer = _try_order(loss, batch, found)
             if answer is not None:

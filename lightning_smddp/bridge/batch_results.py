@@ -21,7 +21,7 @@ from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
 from lightning_smddp.bridge.step_attributes import UNKNOWN, AttrPath
 from lightning_smddp.bridge.step_results import StepResults, broadcast_results
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import without_chance
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
 from lightning_smddp.wire.broadcast import HeaderCache
 from lightning_smddp.wire.gather import gather_json
@@ -121,7 +121,7 @@ class BatchResults:
 
 def _attributes_after(partitioned: PartitionedModule, step: LightningStep, rows: MicroBatch) -> dict[AttrPath, Any]:
     """What the step sets attributes to for ``rows``, on the rank where it ends. Collective over the pipeline."""
-    with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
+    with without_chance(partitioned.setup.device), torch.no_grad():
         seen = partitioned.try_out(step, [rows])
     if seen is None:
         return {}

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attributes
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.pipeline.capture.own_seeds import seed_torch
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
-from lightning_smddp.pipeline.capture.python_random import seed_torch
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED, first_decides, refuse_foreign_writes
 from lightning_smddp.wire.pytree import copied

@@ -14,9 +14,10 @@ from typing import Any
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import without_chance
+from lightning_smddp.pipeline.capture.own_seeds import seed_torch
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.python_random import PythonRandom, seed_torch
+from lightning_smddp.pipeline.capture.python_random import PythonRandom
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.partition.plan import CHECK_SEED
 from lightning_smddp.pipeline.partition.reference import seeding
@@ -244,9 +245,9 @@ def _second_plain(partitioned: PartitionedModule, step: LightningStep, microbatc
     setup, trial, measured = partitioned.setup, step.unscaled(), _Measured()
     sources = PythonRandom(setup.module)
     with preserve_state(setup.module, setup.device):
-        seed_torch(seed)
         try:
-            with partitioned.inside_view(), ConstantRandom(), sources.put_back():
+            with partitioned.inside_view(), without_chance(setup.device), sources.put_back():
+                seed_torch(seed)
                 try:
                     with trial.around(0, microbatch, keep=False):
                         if seed != _FIRST_SEED:  # modules draw in Python, too, on the rank that has them alone
@@ -270,7 +271,7 @@ def _second_pipelined(partitioned: PartitionedModule, step: LightningStep, micro
     with preserve_state(setup.module, setup.device):
         paths = partitioned.paths_of(trial, [microbatch])
         try:
-            with partitioned.runtime.engine.unrecorded(), ConstantRandom():
+            with partitioned.runtime.engine.unrecorded(), without_chance(setup.device):
                 return _run_pipelined(partitioned, trial, microbatch, paths)
         except LeftCourseError as error:  # on every rank
             return _Measured(failed=str(error))

@@ -25,7 +25,7 @@ from lightning_smddp.bridge.step_results import KeptState, Observed
 from lightning_smddp.bridge.weighing import Weighed, WeightDoubts
 from lightning_smddp.communication.nonfinite import agreed, bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import without_chance
 from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom, from_json, to_json
@@ -235,7 +235,10 @@ class PartitionedModule(ModuleState):
             return None
 
         def run(some: Sequence[MicroBatch], state: KeptState | None) -> Observed | None:
-            with _without_chance() if step.trains else nullcontext():
+            with ExitStack() as stack:
+                if step.trains:
+                    stack.enter_context(without_chance(setup.device))
+                    stack.enter_context(torch.no_grad())
                 try:
                     return self.try_out(step, some, state)
                 except PartFailedError:  # on all ranks
@@ -497,12 +500,6 @@ class PartitionedModule(ModuleState):
         if self.replicas is not None:
             self.replicas.close()
             self.stash.replicas = None
-
-
-@contextmanager
-def _without_chance() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), ConstantRandom(), torch.no_grad():
-        yield
 
 
 def share_random(module: nn.Module, device: torch.device | None, channel: Channel) -> SharedRandom:

@@ -25,9 +25,9 @@ from lightning_smddp.bridge.result_trials import PartFailedError
 from lightning_smddp.bridge.run_setup import warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.weighing import as_trained
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import without_chance
+from lightning_smddp.pipeline.capture.own_seeds import seed_torch
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
-from lightning_smddp.pipeline.capture.python_random import seed_torch
 from lightning_smddp.pipeline.partition.gradient_trials import (
     Gradients,
     Misfit,
@@ -302,7 +302,7 @@ class PathTrials:
         alone, trial = replace(rows, weight=1.0), self.step.on_trial()  # scaled, as else little is left in 16 bits
         trial.offset = 0
         unaveraged = nullcontext() if partitioned.replicas is None else partitioned.replicas.idle()
-        with preserve_state(module, self.setup.device), ConstantRandom(), unaveraged:
+        with preserve_state(module, self.setup.device), without_chance(self.setup.device), unaveraged:
             as_trained(module)
             seed_torch(seed)
             with noted_gradients(partitioned.stash.parameters) as found, partitioned.runtime.engine.unrecorded():
@@ -317,7 +317,7 @@ class PathTrials:
     def _loss(self, rows: MicroBatch, seed: int) -> float:
         """Without chance, as far as possible; nan where the step does not end here."""
         module = self.setup.module
-        with preserve_state(module, self.setup.device), ConstantRandom(), torch.no_grad():
+        with preserve_state(module, self.setup.device), without_chance(self.setup.device), torch.no_grad():
             as_trained(module)
             seed_torch(seed)  # so that what stays random shows
             seen = self.partitioned.try_out(self.step.unscaled(), [rows])

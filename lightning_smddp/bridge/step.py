@@ -16,8 +16,9 @@ from lightning_smddp.bridge.kept_tensors import changed_attributes, tensor_attri
 from lightning_smddp.bridge.step_results import Observed
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.capture.objects import with_same_memory
+from lightning_smddp.pipeline.capture.own_seeds import seed_torch
 from lightning_smddp.pipeline.capture.patches import Eager
-from lightning_smddp.pipeline.capture.python_random import SharedRandom, seed_torch
+from lightning_smddp.pipeline.capture.python_random import SharedRandom
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.casts import look_for_casts
 from lightning_smddp.pipeline.runtime.remote import ReplayError

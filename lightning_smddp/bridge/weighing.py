@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_smddp.bridge.result_trials import Findings, tolerance_of, try_results
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.step_results import KeptState, Observed
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import without_chance
 from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.gradient_trials import (
     Gradients,
@@ -183,7 +183,7 @@ class Weighing:
         ]
 
     def _buffers_after(self, microbatches: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        with preserve_state(self.module, self.device), ConstantRandom(), torch.no_grad():
+        with preserve_state(self.module, self.device), without_chance(self.device), torch.no_grad():
             for microbatch in microbatches:
                 self.step.observed([microbatch])
             named = dict(self.module.named_buffers())
@@ -217,7 +217,7 @@ class _Runs:
         """What Lightning would see of a step on these micro-batches; the module's state stays as it is."""
         weighing = self.weighing
         self.count += 1
-        with preserve_state(weighing.module, weighing.device), ConstantRandom(), torch.no_grad():
+        with preserve_state(weighing.module, weighing.device), without_chance(weighing.device), torch.no_grad():
             self.mode(weighing.module)
             if state is not None:
                 state.put(weighing.module)
@@ -252,7 +252,7 @@ class _Differentiated:
 
     def _run(self, mode: Callable[[nn.Module], None], precision: bool, rows: MicroBatch, seed: int) -> Gradients:
         weighing = self.weighing
-        with preserve_state(weighing.module, weighing.device), ConstantRandom():
+        with preserve_state(weighing.module, weighing.device), without_chance(weighing.device):
             mode(weighing.module)
             with noted_gradients(dict(weighing.module.named_parameters())) as found:
                 weighing.step.differentiate(rows, seed, precision)

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.nn import functional as F
 
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import without_chance
+from lightning_smddp.pipeline.capture.own_seeds import seed_torch
+from lightning_smddp.pipeline.capture.python_random import PythonRandom, SharedRandom
 
 WIDTH = 16
+CPU = torch.device("cpu")
 
 
 class Noisy(torch.autograd.Function):
@@ -29,9 +32,9 @@ class Noisy(torch.autograd.Function):
 
 def of_module(make: Callable[[], nn.Module]) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
-        torch.manual_seed(0)
+        seed_torch(0)
         module = make()
-        torch.manual_seed(int(x.sum().abs() * 1e6))
+        seed_torch(int(x.sum().abs() * 1e6))
         result = module(x)
         return result[0] if isinstance(result, tuple) else result
 
@@ -72,7 +75,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_rows_are_the_same_alone(name: str, mode: Any) -> None:
     draw, x = DRAWS[name], torch.randn(6, 4, WIDTH, generator=torch.Generator().manual_seed(1))
-    with mode(), ConstantRandom():
+    with mode(), without_chance(CPU):
         x.requires_grad_(mode is torch.enable_grad)
         together, alone = draw(x), torch.cat([draw(x[:2]), draw(x[2:])])
         torch.testing.assert_close(together, alone)
@@ -82,7 +85,47 @@ def test_rows_are_the_same_alone(name: str, mode: Any) -> None:
             assert first.isfinite().all()
 
 
+def with_own_generator() -> Tensor:
+    return torch.rand(3, generator=torch.Generator().manual_seed(3))
+
+
+def with_default_generator() -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return torch.rand(3)
+
+
+@pytest.mark.parametrize("draw", [with_own_generator, with_default_generator])
+def test_what_a_step_seeds_is_no_chance(draw: Callable[[], Tensor]) -> None:
+    """Each micro-batch would draw the same: trials have to see that as one process's step does."""
+    expected = draw()
+    with without_chance(CPU):
+        torch.testing.assert_close(draw(), expected)
+        assert torch.rand(3).unique().numel() == 1
+
+
+def test_generators_that_modules_hold_are_chance_until_the_step_seeds_them() -> None:
+    module = nn.Linear(1, 1)
+    module.generator = torch.Generator().manual_seed(3)
+    sources = PythonRandom(module)
+    random = SharedRandom(sources, sources.get())
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(3))
+    with without_chance(CPU), random.at(0):
+        assert torch.rand(3, generator=module.generator).unique().numel() == 1
+        module.generator.manual_seed(3)
+        torch.testing.assert_close(torch.rand(3, generator=module.generator), expected)
+    torch.testing.assert_close(torch.rand(3, generator=module.generator), expected)
+
+
+def test_rows_that_change_places_do_not_stay_where_they_are() -> None:
+    """A loss between rows and shuffled ones was zero in trials, whatever the rows."""
+    with without_chance(CPU):
+        order = torch.randperm(6)
+    assert not (order == torch.arange(6)).any()
+    assert order.sort().values.tolist() == list(range(6))
+
+
 def test_what_is_drawn_afterwards_is_random() -> None:
-    with ConstantRandom():
+    with without_chance(CPU):
         assert torch.rand(3).unique().numel() == 1
     assert torch.rand(3).unique().numel() == 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_smddp.pipeline.capture.constant_random import ConstantRandom
+from lightning_smddp.pipeline.capture.constant_random import without_chance
 from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, split
 from lightning_smddp.pipeline.partition.weight_trials import amplified, find_weighting
@@ -49,7 +49,7 @@ def found(loss: Loss, padded: bool = True, scale: float = 1e-3) -> tuple[Weighti
     model = model_of(scale)
 
     def loss_of(microbatch: MicroBatch) -> float:
-        with torch.no_grad(), ConstantRandom():
+        with torch.no_grad(), without_chance(torch.device("cpu")):
             return float(loss(model, microbatch.value))
 
     before = [parameter.detach().clone() for parameter in model.parameters()]

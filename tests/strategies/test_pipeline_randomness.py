@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.strategies.learners import CLASSES
 from tests.strategies.pipeline_learners import Bench, Case, Evaluated, Matrix, Net, assert_same, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The loss of:UserWarning")  # rows are mixed with others
@@ -109,6 +111,31 @@ def layer_drop(bench: Bench) -> Any:
     return bench.fit(LayerDrop(), ONE, max_epochs=1)
 
 
+class Seeded(Net):
+    """The same noise in each epoch: a step seeds a generator of its own, one that it holds, or torch's default one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(count=24)
+        self.kind, self.generator = kind, torch.Generator()
+
+    def noise(self, shape: torch.Size, batch_idx: int) -> Tensor:
+        if self.kind == "default":
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(batch_idx)
+                return torch.randn(shape)
+        generator = self.generator if self.kind == "held" else torch.Generator()
+        return torch.randn(shape, generator=generator.manual_seed(batch_idx))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]) + self.noise((len(batch[1]), CLASSES), batch_idx), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+
+def seeded_in_the_step(bench: Bench, kind: str) -> Any:
+    return bench.fit(Seeded(kind), {"fallback": "error"}, max_epochs=1)
+
+
 class Shuffled(Net):
     """From the second epoch on the step draws: each rank would draw other numbers."""
 
@@ -197,6 +224,41 @@ class Diffusion(Net):
 def with_a_generator_of_torch(bench: Bench) -> Any:
     model = Diffusion()
     return bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=1), model.drawn
+
+
+FILES_OWN = np.random.default_rng(7)
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.inner = {"numbers": [random.Random(4)]}
+
+
+class Elsewhere(Net):
+    """Generators in a dict, in a helper and in a global variable: in front, between modules and behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=5, count=24)
+        self.generators, self.helper = {"noise": torch.Generator().manual_seed(3)}, Helper()
+        FILES_OWN.bit_generator.state = np.random.default_rng(7).bit_generator.state
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        inner = self.net[:4](batch[0] + torch.from_numpy(FILES_OWN.normal(size=batch[0].shape).astype("float32")))
+        out = self.net[4:](inner * self.helper.inner["numbers"][0].random())
+        noise = torch.randn(out.shape, generator=self.generators["noise"])
+        return F.cross_entropy(out + noise, batch[1]) * self.helper.inner["numbers"][0].random()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def generators_elsewhere(bench: Bench) -> Any:
+    model = Elsewhere()
+    found = bench.fit(model, {**ONE, "fallback": "error"}, max_epochs=2)
+    return found, float(FILES_OWN.normal()), model.helper.inner["numbers"][0].random()
 
 
 class Leaf(nn.Module):
@@ -305,8 +367,11 @@ def behind_runs_with_dropout(bench: Bench) -> list[Any]:
 
 
 CASES = [mixup, mixup_with_a_generator, course, layer_drop, shuffled, masked, with_a_generator_of_torch]
+CASES += [generators_elsewhere]
 WITH_DROPOUT = [many, layer_drop_with_dropout, whole_modules_draw, dropout_on_two_stages]
+SEEDED = [functools.partial(seeded_in_the_step, kind=kind) for kind in ("new", "held", "default")]
 TWO = Matrix([*CASES, *WITH_DROPOUT])
+AUTO = Matrix(SEEDED)
 BEHIND = Matrix([behind_runs, behind_runs_with_dropout])
 
 
@@ -314,6 +379,13 @@ BEHIND = Matrix([behind_runs, behind_runs_with_dropout])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_one_microbatch_draws_what_one_process_draws(case: Case) -> None:
     TWO.compare(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SEEDED, ids=name_of)
+def test_a_step_that_seeds_a_generator_gives_one_processs_numbers(case: Case) -> None:
+    """Each micro-batch drew the same noise, which trials took for chance."""
+    AUTO.compare(case)
 
 
 @pytest.mark.slow

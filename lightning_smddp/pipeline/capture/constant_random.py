@@ -1,5 +1,7 @@
 """A step without chance: what torch draws is the same for every row, whoever calls for it.
 
+What the step draws behind a seed of its own is no chance, and is drawn.
+
 The dispatcher sees each operation that draws, also those within torch's own functions (attention, recurrent layers,
 ``gumbel_softmax``), in an ``autograd.Function`` and in a backward pass. Dropout keeps all, and scales it.
 """
@@ -7,23 +9,38 @@ The dispatcher sees each operation that draws, also those within torch's own fun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_smddp._compat.torch import DispatchMode, arguments_by_name, is_composite
+from lightning_smddp.pipeline.capture.own_seeds import constant_draws, is_own, seed_torch
+from lightning_smddp.pipeline.capture.python_random import generator_devices
+from lightning_smddp.wire.pytree import leaves
 
 Given = Mapping[str, Any]  # arguments by name
 _DRAWS = torch.Tag.nondeterministic_seeded
 
 
-class ConstantRandom(DispatchMode):
-    """While active, torch's random numbers are constants, so that rows do not depend on how many there are.
+@contextmanager
+def without_chance(device: torch.device) -> Iterator[None]:
+    """Within it torch's random numbers are constants, so that rows do not depend on how many there are.
+
+    A generator that was not seeded by us is the step's own: torch's default ones are seeded here.
 
     What cuDNN's recurrent layers on CUDA drop stays random: their dropout has a state of its own.
     """
+    with torch.random.fork_rng(devices=generator_devices(device)):
+        seed_torch(0)
+        with constant_draws(), ConstantRandom():
+            yield
+
+
+class ConstantRandom(DispatchMode):
+    """What :func:`without_chance` enters."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,6 +53,8 @@ class ConstantRandom(DispatchMode):
             with self:
                 return function.decompose(*args, **kwargs)
         given = arguments_by_name(function, args, kwargs)
+        if not is_own(_generator_of(given)):
+            return function(*args, **kwargs)
         if given.get("dropout_p"):  # attention in one kernel
             position = list(given).index("dropout_p")
             if position < len(args):
@@ -47,6 +66,23 @@ class ConstantRandom(DispatchMode):
         if fill is not None:
             fill(result, given)
         return result
+
+
+def _generator_of(given: Given) -> torch.Generator:
+    """The one that an operation with these arguments draws from."""
+    generator = given.get("generator")
+    if isinstance(generator, torch.Generator):
+        return generator
+    devices = [leaf.device for leaf in leaves(dict(given)) if isinstance(leaf, Tensor)]
+    if given.get("device") is not None:
+        devices = [torch.device(given["device"])]
+    for device in devices:
+        if device.type == "cuda":
+            index = device.index
+            if index is None:
+                index = torch.cuda.current_device()
+            return torch.cuda.default_generators[index]
+    return torch.default_generator
 
 
 def _half(result: Tensor, given: Given) -> None:
@@ -75,7 +111,8 @@ def _integer(result: Tensor, given: Given) -> None:
 
 
 def _permutation(result: Tensor, given: Given) -> None:
-    result.copy_(torch.arange(given["n"]))
+    # Each goes to the next one's place: a row that is compared with itself would not show that rows are mixed.
+    result.copy_(torch.arange(given["n"]).roll(-1))
 
 
 def _more_likely(result: Tensor, given: Given) -> None:

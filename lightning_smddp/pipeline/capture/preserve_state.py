@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from lightning_smddp._compat.torch import DispatchMode, operator_facts, storage_key
 from lightning_smddp._compat.torch_steps import makes_its_results, registered_buffers
 from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites
-from lightning_smddp.pipeline.capture.python_random import generator_devices
+from lightning_smddp.pipeline.capture.python_random import PythonRandom, generator_devices
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
 from lightning_smddp.wire.pytree import leaves
@@ -42,7 +40,7 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with _preserved_random_numbers(device):
+        with torch.random.fork_rng(devices=generator_devices(device)), PythonRandom(root).put_back():
             yield
     finally:
         for module, saved in attributes:
@@ -60,22 +58,6 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-@contextmanager
-def _preserved_random_numbers(device: torch.device) -> Iterator[None]:
-    """Put back what Python's, numpy's and torch's default generators go on from."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = None
-    if numpy is not None:
-        numpy_state = numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=generator_devices(device)):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 @contextmanager

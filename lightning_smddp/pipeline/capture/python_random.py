@@ -1,6 +1,6 @@
-"""Random numbers that Python code draws: from ``random``, from numpy, and from generators that modules hold.
+"""Random numbers that Python code draws: from ``random``, from numpy, and from generators of the user's own.
 
-Generators of torch that modules hold are taken for such, too. Torch's default ones are among them where Python reads
+Generators of torch among these are taken for such, too. Torch's default ones are among them where Python reads
 what torch draws: then all ranks have to draw the same.
 """
 
@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from lightning_smddp._compat.torch import without_torch_functions
+from lightning_smddp.pipeline.capture.generators import held_generators, set_state_of, state_of
+from lightning_smddp.pipeline.capture.own_seeds import draws_are_constant, own_seed, seed_torch
 
 States: TypeAlias = dict[str, Any]
 """By source, what it goes on from."""
@@ -24,21 +26,10 @@ States: TypeAlias = dict[str, Any]
 _LONG = 10  # tuples that are longer hold numbers
 
 
-def seed_torch(number: int) -> None:
-    """``torch.manual_seed``, for seeds that count for a moment.
-
-    Where CUDA is not in use that function keeps the caller's stack, as text, for when it will be: within a Trainer that
-    takes 2 ms a call, and there is one for each node of a reference run (CPU, torch 2.13).
-    """
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
-
-
 class PythonRandom:
     """The sources that Python code under ``root`` may draw from.
 
-    Generators are looked for among the attributes of its modules, once; an attribute may hold another one later.
+    Generators are looked for once; another one may be in the same place later.
 
     Args:
         root: the module.
@@ -47,10 +38,7 @@ class PythonRandom:
 
     def __init__(self, root: nn.Module, device: torch.device | None = None) -> None:
         self._device = device
-        self._held: list[tuple[str, nn.Module, str]] = []
-        for path, module in root.named_modules():
-            names = [name for name, value in vars(module).items() if _is_generator(value)]
-            self._held += [(f"{path}.{name}", module, name) for name in names]
+        self._held = held_generators(root)
 
     @property
     def with_torch(self) -> bool:
@@ -65,8 +53,10 @@ class PythonRandom:
             states["numpy"] = numpy.random.get_state()
         if self._device is not None:
             states |= _states_of_torch(self._device)
-        for path, module, name in self._held:
-            states[f"held {path}"] = _state_of(getattr(module, name, None))
+        for held in self._held:
+            generator = held.generator()
+            if generator is not None:
+                states[f"held {held.name}"] = state_of(generator)
         return states
 
     def set(self, states: Mapping[str, Any]) -> None:
@@ -78,10 +68,10 @@ class PythonRandom:
             numpy.random.set_state(states["numpy"])
         if self._device is not None:
             _set_states_of_torch(states, self._device)
-        for path, module, name in self._held:
-            generator, state = getattr(module, name, None), states.get(f"held {path}")
-            if state is not None and _is_generator(generator):
-                _set_state_of(generator, state)
+        for held in self._held:
+            generator, state = held.generator(), states.get(f"held {held.name}")
+            if state is not None and generator is not None:
+                set_state_of(generator, state)
 
     def with_own_torch(self, states: Mapping[str, Any]) -> States:
         """``states``, but torch's are those of now, on this rank."""
@@ -124,15 +114,24 @@ class PythonRandom:
             numpy.random.seed(number % 2**32)
         if self._device is not None:
             seed_torch(number)
-        for position, (_, module, name) in enumerate(self._held, start=1):
-            generator = getattr(module, name, None)
+        for position, held in enumerate(self._held, start=1):
+            generator = held.generator()
             if isinstance(generator, torch.Generator):
-                generator.manual_seed(number + position)
+                generator.manual_seed(own_seed(number + position))
             elif isinstance(generator, random.Random) or hasattr(generator, "get_state"):
-                generator.seed((number + position) % 2**32)  # type: ignore[union-attr]
+                generator.seed((number + position) % 2**32)
             elif generator is not None:
                 bits = type(generator.bit_generator)((number + position) % 2**32)
                 generator.bit_generator.state = bits.state
+
+    def seed_torch_alone(self) -> None:
+        """Start torch's sources anew, by seeds of ours: what is drawn from them is chance then."""
+        if self._device is not None:
+            seed_torch(0)
+        for position, held in enumerate(self._held):
+            generator = held.generator()
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(own_seed(position))
 
 
 class SharedRandom:
@@ -169,6 +168,8 @@ class SharedRandom:
             self._states[index] = self.sources.derived(self._states[0], index)
         with self.sources.put_back():
             self.sources.set(self._states[index])
+            if draws_are_constant():
+                self.sources.seed_torch_alone()
             yield
 
 
@@ -210,13 +211,6 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, (random.Random, torch.Generator)):
-        return True
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
-
-
 def _of_torch(states: Mapping[str, Any]) -> States:
     return {source: state for source, state in states.items() if source in ("torch", "cuda")}
 
@@ -235,31 +229,6 @@ def _set_states_of_torch(states: Mapping[str, Any], device: torch.device) -> Non
         torch.set_rng_state(torch.from_numpy(states["torch"]))
         if "cuda" in states:
             torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]), device)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        with without_torch_functions():
-            return generator.get_state().numpy()
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    if not _is_generator(generator):
-        return None
-    return generator.get_state()
-
-
-def _set_state_of(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator):
-        with without_torch_functions():
-            generator.set_state(torch.from_numpy(state))
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def _brief(value: Any) -> Any:

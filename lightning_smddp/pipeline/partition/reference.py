@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.pipeline.capture.clock import Clock, Instant
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
-from lightning_smddp.pipeline.capture.python_random import seed_torch
+from lightning_smddp.pipeline.capture.own_seeds import seed_torch
 from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.partition.verify import norm_of
 from lightning_smddp.pipeline.runtime.remote import Shapes

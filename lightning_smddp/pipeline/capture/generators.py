@@ -1,0 +1,132 @@
+"""Generators that a user's code keeps for itself: in attributes, objects and containers there, global variables."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_smddp._compat.torch import without_torch_functions
+
+_DEPTH = 3  # of an attribute of an object in a list in an attribute
+_MOST_MEMBERS = 100  # of a container; one with more is data
+_OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
+_NO_HELPERS = (nn.Module, Tensor, Dataset, Sampler, DataLoader, type, types.ModuleType, types.FunctionType)
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_smddp", "torchmetrics", "numpy")
+_OF_PYTHON = ("builtins", "random", "types", "functools", "collections", "threading")
+
+
+@dataclass(frozen=True)
+class Held:
+    """Where a generator is kept; another one may be there later.
+
+    Attributes:
+        name: of the place, the same on all ranks.
+        container: attributes of an object, or a dict or list.
+        key: in it.
+    """
+
+    name: str
+    container: Any
+    key: Any
+
+    def generator(self) -> Any:
+        """The one that is there now; None if there is none."""
+        try:
+            value = self.container[self.key]
+        except (KeyError, IndexError):
+            return None
+        if is_generator(value):
+            return value
+        return None
+
+
+def is_generator(value: Any) -> bool:
+    """Whether random numbers can be drawn from ``value``, and its state put back."""
+    if isinstance(value, (random.Random, torch.Generator)):
+        return not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def held_generators(root: nn.Module) -> list[Held]:
+    """Those that code of the modules in ``root`` can come to, in the same order on all ranks.
+
+    Looked into are objects of the user's classes in attributes, and global variables of the files that the modules'
+    classes are in. Datasets and samplers are left out: a step does not draw from them.
+    """
+    seen: set[int] = set()
+    found: list[Held] = []
+    files: dict[str, None] = {}
+    for path, module in root.named_modules():
+        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        found += _found_in(vars(module), own.items(), f"{path}.", seen, _DEPTH)
+        files |= dict.fromkeys(kind.__module__ for kind in type(module).__mro__ if not _is_of_a_library(kind))
+    for file in files:
+        variables = vars(sys.modules[file]) if file in sys.modules else {}
+        found += _found_in(variables, list(variables.items()), f"global {file}.", seen, 0)
+    return found
+
+
+def _found_in(container: Any, members: Any, name: str, seen: set[int], depth: int) -> Iterator[Held]:
+    """Generators among ``members`` of ``container``, and down to ``depth`` in these."""
+    for key, value in members:
+        if is_generator(value):
+            if id(value) not in seen:
+                seen.add(id(value))
+                yield Held(f"{name}{key}", container, key)
+        elif depth and type(value) not in (str, int, float) and id(value) not in seen:
+            inside = _members(value)
+            if inside is not None:
+                seen.add(id(value))
+                yield from _found_in(*inside, f"{name}{key}.", seen, depth - 1)
+
+
+def _members(value: Any) -> tuple[Any, Any] | None:
+    """What a container or helper has in it, and how to get it; None if that is of no interest."""
+    if isinstance(value, Mapping):
+        return (value, list(value.items())) if len(value) <= _MOST_MEMBERS else None
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return (value, list(enumerate(value))) if len(value) <= _MOST_MEMBERS else None
+    if isinstance(value, _NO_HELPERS) or _is_of_a_library(type(value)):
+        return None
+    own = getattr(value, "__dict__", None)
+    if type(own) is not dict or len(own) > _MOST_MEMBERS:
+        return None
+    return own, list(own.items())
+
+
+def _is_of_a_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES + _OF_PYTHON
+
+
+def state_of(generator: Any) -> Any:
+    """What it goes on from."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        with without_torch_functions():
+            return generator.get_state().numpy()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_state_of(generator: Any, state: Any) -> None:
+    """Let it go on from there."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, torch.Generator):
+        with without_torch_functions():
+            generator.set_state(torch.from_numpy(state))
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
