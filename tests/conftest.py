@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+
+from tests import uncollected  # noqa: F401  until all tests are collected
 
 # Before torch is imported, here and in the fork server that inherits this environment: one thread per rank,
 # and gloo on the loopback interface, whatever the host name resolves to.
@@ -63,6 +66,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if left:
         print(f"\nleaked: {sorted(left)} in /dev/shm; `make test JOBS=0` tells by which test")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported stays: to look at it again takes each collection of garbage half a second."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

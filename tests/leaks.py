@@ -46,16 +46,56 @@ class ProcessInfo:
 
 def live_processes() -> list[ProcessInfo]:
     """Every process of the machine that has not exited (a zombie has)."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as stat:  # as cheap as can be: twice a test, for all processes
-                fields = stat.read().rpartition(b")")[2].split(maxsplit=4)
-        except OSError:
-            continue
-        if fields and fields[0] not in b"ZX":
-            found.append(ProcessInfo(int(pid), fields[0].decode(), int(fields[1]), int(fields[3])))
+    found = (_info(pid) for pid in filter(str.isdigit, os.listdir("/proc")))
+    return [process for process in found if process is not None]
+
+
+def _info(pid: str) -> ProcessInfo | None:
+    """None if it has exited."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split(maxsplit=4)
+    except OSError:
+        return None
+    if not fields or fields[0] in b"ZX":
+        return None
+    return ProcessInfo(int(pid), fields[0].decode(), int(fields[1]), int(fields[3]))
+
+
+def descendants() -> list[ProcessInfo]:
+    """Those of ``live_processes`` that come from this one, which has called ``adopt_orphans``.
+
+    A kernel with CONFIG_PROC_CHILDREN names the children of each thread: some files to read instead of one for each
+    process of the machine, twice a test.
+    """
+    if not os.path.exists("/proc/thread-self/children"):
+        return _descendants_among(live_processes())
+    found: list[ProcessInfo] = []
+    parents = [str(os.getpid())]
+    while parents:
+        children = _children(parents.pop())
+        parents += children
+        found += [process for process in map(_info, children) if process is not None]
     return found
+
+
+def _children(pid: str) -> list[str]:
+    found: list[str] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as children:
+                found += children.read().split()
+    except OSError:  # it ended meanwhile; whom it leaves behind comes to this process
+        pass
+    return found
+
+
+def _descendants_among(processes: list[ProcessInfo]) -> list[ProcessInfo]:
+    ours, size = {os.getpid()}, 0
+    while size != len(ours):
+        size = len(ours)
+        ours |= {p.pid for p in processes if p.parent in ours}
+    return [p for p in processes if p.pid in ours and p.pid != os.getpid()]
 
 
 def adopt_orphans() -> None:
@@ -67,7 +107,7 @@ def adopt_orphans() -> None:
 
 def child_processes() -> set[str]:
     """Children of this process, and of multiprocessing's fork server, without those two helpers."""
-    processes = live_processes()
+    processes = descendants()
     children = [p for p in processes if p.parent == os.getpid()]
     helpers = {p.pid for p in children if any(name in p.command for name in HELPER_COMMANDS)}
     grandchildren = [p for p in processes if p.parent in helpers]
@@ -77,10 +117,7 @@ def child_processes() -> set[str]:
 def _used_elsewhere(name: str) -> bool:
     """Whether a process that does not descend from this one has mapped /dev/shm/``name``, or gave it its number."""
     processes = live_processes()
-    ours, size = {os.getpid()}, 0
-    while size != len(ours):
-        size = len(ours)
-        ours |= {p.pid for p in processes if p.parent in ours}
+    ours = {os.getpid(), *(p.pid for p in _descendants_among(processes))}
     numbers = set(re.findall(r"(?<![0-9A-Za-z])\d+(?![0-9A-Za-z])", name))
     for process in processes:
         if process.pid in ours:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests import warm
-from tests.leaks import live_processes
+from tests.leaks import descendants
 from tests.rank_processes import forked, kill_session
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ def run_program(
         deadline = time.monotonic() + timeout
         process.join(timeout)
         code = process.exitcode
-        while any(one.session == process.pid for one in live_processes()) and time.monotonic() < deadline:
+        while any(one.session == process.pid for one in descendants()) and time.monotonic() < deadline:
             time.sleep(0.05)  # the other ranks of a script end a little later
     finally:
         left = kill_session(process)

@@ -28,12 +28,13 @@ import torch
 import torch.distributed as dist
 
 from tests import simulated_cuda
-from tests.leaks import live_processes
+from tests.leaks import descendants
 
 GRACE_S = 3.0  # what the other ranks get after the first failure
 LEFTOVER_PATIENCE_S = 0.5  # what a finished rank's descendants get to end by themselves
 # DDP's constructor imports torch._dynamo. None of these initialises CUDA, which would spoil the forked ranks.
 PRELOAD = [
+    "tests.uncollected",
     "torch",
     "torch.distributed",
     "torch._dynamo",
@@ -46,6 +47,11 @@ PRELOAD = [
     "torch.utils.tensorboard",
     "torch._inductor.compile_fx",  # a second of each rank with DeepSpeed, which asks for torch.compile
     "sklearn.datasets",
+    "transformers.models.gpt2.modeling_gpt2",
+    "torch.profiler._cupti_monitor",  # from here on: what Lightning and gloo import late
+    "rich._emoji_codes",
+    "encodings.idna",
+    "tests.strategies.pipeline_learners",  # and with it what most bodies import
 ]
 DUMP_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to Lightning's SLURM requeueing
 
@@ -118,7 +124,7 @@ def start(number: int, setup: Setup, job: bytes) -> Rank:
 
 def forked(body: Callable[..., None], *args: Any) -> ForkServerProcess:
     """A process that runs ``body(*args)``, with torch and Lightning imported. It is the caller's to end."""
-    process = _context().Process(target=body, args=args)
+    process = _context().Process(target=_forked_main, args=(body, *args))
     process.start()
     return process
 
@@ -168,10 +174,10 @@ def kill_session(process: ForkServerProcess) -> list[str]:
     outlived: list[str] = []
     if not process.is_alive():
         deadline = time.monotonic() + LEFTOVER_PATIENCE_S
-        while (members := [p for p in live_processes() if p.session == pid]) and time.monotonic() < deadline:
+        while (members := [p for p in descendants() if p.session == pid]) and time.monotonic() < deadline:
             time.sleep(0.02)
         outlived = [str(member) for member in members]
-    while alive := [p.pid for p in live_processes() if p.session == pid]:
+    while alive := [p.pid for p in descendants() if p.session == pid]:
         for member in alive:
             _kill(member)
         time.sleep(0.005)
@@ -189,10 +195,21 @@ def _kill(pid: int) -> None:
 # ---- in the rank ----
 
 
+def _forked_main(body: Callable[..., None], *args: Any) -> None:
+    _collect_what_is_new()
+    body(*args)
+
+
+def _collect_what_is_new() -> None:
+    """Undo ``tests.uncollected``. What is imported stays: to look at it again takes each collection 0.4 s."""
+    gc.freeze()
+    gc.enable()
+
+
 def rank_main(setup: Setup, job: bytes, pipe: connection.Connection, stacks: str) -> None:
     """Run the body and send what it returned or raised."""
     os.setsid()
-    gc.freeze()  # what is imported stays: to look at it again takes each collection 0.4 s
+    _collect_what_is_new()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     stack_file = os.open(stacks, os.O_WRONLY | os.O_CREAT)  # never closed: a rank may hang in its very exit
     faulthandler.enable(stack_file)

@@ -143,7 +143,8 @@ def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str,
 def require_known(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:
     """Raise ``TypeError`` for arguments that neither the strategy nor ``DistributedDataParallel`` has."""
     refuse_moved(strategy, given, groups)
-    inits = [vars(cls).get("__init__") for cls in (*type(strategy).__mro__, DistributedDataParallel)]
+    classes = [cls for cls in type(strategy).__mro__ if cls is not object]
+    inits = [vars(cls).get("__init__") for cls in (*classes, DistributedDataParallel)]
     known = {name for init in inits if init is not None for name in signature(init).parameters}
     known -= {"self", "args", "kwargs", "module"}
     for name in sorted(set(given) - known):

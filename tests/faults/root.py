@@ -20,7 +20,7 @@ from tests import warm
 from tests.faults import journal, memory
 from tests.faults.case import Case
 from tests.faults.nodes import nodes_of
-from tests.leaks import ProcessInfo, adopt_orphans, live_processes
+from tests.leaks import adopt_orphans, descendants
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = "tests.faults.train"
@@ -114,16 +114,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
-
-
-def descendants() -> list[ProcessInfo]:
-    """Of this process, without those that have exited."""
-    processes = live_processes()
-    found, size = {os.getpid()}, 0
-    while size != len(found):
-        size = len(found)
-        found |= {p.pid for p in processes if p.parent in found}
-    return [p for p in processes if p.pid in found and p.pid != os.getpid()]
 
 
 def root_main(path: str, environment: dict[str, str], start_limit_s: float, limit_s: float) -> None:

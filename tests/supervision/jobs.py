@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.leaks import live_processes
+from tests.leaks import descendants
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -70,9 +70,7 @@ class Job:
         others = [rank for rank in self.ranks if rank.number != number and at is not None]
         self._until(lambda rank: (self.directory / f"meet-{at}-{rank.number}").exists(), others, f"come to step {at}")
         pid = self.ranks[number].pid
-        self._until(
-            lambda _: any(p.pid == pid and p.state == "T" for p in live_processes()), [self.ranks[number]], "stop"
-        )
+        self._until(lambda _: any(p.pid == pid and p.state == "T" for p in descendants()), [self.ranks[number]], "stop")
 
     def until_heard(self, number: int) -> None:
         """Until rank ``number`` has said on stderr that all ranks stop, as the first one does."""
@@ -121,7 +119,7 @@ def job(directory: Path, scenario: str, world_size: int, *wrapper: str, **option
             started.ranks.append(Rank(process, directory, number))
         yield started
     finally:
-        while left := [p for p in live_processes() if p.session in sessions]:
+        while left := [p for p in descendants() if p.session in sessions]:
             for peer in left:
                 kill(peer.pid)
             time.sleep(0.01)
@@ -132,7 +130,7 @@ def job(directory: Path, scenario: str, world_size: int, *wrapper: str, **option
 def left_over(started: Job, but: tuple[int, ...] = ()) -> list[str]:
     """Processes of the job's sessions that are still there."""
     sessions = {rank.pid for rank in started.ranks}
-    return [str(p) for p in live_processes() if p.session in sessions and p.pid not in but]
+    return [str(p) for p in descendants() if p.session in sessions and p.pid not in but]
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> None:
