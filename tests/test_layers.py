@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import ast
-import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "lightning_smddp"
+from tests.sources import PACKAGE, dotted, nodes, parse, source_files
+
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 UPSTREAM = {"torch"} | LIGHTNING
 ROOMS_ABOVE = ("strategies", "bridge", "choice", "resume", "_compat.loops", "_compat.trainer")  # they know Lightning
 HIGHER = tuple(f"lightning_smddp.{room}" for room in ROOMS_ABOVE)
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
-
-
-def source_files() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
 
 
 def is_type_checking(node: ast.If) -> bool:
@@ -56,10 +52,10 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def upstream_aliases(tree: ast.AST) -> dict[str, str]:
-    """Local name -> upstream name it stands for, over all imports of a file."""
+def upstream_aliases(file: Iterable[ast.AST]) -> dict[str, str]:
+    """Local name -> upstream name it stands for, over all imports of a file, given by its nodes."""
     aliases = {}
-    for node in ast.walk(tree):
+    for node in file:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 bound = alias.asname or root(alias.name)
@@ -69,13 +65,13 @@ def upstream_aliases(tree: ast.AST) -> dict[str, str]:
     return {local: name for local, name in aliases.items() if root(name) in UPSTREAM}
 
 
-def private_upstream_names(tree: ast.AST) -> list[tuple[int, str]]:
-    """Private names of torch or Lightning that a file imports or reaches as ``module._name``."""
+def private_upstream_names(tree: ast.AST, file: list[ast.AST]) -> list[tuple[int, str]]:
+    """Private names of torch or Lightning that a file imports or reaches as ``module._name``; ``file``: its nodes."""
     found = [(line, name) for line, name in imported_names(tree) if root(name) in UPSTREAM and is_private(name)]
-    aliases = upstream_aliases(tree)
-    for node in ast.walk(tree):
+    aliases = upstream_aliases(file)
+    for node in file:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            base = ast.unparse(node.value)
+            base = dotted(node.value)
             if root(base) in aliases:
                 found.append((node.lineno, f"{base}.{node.attr}"))
     return found
@@ -83,11 +79,6 @@ def private_upstream_names(tree: ast.AST) -> list[tuple[int, str]]:
 
 def describe(path: Path, found: list[tuple[int, str]]) -> list[str]:
     return [f"{path.relative_to(PACKAGE.parent)}:{line} {name}" for line, name in found]
-
-
-@functools.cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +168,7 @@ def test_private_upstream_names_appear_in_compat_only() -> None:
     offenders = []
     for path in source_files():
         if path.parent.name != "_compat":
-            offenders += describe(path, private_upstream_names(parse(path)))
+            offenders += describe(path, private_upstream_names(parse(path), nodes(path)))
     assert offenders == []
 
 
@@ -208,7 +199,7 @@ def test_files_and_functions_are_small() -> None:
         lines = path.read_text().count("\n")
         if lines > MAX_FILE_LINES:
             offenders += describe(path, [(1, f"{lines} lines in the file")])
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:
@@ -256,7 +247,7 @@ RETIRED_NAMES = {
 def test_classes_have_the_words_of_the_field() -> None:
     offenders = []
     for path in source_files():
-        classes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef) and node.name in RETIRED]
+        classes = [node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name in RETIRED]
         offenders += describe(path, [(node.lineno, f"{node.name} is {RETIRED[node.name]} here") for node in classes])
     assert offenders == []
 
@@ -270,14 +261,14 @@ def names_in(node: ast.AST) -> list[str]:
 def test_names_are_the_words_of_the_field() -> None:
     offenders = []
     for path in source_files():
-        for node in ast.walk(parse(path)):
+        for node in nodes(path):
             retired = [name for name in names_in(node) if name in RETIRED_NAMES]
             offenders += describe(path, [(node.lineno, f"{name} is {RETIRED_NAMES[name]} here") for name in retired])
     assert offenders == []
 
 
 def methods_of_class(path: Path, name: str) -> set[str]:
-    (found,) = [node for node in ast.walk(parse(path)) if isinstance(node, ast.ClassDef) and node.name == name]
+    (found,) = [node for node in nodes(path) if isinstance(node, ast.ClassDef) and node.name == name]
     return {node.name for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -306,7 +297,7 @@ if TYPE_CHECKING:
     import lightning.pytorch
 def f():
     import lightning.fabric
-    return dist._hidden(), torch.distributed._c10d, torch.__version__, self._own
+    return dist._hidden(), torch.distributed._c10d, torch.__version__, self._own, torch.empty(1)._base
 """
 
 
@@ -323,11 +314,12 @@ def test_circles_are_seen_behind_functions_and_type_checking() -> None:
 
 def test_the_rules_see_an_offender() -> None:
     tree = ast.parse(OFFENDER)
-    assert sorted(private_upstream_names(tree)) == [
+    assert sorted(private_upstream_names(tree, list(ast.walk(tree)))) == [
         (3, "torch._dynamo.x"),
         (4, "lightning.pytorch.utilities._hidden"),
         (10, "dist._hidden"),
         (10, "torch.distributed._c10d"),
+        (10, "torch.empty()._base"),
     ]
     early = [name for _, name in imported_names(tree, at_run_time_of_import=True)]
     assert "lightning.pytorch" not in early

@@ -41,6 +41,7 @@ from lightning_smddp.planner.schedules import Action, parse_action, simulated_bo
 from lightning_smddp.strategies import fsdp
 from tests.programs import run_program
 from tests.ranks import run_trainer_ranks
+from tests.sources import nodes, source_files
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -315,8 +316,8 @@ def test_relative_links_resolve(page: Path) -> None:
 def package_strings() -> str:
     """Every string literal of the package, implicit concatenations joined, values in f-strings as dots."""
     found = []
-    for path in sorted((ROOT / "lightning_smddp").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in source_files():
+        for node in nodes(path):
             if isinstance(node, ast.JoinedStr):
                 found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

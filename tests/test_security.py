@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from tests.ranks import run_ranks, run_trainer_ranks
+from tests.sources import PACKAGE, dotted, nodes, source_files
 from tests.strategies.grouped import grouped
 from tests.strategies.learners import make_trainer, silent
 
-PACKAGE = Path(__file__).parent.parent / "lightning_smddp"
 OBJECT_COLLECTIVES = {
     "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list",
@@ -33,34 +33,42 @@ ALLOWED = {
 }
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield node, ast.unparse(node.func)
+def argument(call: ast.Call, name: str) -> str | None:
+    """What stands behind ``name=`` in a call, if that is there."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return ast.unparse(keyword.value)
+    return None
 
 
-def dangers(tree: ast.AST) -> list[tuple[int, str]]:
-    """(line, what) of each call that could run code out of data."""
+def dangers(file: Iterable[ast.AST]) -> list[tuple[int, str]]:
+    """(line, what) of each call that could run code out of data, in a file given by its nodes."""
     found = []
-    for call, name in calls(tree):
-        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-        if name in UNPICKLING | SHELL or name.rpartition(".")[2] in OBJECT_COLLECTIVES:
-            found.append((call.lineno, name))
-        if name == "torch.load" and keywords.get("weights_only") != "True":
-            found.append((call.lineno, "torch.load without weights_only=True"))
-        if name in ("np.load", "numpy.load") and keywords.get("allow_pickle", "False") != "False":
-            found.append((call.lineno, f"{name} with allow_pickle"))
-        if keywords.get("shell", "False") != "False":
-            found.append((call.lineno, f"{name} with a shell"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return found + [(n.lineno, f"from {n.module} import ...") for n in imports if n.module in ("pickle", "dill")]
+    for node in file:
+        if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "dill"):
+            found.append((node.lineno, f"from {node.module} import ..."))
+        if isinstance(node, ast.Call):
+            found += [(node.lineno, what) for what in dangers_of(node)]
+    return found
+
+
+def dangers_of(call: ast.Call) -> Iterator[str]:
+    name = dotted(call.func)
+    if name in UNPICKLING | SHELL or name.rpartition(".")[2] in OBJECT_COLLECTIVES:
+        yield name
+    if name == "torch.load" and argument(call, "weights_only") != "True":
+        yield "torch.load without weights_only=True"
+    if name in ("np.load", "numpy.load") and argument(call, "allow_pickle") not in (None, "False"):
+        yield f"{name} with allow_pickle"
+    if argument(call, "shell") not in (None, "False"):
+        yield f"{name} with a shell"
 
 
 def test_the_package_runs_no_code_out_of_data() -> None:
     offenders = []
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in source_files():
         name = str(path.relative_to(PACKAGE))
-        for line, what in dangers(ast.parse(path.read_text())):
+        for line, what in dangers(nodes(path)):
             if what not in ALLOWED.get(name, set()):
                 offenders.append(f"{name}:{line} {what}")
     assert offenders == []
@@ -72,7 +80,7 @@ pickle.loads(x); torch.load(f); torch.load(f, weights_only=False); torch.load(f,
 dist.all_gather_object(a, b); subprocess.run("x", shell=True); eval("1"); np.load(f, allow_pickle=True)
 from pickle import loads
 """
-    assert len(dangers(ast.parse(source))) == 8
+    assert len(dangers(ast.walk(ast.parse(source)))) == 8
 
 
 def test_the_promises_are_written_down() -> None:
