@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.sharding.copies import NodeCopies, RankCopies
+from lightning_smddp.sharding.flat_layout import lay_out
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from tests.ranks import run_ranks
@@ -57,6 +59,19 @@ def sharded(make: Any) -> tuple[list[Tensor], str, int, bool]:
     is_kept = all(torch.equal(p, weight) for p, weight in zip(module.parameters(), weights, strict=True))
     communicator.close()
     return weights, kind, elements, is_kept
+
+
+@pytest.mark.parametrize(("fused", "count"), [(False, 4), (True, 1)])
+def test_a_fused_kernel_gets_its_share_in_one_piece(fused: bool, count: int) -> None:
+    """Others pass over memory many times, so on a CPU each of their pieces is as large as a cache."""
+    weight = nn.Parameter(torch.zeros(1024, 256))  # 1 MiB
+    shards = OptimizerShards(torch.optim.AdamW([nn.Parameter(torch.zeros(3)), weight], fused=fused))
+    layouts = lay_out([("weight", weight)], 1, True)
+    values = weight.detach().flatten()
+    copies = SimpleNamespace(layouts=layouts, share=0, values=lambda layout, piece: values[piece.low : piece.high])
+    shards.cut(copies, True)
+    assert len(shards.parts_of(weight)) == count
+    shards.close()
 
 
 def sharded_with_each() -> dict[str, Any]:
