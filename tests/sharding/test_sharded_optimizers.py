@@ -61,17 +61,20 @@ def sharded(make: Any) -> tuple[list[Tensor], str, int, bool]:
     return weights, kind, elements, is_kept
 
 
-@pytest.mark.parametrize(("fused", "count"), [(False, 4), (True, 1)])
-def test_a_fused_kernel_gets_its_share_in_one_piece(fused: bool, count: int) -> None:
-    """Others pass over memory many times, so on a CPU each of their pieces is as large as a cache."""
-    weight = nn.Parameter(torch.zeros(1024, 256))  # 1 MiB
+def pieces_of_a_mebibyte(fused: bool) -> int:
+    weight = nn.Parameter(torch.zeros(1024, 256))
     shards = OptimizerShards(torch.optim.AdamW([nn.Parameter(torch.zeros(3)), weight], fused=fused))
-    layouts = lay_out([("weight", weight)], 1, True)
     values = weight.detach().flatten()
+    layouts = lay_out([("weight", weight)], 1, True)
     copies = SimpleNamespace(layouts=layouts, share=0, values=lambda layout, piece: values[piece.low : piece.high])
     shards.cut(copies, True)
-    assert len(shards.parts_of(weight)) == count
-    shards.close()
+    return len(shards.parts_of(weight))
+
+
+def test_a_fused_kernel_gets_its_share_in_one_piece() -> None:
+    """Others pass over memory many times, so on a CPU each of their pieces is as large as a cache."""
+    assert run_ranks(pieces_of_a_mebibyte, 1, True) == [1]
+    assert run_ranks(pieces_of_a_mebibyte, 1, False) == [4]
 
 
 def sharded_with_each() -> dict[str, Any]:
