@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_smddp import Compression
 from tests.programs import ROOT, run_program
 from tests.ranks import run_trainer_ranks
 from tests.strategies.learners import Learner, Outcome, assert_equal, fit, fit_with_each
+from tests.test_registration import NAMES, NO_IMPORT
 
 # No import of lightning_smddp: the strategy is known by its name.
 SCRIPT = """
@@ -37,21 +39,13 @@ if __name__ == "__main__":
 """
 
 
-def run_script(directory: Path, strategy: str, *launcher: str, warm: bool = True) -> str:
-    """What the script prints; ``warm``: in forked processes instead of new interpreters."""
+def run_script(directory: Path, strategy: str, *launcher: str) -> str:
+    """What the script prints, in forked processes instead of new interpreters."""
     script = directory / "train.py"
     script.write_text(SCRIPT.format(strategy=strategy))
-    command = [*launcher, str(script), str(directory)]
-    result = run_program(command, directory) if warm else run_interpreter(command, directory)
+    result = run_program([*launcher, str(script), str(directory)], directory)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
-
-
-def run_interpreter(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *command], env=env, cwd=directory, capture_output=True, text=True, timeout=110, check=False
-    )
 
 
 def expected_weights() -> dict[str, torch.Tensor]:
@@ -67,8 +61,18 @@ def assert_learned(directory: Path, files: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_starts_itself_again(tmp_path: Path) -> None:
-    output = run_script(tmp_path, "smddp", warm=False)
+def test_a_script_starts_itself_again_and_all_names_are_known_without_an_import_of_ours(tmp_path: Path) -> None:
+    """In new interpreters, each of which imports Lightning for eight seconds."""
+    names = textwrap.dedent(NO_IMPORT.format(pytorch="lightning.pytorch", fabric="lightning.fabric"))
+    first = 'import os\nif "LOCAL_RANK" not in os.environ:\n' + textwrap.indent(names, "    ")
+    script = tmp_path / "train.py"
+    script.write_text(first + SCRIPT.format(strategy="smddp"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NAMES": ",".join(NAMES)}
+    command = [sys.executable, str(script), str(tmp_path)]
+    result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    output = result.stdout
+    assert output.count("lightning_smddp.strategies.lightning lightning_smddp.strategies.lightning\n") == 1
     assert output.count("smddp: data parallelism") == 1  # on one rank
     assert output.count("gradient communication over 12 steps") == 1
     assert_learned(tmp_path, ["rank0.pt", "rank1.pt"])
