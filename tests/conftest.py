@@ -20,7 +20,7 @@ if sys.platform == "linux":
 import pytest
 import torch
 
-from tests import devices, simulated_cuda
+from tests import devices, rank_processes, simulated_cuda
 from tests.leaks import Snapshot, adopt_orphans
 from tests.simulated_cuda import build
 
@@ -96,7 +96,9 @@ def _no_network_namespaces() -> str | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build the simulated device before the first test's time starts."""
+    """Build the simulated device before the first test's time starts; say what the fork server imports."""
+    if any(item.get_closest_marker("slow") or item.get_closest_marker("exhaustive") for item in session.items):
+        rank_processes.PRELOAD += rank_processes.PRELOAD_FOR_SLOW
     needed = any(item.get_closest_marker("simulated_cuda") for item in session.items)
     if needed and not session.config.option.collectonly and build.problem() is None:
         build.build()

@@ -45,13 +45,16 @@ PRELOAD = [
     "pytest",
     "s3fs",  # a second of each rank with checkpoints: Lightning asks whether it is there
     "torch.utils.tensorboard",
-    "torch._inductor.compile_fx",  # a second of each rank with DeepSpeed, which asks for torch.compile
-    "sklearn.datasets",
-    "transformers.models.gpt2.modeling_gpt2",
     "torch.profiler._cupti_monitor",  # from here on: what Lightning and gloo import late
     "rich._emoji_codes",
     "encodings.idna",
     "tests.strategies.pipeline_learners",  # and with it what most bodies import
+]
+# Beside these where tests marked `slow` or `exhaustive` run, whose ranks need them: two seconds of the fork server.
+PRELOAD_FOR_SLOW = [
+    "torch._inductor.compile_fx",  # a second of each rank with DeepSpeed, which asks for torch.compile
+    "sklearn.datasets",
+    "transformers.models.gpt2.modeling_gpt2",
 ]
 DUMP_SIGNAL = signal.SIGUSR2  # SIGUSR1 belongs to Lightning's SLURM requeueing
 
