@@ -78,9 +78,13 @@ def _require_readable(path: str, ranks: Ranks) -> None:
     """Raise on every rank if the first can read ``path`` and another cannot. Collective."""
     if "://" in path:
         return
-    (first, _), *others = ranks.gather(lambda: [os.access(path, os.R_OK), socket.gethostname()])
-    blind = [f"rank {rank} on {host}" for rank, (reads, host) in enumerate(others, 1) if not reads]
-    if first and blind:
+    gathered = ranks.gather(lambda: [os.access(path, os.R_OK), socket.gethostname()])
+    blind = []
+    for rank, (reads, host) in enumerate(gathered):
+        if not reads:
+            blind.append(f"rank {rank} on {host}")
+    first_reads, _ = gathered[0]
+    if first_reads and blind:
         raise CheckpointError(
             path,
             f"rank 0 has chosen it, but {', '.join(blind)} cannot read it",

@@ -135,8 +135,12 @@ def names_of(module: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[dict
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found = []
     for parameters in groups:
-        numbered = enumerate(parameters)
-        found.append({number: names[id(parameter)] for number, parameter in numbered if id(parameter) in names})
+        of_one: dict[int, str] = {}
+        for number, parameter in enumerate(parameters):
+            name = names.get(id(parameter))
+            if name is not None:
+                of_one[number] = name
+        found.append(of_one)
     return found
 
 

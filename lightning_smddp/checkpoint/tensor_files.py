@@ -57,7 +57,10 @@ def name_of(path: Path) -> str:
 
 def describe_tensors(tensors: Mapping[Path, Tensor]) -> list[Any]:
     """JSON for :func:`plan_writing`: path, dtype and shape of each tensor."""
-    return [[list(path), name_of_dtype(tensor.dtype), list(tensor.shape)] for path, tensor in tensors.items()]
+    described = []
+    for path, tensor in tensors.items():
+        described.append([list(path), name_of_dtype(tensor.dtype), list(tensor.shape)])
+    return described
 
 
 def plan_writing(described: Sequence[Sequence[Any]]) -> tuple[list[SavePlan], Metadata]:

@@ -106,7 +106,9 @@ def windows(costs: StageCosts, slowest: int, limits: Sequence[float]) -> Windows
     found: Windows = []
     starts = {0}
     for stage in range(costs.num_stages):
-        ends = {start: list(_ends(costs, stage, start, slowest, limits[stage])) for start in sorted(starts)}
+        ends: dict[int, list[int]] = {}
+        for start in sorted(starts):
+            ends[start] = list(_ends(costs, stage, start, slowest, limits[stage]))
         found.append(ends)
         starts = set(chain.from_iterable(ends.values()))
     return _still_whole(found, costs.num_nodes)
@@ -283,8 +285,10 @@ def _find(name: str, nodes: Sequence[NodeCost]) -> int:
     names = list(dict.fromkeys(node.name for node in nodes))
     prefixes: set[str] = set()
     for known in names:
-        parts = known.split(".")
-        prefixes.update(".".join(parts[:length]) for length in range(1, len(parts)))
+        prefix = known.rpartition(".")[0]
+        while prefix:
+            prefixes.add(prefix)
+            prefix = prefix.rpartition(".")[0]
     close = difflib.get_close_matches(name, [*names, *sorted(prefixes)])
     hint = "."
     if close:
@@ -357,7 +361,10 @@ def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
     limit, nodes = costs.problem.memory_limit, costs.problem.nodes
     assert limit is not None
     fewest = min(costs.problem.in_flight)
-    biggest, name = max((costs.memory_of_node(i, fewest), node.name) for i, node in enumerate(nodes))
+    alone_bytes = []
+    for index, node in enumerate(nodes):
+        alone_bytes.append((costs.memory_of_node(index, fewest), node.name))
+    biggest, name = max(alone_bytes)
     which = "a limit that would do"
     if costs.is_one_stage_per_rank:
         which = "the smallest limit that would do"

@@ -161,7 +161,8 @@ class StageCosts:
             if is_sent and problem.links:
                 link = problem.links[stage]
                 busy = self._boundary(link, link.unhidden)
-                late = [max(0, rest - mean) for rest in self._boundary(link, 1 - link.unhidden)]
+                beside_computing = self._boundary(link, 1 - link.unhidden)
+                late = [max(0, rest - mean) for rest in beside_computing]
             self.busy.append(busy)
             self.late.append(late)
         self.busy.append(free)

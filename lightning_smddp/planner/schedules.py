@@ -113,14 +113,21 @@ def auto_num_microbatches(batch_rows: int, num_ranks: int, rule: Callable[[int],
     """
     if batch_rows < 1 or num_ranks < 1:
         raise ValueError(f"batch_rows={batch_rows} and num_ranks={num_ranks} must be at least 1")
+
+    def is_allowed(count: int) -> bool:
+        return rule is None or rule(count)
+
+    # Downwards from as many as are wanted; only if none of them will do, upwards from there.
     most = min(batch_rows, MOST_PER_RANK * num_ranks)
-    allowed = [count for count in range(most, 0, -1) if rule is None or rule(count)]
+    allowed = list(filter(is_allowed, range(most, 0, -1)))
     if not allowed:
-        allowed = [count for count in range(most + 1, batch_rows + 1) if rule is None or rule(count)]
+        allowed = list(filter(is_allowed, range(most + 1, batch_rows + 1)))
     if not allowed:
         raise ValueError(
             f"a batch of {batch_rows} rows cannot be cut into a number of micro-batches that the schedule allows on"
             f" {num_ranks} ranks: use a bigger batch, fewer ranks, or another schedule"
         )
-    even = (count for count in allowed if batch_rows % count == 0 and count >= ENOUGH_PER_RANK * num_ranks)
-    return next(even, allowed[0])
+    for count in allowed:
+        if count >= ENOUGH_PER_RANK * num_ranks and batch_rows % count == 0:
+            return count
+    return allowed[0]

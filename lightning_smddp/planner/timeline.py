@@ -110,8 +110,13 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def _labelled(label: str, rows: list[list[Span]]) -> list[tuple[str, list[Span]]]:
-    labels = [label, *(f"{label} {number}" for number in range(2, len(rows) + 1))]
-    return list(zip(labels, rows, strict=False))
+    found = []
+    for number, row in enumerate(rows, start=1):
+        name = label
+        if number > 1:
+            name += f" {number}"
+        found.append((name, row))
+    return found
 
 
 def _slice(span: Span, thread: int, origin: float) -> dict[str, Any]:
@@ -299,8 +304,10 @@ def ticks_ms(step_ms: float, most: int = 8) -> list[float]:
     if step_ms <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(step_ms / most))
-    spacing = next(power * factor for factor in (1, 2, 5, 10, 20) if step_ms / (power * factor) <= most)
-    return [index * spacing for index in range(math.floor(step_ms / spacing + 1e-9) + 1)]
+    spacings = [power * factor for factor in (1, 2, 5, 10, 20)]
+    spacing = next(spacing for spacing in spacings if step_ms / spacing <= most)
+    count = math.floor(step_ms / spacing + 1e-9) + 1
+    return [index * spacing for index in range(count)]
 
 
 def _subtitle(spans: Sequence[Span]) -> str:

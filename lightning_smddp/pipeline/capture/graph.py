@@ -373,9 +373,12 @@ class _Builder:
         for call in self.trace.calls:
             if not call.has_backward_hooks or call.first not in self.node_of:
                 continue
-            before = [e.index for e in events[max(call.first - 1, 0) : call.first] if e.name == BACKWARD_HOOK]
-            behind = (e.index for e in events[call.last :] if e.name == BACKWARD_HOOK and e.call == call.parent)
-            bounds = [*before, next(behind, call.last - 1)]
+            just_before, later = events[max(call.first - 1, 0) : call.first], events[call.last :]
+            bounds = [event.index for event in just_before if event.name == BACKWARD_HOOK]
+            behind = [event.index for event in later if event.name == BACKWARD_HOOK and event.call == call.parent]
+            if not behind:
+                behind = [call.last - 1]
+            bounds.append(behind[0])
             reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
             if all(index in self.node_of for index in bounds):
                 colocations.append(Colocation(self.node_of[bounds[0]], self.node_of[bounds[-1]], reason))

@@ -288,8 +288,11 @@ class ReplicaGradients:
         trained = self._trained()
         local: dict[str, dict[str, Tensor]] = {}
         for part, values in state.items():
-            # PowerSGD's keys are a name and the part of the parameter: "name[0:100]"
-            local[part] = {key: value for key, value in values.items() if key.partition("[")[0] in trained}
+            local[part] = {}
+            for key, value in values.items():
+                name = key.partition("[")[0]  # PowerSGD's keys are a name and a part of the parameter: "name[0:100]"
+                if name in trained:
+                    local[part][key] = value
         self._synchronizer.load_state_dict(local)
 
     def close(self) -> None:
@@ -374,8 +377,9 @@ class ReplicaGradients:
         # In order, so a full bucket waits behind one that is not: every replica launches the same sequence, whatever
         # order its backward passes fill them in.
         for bucket in self.buckets[self._launched :]:
-            missing = any(self._remaining.get(self._names[id(p)], 1) > 0 for p in bucket.parameters())
-            if missing and not everything:
+            names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+            is_missing = any(self._remaining.get(name, 1) > 0 for name in names)
+            if is_missing and not everything:
                 return
             self._launched += 1
             self._launch(bucket)

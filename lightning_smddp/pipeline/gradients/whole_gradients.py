@@ -47,7 +47,10 @@ class WholeGradients:
             ValueError: on every rank: a gradient is sparse, or ranks are at other backward passes.
         """
         every = dict(self.module.named_parameters())
-        grown = {name for name, p in every.items() if p.grad is not None and not self._is_seen(name, p.grad)}
+        grown = set()
+        for name, parameter in every.items():
+            if parameter.grad is not None and not self._is_seen(name, parameter.grad):
+                grown.add(name)
         self._count += 1
         flags = [float(name in grown) for name in every]
         sparse = float(any(_is_sparse(every[name]) for name in grown))

@@ -48,7 +48,8 @@ class StageCuts:
     def at(cls, graph: StepGraph, cuts: Sequence[int]) -> StageCuts:
         """Cut ``graph`` before the nodes ``cuts``."""
         live, again = live_sets(graph, cuts)
-        return cls(graph.units, tuple(cuts), tuple(live), tuple(tuple(sorted(nodes)) for nodes in again))
+        repeated = tuple(tuple(sorted(nodes)) for nodes in again)
+        return cls(graph.units, tuple(cuts), tuple(live), repeated)
 
     def plans(self, num_nodes: int) -> list[StagePlan]:
         """What each stage does in a step of ``num_nodes`` nodes."""
@@ -207,9 +208,10 @@ def _is_closed(opened: frozenset[str]) -> Callable[[str], bool]:
 
 def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
     """Modules that take more than half a stage's share of the time."""
-    total = sum(modules.seconds(call.module) for call in modules.trace.calls if call.parent is None)
-    share = total / (2 * num_stages)
-    return frozenset(name for name in modules.calls if _can_open(name, modules) and modules.seconds(name) > share)
+    outermost = [call.module for call in modules.trace.calls if call.parent is None]
+    share = sum(map(modules.seconds, outermost)) / (2 * num_stages)
+    slow = [name for name in modules.calls if modules.seconds(name) > share]
+    return frozenset(name for name in slow if _can_open(name, modules))
 
 
 def _can_open(name: str, modules: Modules) -> bool:
@@ -381,8 +383,13 @@ def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> 
     if not bound:
         return [0] * (num_stages - 1)  # a step that uses no parameter is the last stage's alone
     for stage in range(1, num_stages):
-        low = max([index + 1 for index in bound if stages[index] < stage], default=1)
-        high = min([index for index in bound if stages[index] >= stage], default=len(stages) - 1)
+        earlier = [index for index in bound if stages[index] < stage]
+        later = [index for index in bound if stages[index] >= stage]
+        low, high = 1, len(stages) - 1
+        if earlier:
+            low = max(earlier) + 1
+        if later:
+            high = min(later)
         first, last = max([low, *cuts]), max(high, low)
         allowed = [cut for cut in graph.cuts() if first <= cut <= last]
         if not allowed:

@@ -89,7 +89,12 @@ def _minimum(graph: StepGraph, cut: int, received: tuple[int, ...]) -> tuple[int
                 seen.add(used)
                 pending.append(used)
     _, (_, behind) = nx.minimum_cut(flow, "source", "sink")
-    return tuple(sorted(value for value in seen if (value, "out") in behind and (value, "in") not in behind))
+    sent = []
+    for value in sorted(seen):
+        is_cut = (value, "out") in behind and (value, "in") not in behind
+        if is_cut:
+            sent.append(value)
+    return tuple(sent)
 
 
 def _closure(graph: StepGraph, wanted: Sequence[int], given: set[int], cut: int) -> frozenset[int]:

@@ -115,7 +115,9 @@ class KeptNumbers:
             if not isinstance(module, torch.jit.ScriptModule):
                 containers.append(registered_buffers(module))
             for own in containers:
-                self._kept += [(own, name) for name, value in own.items() if is_number(value) or _is_scalar(value)]
+                for name, value in own.items():
+                    if is_number(value) or _is_scalar(value):
+                        self._kept.append((own, name))
         self._last: list[Any] = [None] * len(self._kept)
         self._written: list[int] = [-1] * len(self._kept)
         self._found: Magnitudes = {}

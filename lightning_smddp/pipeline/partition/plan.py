@@ -299,8 +299,10 @@ def ownership_of(
                     "module that changes it is called in several stages. Cut elsewhere by `split=`."
                 )
     for name in all_buffers:
-        stage = next((stage for unit, stage in units.items() if name.startswith(f"{unit}.")), -1)
-        if stage < 0:
+        around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
+        if around:
+            stage = around[0]
+        else:
             stage = neighbour_stage(name, homes)
         buffers.setdefault(name, ranks[stage])
     parameters = {}

@@ -108,13 +108,17 @@ class Splitter:
         if not parts:
             raise ValueError(f"split_batch returned no batches for num_microbatches={count}. Return one at least.")
         if all(_is_pair(part) for part in parts):
-            values, sizes = [part[0] for part in parts], [part[1] for part in parts]
+            values = [value for value, _ in parts]
+            sizes = [size for _, size in parts]
         else:
             values, sizes = parts, self._sizes(parts, batch, rows)
         if min(sizes) < 1:
             raise ValueError(f"split_batch returned batches of {sizes} rows. Each has to have one at least.")
         total = sum(sizes)
-        return [MicroBatch(v, size, size / total, cuts=self) for v, size in zip(values, sizes, strict=True)]
+        microbatches = []
+        for value, size in zip(values, sizes, strict=True):
+            microbatches.append(MicroBatch(value, size, size / total, cuts=self))
+        return microbatches
 
     def _sizes(self, parts: Sequence[Any], batch: Any, rows: int | None) -> list[int]:
         """Rows of each part, if they add up to those of the batch."""

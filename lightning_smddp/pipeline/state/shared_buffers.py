@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
+from torch import Tensor
+
 from lightning_smddp.pipeline.capture.graph import StepGraph
 from lightning_smddp.pipeline.partition.cuts import StageCuts
 from lightning_smddp.pipeline.partition.mesh import Ownership
@@ -68,8 +70,11 @@ class SharedBuffers:
 
     def _send(self, wanted: Set[str]) -> None:
         view = self.view
-        buffers = {name: buffer.detach() for name, buffer in view.module.named_buffers() if name in wanted}
-        for source in range(view.group.size()):
-            local = [buffer for name, buffer in buffers.items() if self.ownership.buffers[name] == source]
-            if local:
-                broadcast_tensors([Spec.of(buffer) for buffer in local], local, view.group, source, view.device)
+        by_owner: dict[int, list[Tensor]] = {}
+        for name, buffer in view.module.named_buffers():
+            if name in wanted:
+                owner = self.ownership.buffers[name]
+                by_owner.setdefault(owner, []).append(buffer.detach())
+        for owner, buffers in sorted(by_owner.items()):
+            specs = [Spec.of(buffer) for buffer in buffers]
+            broadcast_tensors(specs, buffers, view.group, owner, view.device)
