@@ -62,6 +62,9 @@ MANIFEST = "manifest.json"
 _FORMAT, _MANIFEST_VERSION = "lightning-smddp sharded checkpoint", 2
 _ANOTHER = "Use an earlier checkpoint, or another copy of this one."
 
+_REST = "trainer.pt"
+_VERSION = 1
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -142,10 +145,6 @@ class Manifest:
 def _sha256_of_metadata(directory: str) -> str:
     with open(os.path.join(directory, METADATA), "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()
-
-
-_REST = "trainer.pt"
-_VERSION = 1
 
 
 def save_sharded(

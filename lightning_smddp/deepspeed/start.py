@@ -16,6 +16,20 @@ import torch
 INSTALL = "pip install 'lightning-smddp[deepspeed]'"
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
+STAGES = (1, 2, 3)
+BUCKET_ON_CPU = 2**22  # elements
+_ADAMS = ("adam", "adamw")
+
+# In place of DeepSpeed's 50 million to a billion: with those a smaller model is gathered, and its gradients are
+# copied, as a whole, so that a rank holds more than without sharding. Ranks that share memory need no large messages.
+_SIZES_ON_CPU = {
+    "reduce_bucket_size": BUCKET_ON_CPU,
+    "allgather_bucket_size": BUCKET_ON_CPU,
+    "stage3_prefetch_bucket_size": BUCKET_ON_CPU,
+    "stage3_max_live_parameters": BUCKET_ON_CPU,
+    "stage3_max_reuse_distance": BUCKET_ON_CPU,
+}
+
 
 def require_deepspeed() -> None:
     """Raise ``ModuleNotFoundError`` unless DeepSpeed can be imported."""
@@ -80,21 +94,6 @@ def take_hooks_off(engine: Any) -> None:
         hook.remove()
     if hasattr(engine.optimizer, "unregister_grad_acc_post_hooks"):
         engine.optimizer.unregister_grad_acc_post_hooks()
-
-
-STAGES = (1, 2, 3)
-BUCKET_ON_CPU = 2**22  # elements
-_ADAMS = ("adam", "adamw")
-
-# In place of DeepSpeed's 50 million to a billion: with those a smaller model is gathered, and its gradients are
-# copied, as a whole, so that a rank holds more than without sharding. Ranks that share memory need no large messages.
-_SIZES_ON_CPU = {
-    "reduce_bucket_size": BUCKET_ON_CPU,
-    "allgather_bucket_size": BUCKET_ON_CPU,
-    "stage3_prefetch_bucket_size": BUCKET_ON_CPU,
-    "stage3_max_live_parameters": BUCKET_ON_CPU,
-    "stage3_max_reuse_distance": BUCKET_ON_CPU,
-}
 
 
 def own_config(config: dict[str, Any] | None) -> dict[str, Any] | None:

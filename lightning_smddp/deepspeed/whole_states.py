@@ -22,6 +22,8 @@ from lightning_smddp.wording import counted
 
 _COUNTS = ("step",)  # of a scalar parameter, whose other states have no dimension either
 
+_TAG = "checkpoint"  # Lightning's
+
 
 def parameter_groups(optimizer: Optimizer | None, module: nn.Module) -> list[list[nn.Parameter]]:
     """The parameters of each group, before DeepSpeed puts flat tensors in their place.
@@ -261,9 +263,6 @@ def _part_of(value: Tensor, parameter: Any) -> Tensor:
     part = value.new_zeros(size)
     part[: piece.numel()] = piece
     return part
-
-
-_TAG = "checkpoint"  # Lightning's
 
 
 def is_deepspeeds(path: str | os.PathLike[str]) -> bool:

@@ -29,6 +29,13 @@ from lightning_smddp.wording import counted
 _START_S = 60.0
 _MOST_LOCAL_RANKS = 8
 
+_HOW_TO_MEET = (
+    "Training would fail likewise. Look at GLOO_SOCKET_IFNAME, /dev/shm, and the limits of processes and memory."
+)
+_HOW_TO_SAY = "Set MASTER_ADDR and MASTER_PORT on all ranks, or start the job as docs/launchers.md shows."
+
+_WIDTH = 16
+
 
 def examine(as_json_text: bool = False, measures: bool = True) -> int:
     """Print what was found, on the first rank (the others' errors go to stderr); returns the exit code.
@@ -87,12 +94,6 @@ def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
     if launch["rank"] == 0:
         _print(facts, measured, findings, as_json_text)
     return _code(findings)
-
-
-_HOW_TO_MEET = (
-    "Training would fail likewise. Look at GLOO_SOCKET_IFNAME, /dev/shm, and the limits of processes and memory."
-)
-_HOW_TO_SAY = "Set MASTER_ADDR and MASTER_PORT on all ranks, or start the job as docs/launchers.md shows."
 
 
 def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device) -> None:
@@ -193,9 +194,6 @@ def _print(
 
 def _code(findings: list[Finding]) -> int:
     return int(any(finding.level == "error" for finding in findings))
-
-
-_WIDTH = 16
 
 
 def as_json(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: Sequence[Finding]) -> str:

@@ -29,6 +29,12 @@ _MOST_LINKS = 16  # the first neighbours stand for the others
 
 At = Callable[[str], None]
 
+SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes
+_LINK_BYTES = 4 * 2**20
+_COPIES = 5
+_MOST_NODES = 16  # the first nodes stand for the others
+_TIMEOUT = timedelta(seconds=60)
+
 
 def try_paths(
     group: dist.ProcessGroup, device: torch.device, nodes: Sequence[Sequence[int]], timeout: timedelta, at: At
@@ -149,13 +155,6 @@ def _difference(actual: torch.Tensor, expected: Any) -> str | None:
     if wrong == 0:
         return None
     return f"{wrong} of {_NUMEL} numbers arrived with other values"
-
-
-SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes
-_LINK_BYTES = 4 * 2**20
-_COPIES = 5
-_MOST_NODES = 16  # the first nodes stand for the others
-_TIMEOUT = timedelta(seconds=60)
 
 
 def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = lambda what: None) -> dict[str, Any]:

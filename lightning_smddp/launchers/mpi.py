@@ -12,6 +12,13 @@ from collections.abc import Mapping
 
 from lightning_smddp.launchers.launch import Notes
 
+DEFAULT_PORT = 29500  # torch's
+_FIRST_PORT, _PORTS = 15000, 10000  # below the range from which Linux takes ports by itself
+_DOCKER = ipaddress.ip_network("172.17.0.0/16")  # the same on every machine
+# The same on all nodes of a job, and another one in each job.
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_NODE_JOBS = ("I_MPI_HYDRA_UUID",)  # not known to be the same on other nodes
+
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
     """Whether this is a task of a Slurm job: Lightning's rule, and a task number, which a shell of salloc has not."""
@@ -56,14 +63,6 @@ def first_host(nodes: str) -> str:
     first = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", nodes.strip().split(" ")[0])
     assert first is not None  # it matches nothing at least
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group(0))
-
-
-DEFAULT_PORT = 29500  # torch's
-_FIRST_PORT, _PORTS = 15000, 10000  # below the range from which Linux takes ports by itself
-_DOCKER = ipaddress.ip_network("172.17.0.0/16")  # the same on every machine
-# The same on all nodes of a job, and another one in each job.
-_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-_NODE_JOBS = ("I_MPI_HYDRA_UUID",)  # not known to be the same on other nodes
 
 
 def started_by_open_mpi(environ: Mapping[str, str]) -> bool:

@@ -26,6 +26,12 @@ FLAGS = {
     "sagemaker_multi_worker_mirrored_strategy_enabled": "multi_worker_mirrored_strategy",
 }
 
+_EFA = {
+    "ml.g4dn.8xlarge", "ml.g4dn.12xlarge", "ml.g5.48xlarge", "ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4de.24xlarge",
+    "ml.p5.48xlarge", "ml.p5e.48xlarge", "ml.p5en.48xlarge", "ml.p6e-gb200.36xlarge", "ml.trn1.32xlarge",
+}  # fmt: skip
+_WITHOUT_RDMA = {"ml.g4dn.8xlarge", "ml.g4dn.12xlarge", "ml.g5.48xlarge", "ml.p3dn.24xlarge"}
+
 
 @dataclass(frozen=True)
 class Job:
@@ -217,13 +223,6 @@ def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
             f"({notes.sources['main_address']}).",
             f"Give mpirun -x MASTER_ADDR={job.current_host} (custom_mpi_options, or mpi_additional_options in SDK 3).",
         )
-
-
-_EFA = {
-    "ml.g4dn.8xlarge", "ml.g4dn.12xlarge", "ml.g5.48xlarge", "ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4de.24xlarge",
-    "ml.p5.48xlarge", "ml.p5e.48xlarge", "ml.p5en.48xlarge", "ml.p6e-gb200.36xlarge", "ml.trn1.32xlarge",
-}  # fmt: skip
-_WITHOUT_RDMA = {"ml.g4dn.8xlarge", "ml.g4dn.12xlarge", "ml.g5.48xlarge", "ml.p3dn.24xlarge"}
 
 
 def network_variables(launch: Launch) -> dict[str, str]:

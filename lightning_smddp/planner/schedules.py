@@ -12,6 +12,9 @@ Kind = Literal["F", "B", "I", "W"]
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _SECONDS: dict[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
+MOST_PER_RANK = 4  # 4 p micro-batches already keep p ranks more than 80 % busy; more are smaller and less efficient
+ENOUGH_PER_RANK = 2
+
 
 class Action(NamedTuple):
     """One micro-batch through one stage.
@@ -91,10 +94,6 @@ def _needed(action: Action, actions: set[Action]) -> list[Action]:
         return [Action(stage, "I", microbatch)]
     later = [Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch)]  # the one that there is
     return [Action(stage, "F", microbatch), *(other for other in later if other in actions)]
-
-
-MOST_PER_RANK = 4  # 4 p micro-batches already keep p ranks more than 80 % busy; more are smaller and less efficient
-ENOUGH_PER_RANK = 2
 
 
 def auto_num_microbatches(batch_rows: int, num_ranks: int, rule: Callable[[int], bool] | None = None) -> int:

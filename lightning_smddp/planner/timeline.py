@@ -12,6 +12,29 @@ SpanKind = Literal["forward", "backward", "backward_input", "backward_weight", "
 
 COMPUTE_KINDS: tuple[SpanKind, ...] = ("forward", "backward", "backward_input", "backward_weight")
 
+COLOURS: dict[SpanKind, str] = {  # told apart with any colour vision
+    "forward": "#2f6db5",
+    "backward": "#d9822b",
+    "backward_input": "#b8433a",
+    "backward_weight": "#7b4fa3",
+    "send": "#4d5866",
+    "wait": "#eceff3",
+}
+LEGEND: dict[SpanKind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "backward: input gradient",
+    "backward_weight": "backward: weight gradient",
+    "send": "send",
+    "wait": "wait",
+}
+DARK, GREY, GRID, PAPER, BORDER = "#1f2937", "#6b7280", "#dde1e7", "#ffffff", "#d0d7de"
+LIGHTEST = 0.55  # how far the last of a rank's stages is mixed with white
+WIDTH, LEFT, RIGHT, TOP = 1000, 76, 24, 70
+LANE, BOX, SEND = 44, 30, 4  # height of a lane, of its boxes, of the bar for messages under them
+FONT = "font-family=\"-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
+DIGIT = 0.58  # width of a digit, as a share of the font size
+
 
 @dataclass(frozen=True)
 class Span:
@@ -138,30 +161,6 @@ def _named(event: str, rank: int, thread: int, name: str) -> dict[str, Any]:
 
 def _sorted_as(event: str, rank: int, thread: int, index: int) -> dict[str, Any]:
     return {"ph": "M", "name": event, "pid": rank, "tid": thread, "args": {"sort_index": index}}
-
-
-COLOURS: dict[SpanKind, str] = {  # told apart with any colour vision
-    "forward": "#2f6db5",
-    "backward": "#d9822b",
-    "backward_input": "#b8433a",
-    "backward_weight": "#7b4fa3",
-    "send": "#4d5866",
-    "wait": "#eceff3",
-}
-LEGEND: dict[SpanKind, str] = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_input": "backward: input gradient",
-    "backward_weight": "backward: weight gradient",
-    "send": "send",
-    "wait": "wait",
-}
-DARK, GREY, GRID, PAPER, BORDER = "#1f2937", "#6b7280", "#dde1e7", "#ffffff", "#d0d7de"
-LIGHTEST = 0.55  # how far the last of a rank's stages is mixed with white
-WIDTH, LEFT, RIGHT, TOP = 1000, 76, 24, 70
-LANE, BOX, SEND = 44, 30, 4  # height of a lane, of its boxes, of the bar for messages under them
-FONT = "font-family=\"-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
-DIGIT = 0.58  # width of a digit, as a share of the font size
 
 
 def to_svg(spans: Sequence[Span], title: str = "Pipeline timeline") -> str:

@@ -20,6 +20,25 @@ from lightning_smddp.sagemaker.model_parallel import V1, V2, Reading, Version
 
 _SIGNS = ("SM_FRAMEWORK_PARAMS", "SM_DISTRIBUTED_CONFIG", "SM_HP_MP_PARAMETERS", "SM_TRAINING_ENV", "SM_CURRENT_HOST")
 
+log = logging.getLogger(__name__)
+
+_LAUNCHER = {"enabled"}
+_PARTS: dict[str, set[str]] = {
+    "smdistributed": {"dataparallel", "modelparallel"},
+    "mpi": _LAUNCHER | {"processes_per_host", "custom_mpi_options"},
+    "torch_distributed": _LAUNCHER,
+    "pytorchddp": _LAUNCHER | {"custom_mpi_options"},
+    "parameter_server": _LAUNCHER,
+    "pytorchxla": _LAUNCHER,
+    "multi_worker_mirrored_strategy": _LAUNCHER,
+}
+_SMDISTRIBUTED = {
+    "dataparallel": _LAUNCHER | {"custom_mpi_options"},
+    "modelparallel": _LAUNCHER | {"parameters"},
+}
+_MODERN = {"process_count_per_node", "smp", "mpi_additional_options"}  # SDK 3's Torchrun and MPI
+_PLAIN = {*_PARTS, "instance_groups"}
+
 
 def is_job(environ: Mapping[str, str]) -> bool:
     """Whether this is a SageMaker training job, by its files or by its variables."""
@@ -76,26 +95,6 @@ def _json(environ: Mapping[str, str], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name}={text!r} has to be a JSON object. SageMaker sets it: do not change it.")
     return value
-
-
-log = logging.getLogger(__name__)
-
-_LAUNCHER = {"enabled"}
-_PARTS: dict[str, set[str]] = {
-    "smdistributed": {"dataparallel", "modelparallel"},
-    "mpi": _LAUNCHER | {"processes_per_host", "custom_mpi_options"},
-    "torch_distributed": _LAUNCHER,
-    "pytorchddp": _LAUNCHER | {"custom_mpi_options"},
-    "parameter_server": _LAUNCHER,
-    "pytorchxla": _LAUNCHER,
-    "multi_worker_mirrored_strategy": _LAUNCHER,
-}
-_SMDISTRIBUTED = {
-    "dataparallel": _LAUNCHER | {"custom_mpi_options"},
-    "modelparallel": _LAUNCHER | {"parameters"},
-}
-_MODERN = {"process_count_per_node", "smp", "mpi_additional_options"}  # SDK 3's Torchrun and MPI
-_PLAIN = {*_PARTS, "instance_groups"}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from lightning_smddp.planner.timeline import Span, to_perfetto, to_svg
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
+_SUFFIXES = (".svg", ".json")
+
 
 class MonitorCommunication:
     """Log what gradient communication costs, every ``log_every_n_steps``, as a callback.
@@ -46,9 +48,6 @@ class MonitorCommunication:
         }
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-
-
-_SUFFIXES = (".svg", ".json")
 
 
 class RecordTimeline:

@@ -25,6 +25,8 @@ else:
 
 Task = Callable[[], None]
 
+Path = str | PathLike[str]
+
 
 class BackgroundWriter:
     """Runs one task at a time in a thread, and what may only be done after it if it succeeded."""
@@ -97,9 +99,6 @@ class BackgroundWriter:
             if self._busy:
                 return self._afterwards.pop(0)
             return None
-
-
-Path = str | PathLike[str]
 
 
 class SafeFiles(_Base):

@@ -37,6 +37,19 @@ if TYPE_CHECKING:
 _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
+_NAME = "strategy='smddp_deepspeed'"
+_CHANGING = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
+_INSTEAD = {
+    "backward": "return the loss that you want from training_step",
+    "configure_gradient_clipping": "write Trainer(gradient_clip_val=...), a norm",
+}
+
+BEYOND_OPTIMIZER = (
+    " Inside a stage gradients and parameters are not sharded: it runs forward and backward once for each micro-batch, "
+    "and would send all of them as often. More stages (pipeline_parallel_size, stages_per_rank) divide both; "
+    "strategy='smddp_fsdp' shards both, without a pipeline."
+)
+
 
 def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fit: bool) -> None:
     """Raise ``ValueError`` for what cannot be trained with divided parameters."""
@@ -99,14 +112,6 @@ def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
     # The user's step runs in autocast, which would keep a copy in 16 bits of each weight until the backward pass:
     # weights that come in 16 bits are not copied.
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-_NAME = "strategy='smddp_deepspeed'"
-_CHANGING = ("WeightAveraging", "StochasticWeightAveraging", "ModelPruning")
-_INSTEAD = {
-    "backward": "return the loss that you want from training_step",
-    "configure_gradient_clipping": "write Trainer(gradient_clip_val=...), a norm",
-}
 
 
 def require_known_to_deepspeed(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:
@@ -203,13 +208,6 @@ def require_elementwise(optimizer: Optimizer) -> None:
             f"equal parts, wherever that is, and {why}. Use SMDDPStrategy(shard='optimizer'), or an optimizer such as "
             "AdamW."
         )
-
-
-BEYOND_OPTIMIZER = (
-    " Inside a stage gradients and parameters are not sharded: it runs forward and backward once for each micro-batch, "
-    "and would send all of them as often. More stages (pipeline_parallel_size, stages_per_rank) divide both; "
-    "strategy='smddp_fsdp' shards both, without a pipeline."
-)
 
 
 def require_shardable(optimizers: Iterable[Any], shard: str | None) -> None:

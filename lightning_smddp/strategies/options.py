@@ -27,6 +27,8 @@ _Group = TypeVar("_Group")
 
 # ---- values ----
 
+OnNonfinite = Literal["error", "skip", "ignore"]
+
 
 def require_bools(**values: object) -> None:
     """Each of ``values`` has to be True or False: any other text, ``"no"`` too, would count as True."""
@@ -180,9 +182,6 @@ def _hint(name: str, known: Iterable[str], groups: OptionGroups) -> str:
     if close:
         return f"Did you mean {written[close[0]]}?"
     return f"Valid: {', '.join(sorted(known))}."
-
-
-OnNonfinite = Literal["error", "skip", "ignore"]
 
 
 class FromDDP(TypedDict, total=False):

@@ -25,6 +25,20 @@ from lightning_smddp.wording import counted
 
 _VALUES, _UPDATES = 1e-4, 5e-3  # relative differences that rounding explains
 
+STEPS = 2  # of training, and of validation
+_LOADERS = ("train_dataloader", "val_dataloader")
+_MOST_ROWS = 12
+_QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "max_steps": STEPS,
+    "limit_val_batches": STEPS,
+    "num_sanity_val_steps": 0,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -116,21 +130,6 @@ def _difference(label: str, one: Tensor, other: Tensor, scale: float, tolerance:
 
 def _norm(value: Tensor | None) -> float:
     return float("nan") if value is None else float(value.double().norm())
-
-
-STEPS = 2  # of training, and of validation
-_LOADERS = ("train_dataloader", "val_dataloader")
-_MOST_ROWS = 12
-_QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "max_steps": STEPS,
-    "limit_val_batches": STEPS,
-    "num_sanity_val_steps": 0,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
 
 
 class _Recorder(Callback):

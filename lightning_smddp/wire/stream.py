@@ -25,6 +25,10 @@ CHUNK_BYTES = 64 * 2**20
 Place = Callable[[Tensor], object]
 """Takes the bytes out of a buffer that is used again afterwards."""
 
+_TAG = 0
+_ALIGNMENT = 16  # bytes; the widest element (complex128)
+CPU = torch.device("cpu")
+
 
 class Landing:
     """Bytes from a device, chunk by chunk; while one is on its way, the one before is put where it belongs.
@@ -87,11 +91,6 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor."""
     return tensor.view(-1).view(torch.uint8)
-
-
-_TAG = 0
-_ALIGNMENT = 16  # bytes; the widest element (complex128)
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,15 @@ from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import compiled_call, set_compiled_call, visible_autograd_functions
 
+_lock = threading.Lock()
+_users = 0
+_stance: Any = None  # torch's, which puts back what was before it
+
+_NEVER_CHANGES = (
+    type(None), bool, int, float, complex, str, bytes, Tensor, nn.Module, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+_SHARED = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType, torch.Generator)
+
 
 @contextmanager
 def patched_forwards(
@@ -92,11 +101,6 @@ def set_within(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-_lock = threading.Lock()
-_users = 0
-_stance: Any = None  # torch's, which puts back what was before it
-
-
 class Eager:
     """A context in which compiled code is not compiled. The stance is the process's, so its users are counted."""
 
@@ -138,12 +142,6 @@ class Compiled:
     def __exit__(self, *error: object) -> None:
         if self.really:
             self.eager.__enter__()
-
-
-_NEVER_CHANGES = (
-    type(None), bool, int, float, complex, str, bytes, Tensor, nn.Module, torch.dtype, torch.device, torch.Size,
-)  # fmt: skip
-_SHARED = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, ModuleType, torch.Generator)
 
 
 class RunAgain:

@@ -20,6 +20,13 @@ from lightning_smddp.pipeline.capture.user_code import Lines
 
 HIDDEN: Final = "hidden"  # an operation that torch's function modes do not see
 
+_OF_ALL = {"argwhere", "nonzero", "unique", "unique_consecutive"}
+# What comes behind the first argument decides. (Of rows that were packed the lengths have decided already.)
+_OF_THE_REST = {"masked_select", "repeat_interleave", "_pack_padded_sequence"}
+
+# Their statistics are of micro-batches, which is said elsewhere.
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 
 @dataclass
 class Value:
@@ -177,11 +184,6 @@ class Trace:
     casts: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
 
 
-_OF_ALL = {"argwhere", "nonzero", "unique", "unique_consecutive"}
-# What comes behind the first argument decides. (Of rows that were packed the lengths have decided already.)
-_OF_THE_REST = {"masked_select", "repeat_interleave", "_pack_padded_sequence"}
-
-
 def deciding_tensors(name: str, arguments: Sequence[Any]) -> list[Tensor]:
     """The tensors whose values decide on the size of what an operation returns. ``arguments`` are its leaves."""
     if name == "__getitem__":
@@ -234,10 +236,6 @@ def sizes_that_vary(shape: Sequence[int], given: frozenset[int], fixed: set[int]
     if makes and not varying:
         return frozenset(shape[:1])  # all rows may have been chosen, this time
     return varying
-
-
-# Their statistics are of micro-batches, which is said elsewhere.
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def changes_of_state(trace: Trace, modules: Modules) -> tuple[str, ...]:

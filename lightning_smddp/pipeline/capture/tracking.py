@@ -16,6 +16,11 @@ from lightning_smddp.pipeline.capture.records import HIDDEN, Call, Event, Rebind
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
+EXTENSION = "it calls operations that torch's function modes do not see (an extension's, say)"
+_ALIAS = "it uses a tensor whose memory was changed through another view of it"
+
+_EMPTY = torch.empty(0)
+
 
 @dataclass
 class Memory:
@@ -76,10 +81,6 @@ class Memories:
             view = reference()
             if view is not None:
                 yield view
-
-
-EXTENSION = "it calls operations that torch's function modes do not see (an extension's, say)"
-_ALIAS = "it uses a tensor whose memory was changed through another view of it"
 
 
 class Tracking:
@@ -197,9 +198,6 @@ class Tracking:
         if isinstance(result, Tensor):
             return Template(..., tuple(sources))
         return Template(map_leaves(_blank, result), tuple(sources))
-
-
-_EMPTY = torch.empty(0)
 
 
 def _blank(leaf: Any) -> Any:

@@ -24,6 +24,13 @@ from lightning_smddp.wire.gather import all_agree, gather_json
 _MARGIN = 1.05
 _GROUPS = Path("/sys/fs/cgroup")
 
+# Ranks of one host without devices: the cores that compute also copy, and a measurement would tell how busy they are.
+LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)
+_FREE = Link(latency_s=0.0, bytes_per_s=math.inf, unhidden=0.0)
+_ROUNDS = 5
+_DEVICE_BYTES = 8 * 2**20  # fast links need large messages
+_HOST_BYTES = 2**18  # 2 ms at 1 Gbit/s
+
 
 def available_host_bytes() -> float:
     """What this process may still take of its host's memory, of its container's if that is less; inf if unknown."""
@@ -88,14 +95,6 @@ def explained_shortage(is_whole: bool) -> Iterator[None]:
         raise torch.OutOfMemoryError(
             f"{error} This was a run of the step on one micro-batch, by which a pipeline is planned. {cure}"
         ) from error
-
-
-# Ranks of one host without devices: the cores that compute also copy, and a measurement would tell how busy they are.
-LOOPBACK = Link(latency_s=1e-4, bytes_per_s=2e9)
-_FREE = Link(latency_s=0.0, bytes_per_s=math.inf, unhidden=0.0)
-_ROUNDS = 5
-_DEVICE_BYTES = 8 * 2**20  # fast links need large messages
-_HOST_BYTES = 2**18  # 2 ms at 1 Gbit/s
 
 
 def find_links(

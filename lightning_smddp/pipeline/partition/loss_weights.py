@@ -26,6 +26,8 @@ from lightning_smddp.wire.pytree import Path, items
 IGNORED = -100  # torch's and transformers' label of what does not count
 Kind: TypeAlias = Literal["rows", "labels", "entries", "sum"]
 
+_SIGNATURES = {function: inspect.signature(function) for function in (functional.cross_entropy, functional.nll_loss)}
+
 
 @dataclass(frozen=True)
 class Weighting:
@@ -142,9 +144,6 @@ def warning_without_trial(microbatch: MicroBatch, why: str) -> str | None:
 def path_text(path: Path) -> str:
     """Keys and positions as Python code has them."""
     return "".join(f"[{key!r}]" for key in path)
-
-
-_SIGNATURES = {function: inspect.signature(function) for function in (functional.cross_entropy, functional.nll_loss)}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from lightning_smddp.pipeline.partition.microbatches import MicroBatch, outer_si
 
 Evidence = Literal["rows", "square", "doubt"]
 
+SplitBatch = Callable[[Any, int], Sequence[Any]]
+
 
 def evidence(batch: Any, rows: int, loader_sizes: Collection[int], told: bool = False) -> Evidence:
     """What is to be thought of the first dimension.
@@ -42,9 +44,6 @@ def evidence(batch: Any, rows: int, loader_sizes: Collection[int], told: bool = 
 def has_time_first(root: nn.Module) -> bool:
     """Whether some module takes sequences with time first, by the attribute that torch's modules have for it."""
     return any(getattr(module, "batch_first", None) is False for module in root.modules())
-
-
-SplitBatch = Callable[[Any, int], Sequence[Any]]
 
 
 @dataclass(frozen=True)

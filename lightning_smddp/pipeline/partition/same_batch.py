@@ -30,6 +30,8 @@ _PART = 2**22  # bytes of a tensor on the host whose checksum one thread compute
 _THREADS = 4
 _BITS = 62  # of a fingerprint: two of them, one negative, are sent as int64
 
+_ONCE = (GeneratorType, map, zip, filter)  # they give their entries once, but a step runs several times on a batch
+
 
 class UnknownValuesError(Exception):
     """The host does not know what a tensor on a device holds."""
@@ -193,9 +195,6 @@ def _short(text: bytes) -> bytes:
     if len(text) <= _SHORT:
         return text
     return hashlib.blake2b(text, digest_size=16).digest()
-
-
-_ONCE = (GeneratorType, map, zip, filter)  # they give their entries once, but a step runs several times on a batch
 
 
 class RepeatableIterator:

@@ -23,6 +23,8 @@ from lightning_smddp.wire.gather import gather_json
 
 _BYTE = 0xFF  # each byte of these NaNs, in all formats; arithmetic makes others
 
+Result = TypeVar("Result")
+
 
 class LeftCourseError(ReplayError):
     """Raised on every rank of the pipeline, behind the schedule: nothing that it has made counts.
@@ -88,9 +90,6 @@ def require_no_departure(
     if found:
         raise LeftCourseError(found)
     return max(int(news) for _, news in gathered)
-
-
-Result = TypeVar("Result")
 
 
 class StepFailedError(SplitError):

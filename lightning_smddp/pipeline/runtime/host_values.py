@@ -20,6 +20,8 @@ from lightning_smddp.wire.pytree import leaves
 
 HostOf = Callable[[Tensor], "Tensor | None"]
 
+NOTHING = object()
+
 
 @dataclass(frozen=True)
 class _Copy:
@@ -108,9 +110,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-NOTHING = object()
 
 
 class Answers:

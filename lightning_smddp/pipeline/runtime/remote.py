@@ -23,6 +23,8 @@ OTHER_COURSE = (
     "torch's random numbers, or on values of tensors that modules made."
 )
 
+AS_TRACED = {"as": "traced"}  # stands for constants that are no JSON: types, devices
+
 
 class ReplayError(RuntimeError):
     """The step took another path than when it was traced."""
@@ -122,9 +124,6 @@ class TensorSpec:
 
 Boundary = Sequence[TensorSpec]
 """What one stage sends to the next for one micro-batch."""
-
-
-AS_TRACED = {"as": "traced"}  # stands for constants that are no JSON: types, devices
 
 
 @dataclass

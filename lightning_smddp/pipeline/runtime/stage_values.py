@@ -23,6 +23,8 @@ from lightning_smddp.pipeline.runtime.stage_graph import StageGraph
 from lightning_smddp.wire.pytree import leaves, map_leaves
 from lightning_smddp.wording import counted
 
+_FROM_PATTERN = {"shape", "size", "dtype", "dim", "ndim", "__len__", "stride"}  # the usual questions
+
 
 class StageValues:
     """The tensors of one run, by the values of the graph that they are.
@@ -260,9 +262,6 @@ class StageValues:
             return []
         found = [reference() for reference in self._holders.pop(value, [])]
         return [tensor for tensor in found if tensor is not None and self.value_of(tensor) == value]
-
-
-_FROM_PATTERN = {"shape", "size", "dtype", "dim", "ndim", "__len__", "stride"}  # the usual questions
 
 
 class Metadata:

@@ -33,6 +33,13 @@ from lightning_smddp.pipeline.runtime.staged_step import StagedStep, Step, Trace
 from lightning_smddp.wire.broadcast import broadcast_structure
 from lightning_smddp.wire.gather import gather_json
 
+_KEPT = 256  # kinds of micro-batches that are remembered,
+_KEPT_OF_A_KIND = 16  # and paths of each
+_OFTEN, _SELDOM = 4, 20  # a path that is left more often, and in more than one of so many batches, is none
+
+History: TypeAlias = tuple[str, ...] | None
+"""What Python code reads of the batch on a path; None for code that cannot be probed."""
+
 
 def infer_shapes(
     runtime: PipelineRuntime, staged: StagedStep, step: Step, microbatch: MicroBatch, train: bool, index: int = 0
@@ -104,14 +111,6 @@ def _require_gradients(received: Sequence[Tensor], live: Sequence[int], shapes: 
     """
     for value, tensor in zip(live, received, strict=False):
         tensor.requires_grad_(train and shapes.values[value].requires_grad)
-
-
-_KEPT = 256  # kinds of micro-batches that are remembered,
-_KEPT_OF_A_KIND = 16  # and paths of each
-_OFTEN, _SELDOM = 4, 20  # a path that is left more often, and in more than one of so many batches, is none
-
-History: TypeAlias = tuple[str, ...] | None
-"""What Python code reads of the batch on a path; None for code that cannot be probed."""
 
 
 @dataclass

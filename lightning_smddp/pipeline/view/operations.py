@@ -41,6 +41,12 @@ _READERS = {
     "storage", "tensor", "tolist", "untyped_storage", "share_memory_",
 }  # fmt: skip
 
+# How many numbers they draw depends on the values that they are given: every rank has to do them.
+_DRAW_BY_VALUE = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
+# Tensors of several elements in, one Python value out: it is told, so that the tensors need not be sent.
+_TOLD = {"aten::equal", "aten::_fused_sdp_choice"}
+_SMALL = 64  # elements of a tensor that a recipe may keep alive
+
 
 class ViewFunctions(TorchFunctionMode):
     """Sees the calls of user code in a hook."""
@@ -162,13 +168,6 @@ def map_tensors(function: Callable[[GlobalTensor], Any], structure: Any) -> Any:
         return leaf
 
     return map_leaves(mapped, structure)
-
-
-# How many numbers they draw depends on the values that they are given: every rank has to do them.
-_DRAW_BY_VALUE = {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
-# Tensors of several elements in, one Python value out: it is told, so that the tensors need not be sent.
-_TOLD = {"aten::equal", "aten::_fused_sdp_choice"}
-_SMALL = 64  # elements of a tensor that a recipe may keep alive
 
 
 class Operations:
