@@ -151,6 +151,7 @@ def around_hooks(trainer: Any, around: Around) -> Iterator[None]:
     call = _call_module(trainer)
     ours = _HookCalls(call, trainer, around)
     before = {name: getattr(call, name) for name in ours.functions}
+    # They are functions of a module of Lightning's, so of all Trainers in the process: calls of others go on as before.
     for name, function in ours.functions.items():
         setattr(call, name, ours.for_this_trainer(function, before[name]))
     try:

@@ -170,6 +170,8 @@ class PipelinedModule:
         try:
             return self._training.run(partitioned, step, batch, is_first, begin, continues)
         except SplitError as error:
+            # Nothing of the attempt is left, on any rank, and all have the same error: so the batch begins again, as a
+            # whole.
             self._become_whole(partitioned, error)
             return self.train(batch, arguments, scale, continues, may_drop, accumulates)
 
@@ -224,6 +226,8 @@ class PipelinedModule:
             microbatches = self._cut(batch, step)
             try:
                 self._partition(before, step, microbatches, self._cutter.pair(batch, microbatches))
+            # A step may fail on a part of a batch alone, as it counts on a number of rows: then whole batches are
+            # tried.
             except StepFailedError as error:
                 if len(microbatches) == 1:
                     raise

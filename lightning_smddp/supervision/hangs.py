@@ -65,6 +65,8 @@ class DeviceStillness:
         if moves != self._moves:
             self._moves, self._still_s, self._point, self._host_was = moves, 0.0, None, False
         self._still_s += seconds
+        # A host that goes on needs no look at its device. Behind a quiet while two looks tell: the device is where it
+        # was at the last tick, or the training thread is in a collective still.
         is_quiet = self._still_s > self._quiet_s
         point = self._device.look() if is_quiet else None
         host_is = is_quiet and self._in_collective()
@@ -133,6 +135,8 @@ def _judge(present: Sequence[Peer], readings: dict[int, Reading]) -> tuple[Peer,
 
 def _behind(present: Sequence[Peer], readings: dict[int, Reading]) -> Peer | None:
     """Who is waited for; None if that cannot be told."""
+    # Who waits is not who is waited for. If some rank does not wait, it is the one of these that is least far; if all
+    # do, the one whose device has passed the fewest marks; if all are as far, nobody can be named.
     elsewhere = [peer for peer in present if readings[peer.rank].waited_s == 0]
     if elsewhere:
         return min(elsewhere, key=lambda peer: _order(readings[peer.rank].step, readings[peer.rank].phase))

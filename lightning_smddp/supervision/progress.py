@@ -97,6 +97,8 @@ class Progress:
         else:
             self.descriptor = -1
         self._memory = mmap.mmap(self.descriptor, _BYTES)
+        # No lock: a reader must not depend on a rank that was stopped while it held one. Each cell is a word of its
+        # own, read by itself, so what is read of several may be of two moments.
         self._cells = memoryview(self._memory).cast("q")
         self._cells[_STEP] = self._cells[_EPOCH] = self._cells[_AT_STEP] = -1
 
