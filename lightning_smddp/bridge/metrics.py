@@ -96,7 +96,7 @@ class MetricRecorder:
         self.busy = False
 
     def patches(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
-        """What to give to :func:`patched`."""
+        """Each method of each metric, and what is to be called in its place, for :func:`patched`."""
         for name, metric in self.metrics.items():
             for method in _METHODS:
                 yield metric, method, self._wrap(name, metric, method)

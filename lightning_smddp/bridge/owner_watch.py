@@ -115,7 +115,7 @@ class OwnerWatch:
                 self.undo(change)
 
     def undo(self, change: Found) -> None:
-        """Undo one of :meth:`found`."""
+        """Put back what ``change``, one of :meth:`found`, has changed: a value, or the length of a list."""
         if change.grows:
             known, length = self.lengths[change.where]
             del known[length:]

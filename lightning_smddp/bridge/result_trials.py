@@ -120,7 +120,7 @@ class Findings:
         self.differences = kept
 
     def text(self) -> str:
-        """What differs, in words."""
+        """What differs between some rows and their parts, in words, for a warning."""
         texts = [f"{what} is {whole} for some rows, but {made}" for what, (whole, made) in self.differences.items()]
         words = f"{'; '.join(texts[:_MOST])} from their halves"
         if len(texts) > _MOST:

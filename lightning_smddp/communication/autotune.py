@@ -55,7 +55,7 @@ class Plan:
     source: str = "given"
 
     def describe(self) -> str:
-        """The choice in one line."""
+        """Which algorithm for which sizes, and where that is from, in one line."""
         parts, lower = [], 0
         for limit, name in self.table:
             sizes = "all sizes"

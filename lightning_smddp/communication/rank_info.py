@@ -151,7 +151,7 @@ class _Arrivals:
         return self.cards
 
     def pause(self) -> None:
-        """Wait a little, then longer."""
+        """Wait before the next look: a little at first, half as long again each time, up to a limit."""
         time.sleep(self._pause)
         self._pause = min(self._pause * 1.5, _LONGEST_PAUSE_S)
 

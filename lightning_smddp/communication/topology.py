@@ -68,7 +68,7 @@ class Topology:
 
     @property
     def node_rank(self) -> int:
-        """Number of this rank's node."""
+        """Number of this rank's node, by the lowest ranks of nodes."""
         return next(index for index, ranks in enumerate(self.nodes) if self.rank in ranks)
 
     @property

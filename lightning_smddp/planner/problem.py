@@ -103,7 +103,7 @@ class PartitionProblem:
 
     @property
     def num_stages(self) -> int:
-        """How many stages to make."""
+        """How many stages to make, on all ranks together."""
         return len(self.rank_of_stage)
 
 

@@ -288,7 +288,7 @@ class ReliabilityOptions:
 
     @property
     def stop_limit(self) -> timedelta:
-        """``stop_grace`` as a timedelta."""
+        """``stop_grace``, seconds or a timedelta, as a timedelta. Raises ``ValueError`` unless it is positive."""
         return duration("stop_grace", self.stop_grace)
 
 

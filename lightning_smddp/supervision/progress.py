@@ -104,7 +104,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """See the class."""
+        """Number of the optimizer step that is being computed; -1 before the first."""
         return self._cells[_STEP]
 
     @step.setter
@@ -114,7 +114,7 @@ class Progress:
 
     @property
     def phase(self) -> str:
-        """See the class."""
+        """One of :data:`PHASES`; set to anything else it raises ``ValueError``."""
         return PHASES[self._cells[_PHASE]]
 
     @phase.setter
@@ -127,7 +127,7 @@ class Progress:
 
     @property
     def batches(self) -> int:
-        """See the class."""
+        """Batches of this epoch that this rank has begun."""
         return self._cells[_BATCHES]
 
     @batches.setter
@@ -137,7 +137,7 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """See the class."""
+        """Number of the epoch, as :meth:`start_epoch` was told; -1 before the first."""
         return self._cells[_EPOCH]
 
     def start_epoch(self, epoch: int) -> None:
@@ -155,7 +155,7 @@ class Progress:
         self._cells[_MOVES] += 1
 
     def waits(self, seconds: float, device: DevicePoint | None) -> None:
-        """See :class:`Reading`; for the watching thread."""
+        """For how long neither host nor device have moved, and where the device is. For the watching thread."""
         self._cells[_WAITED_MS] = round(seconds * 1000)
         self._cells[_AT_STEP] = -1 if device is None else device.step
         if device is not None:
@@ -199,7 +199,7 @@ class RemoteProgress:
                     os.close(file)
 
     def read(self) -> Reading:
-        """The newest that is known."""
+        """The rank's progress as its memory has it now; as its last message told, where that cannot be seen."""
         return self.told if self._cells is None else _read(self._cells)
 
     def close(self) -> None:

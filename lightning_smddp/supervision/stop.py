@@ -91,7 +91,7 @@ class StopVote:
             self._tell({"type": "ask", "signum": signum})
 
     def answer(self, rank: int, step: int) -> None:
-        """``rank`` can stop at ``step``."""
+        """``rank`` has come to ``step`` and can stop there; with the last answer it is decided."""
         self._answers[rank] = step
         self.look()
 

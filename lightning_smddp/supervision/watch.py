@@ -204,12 +204,12 @@ class Watch:
             self.client.tell({"type": "timeout", "message": text})
 
     def install_signals(self, signums: Iterable[int]) -> None:
-        """See :meth:`Supervisor.install_signals`."""
+        """Take over these signals, for the main thread: each asks all ranks to stop. The first call counts."""
         if self._signals is None:
             self._signals = Signals(self._loop, self._signalled, signums)
 
     def request_stop(self, signum: int) -> None:
-        """See :meth:`Supervisor.request_stop`."""
+        """Ask all ranks to stop, as the signal ``signum`` does. For any thread."""
         self._loop.call(self._ask_to_stop, int(signum))
 
     def close(self, patience: float) -> None:

@@ -151,7 +151,7 @@ class Ownership:
         assert all(rank in everyone for rank in self.buffers.values()), self.buffers
 
     def is_mine(self, name: str, rank: int) -> bool:
-        """Whether ``rank`` holds parameter ``name``."""
+        """Whether ``rank``, one of the pipeline, has the values of parameter ``name``."""
         return rank in self.parameters[name]
 
     def owner(self, name: str) -> int:

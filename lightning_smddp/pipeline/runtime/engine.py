@@ -227,7 +227,7 @@ class PipelineEngine:
 
     @property
     def stages(self) -> list[int]:
-        """The stages on this rank."""
+        """Numbers of the stages on this rank, ascending."""
         return [stage.stage_index for stage in self._stages]
 
     @contextmanager
