@@ -150,6 +150,34 @@ def test_views_changed_through_the_whole_cannot_be_followed() -> None:
     assert "another view" in modules.must_be_whole["net"]
 
 
+def test_what_is_shown_in_the_shape_of_a_value_is_still_free() -> None:
+    """``mask.expand_as(h)``, and the mask once more: that was an operation that function modes do not see."""
+
+    def body(s: Net, x: Tensor) -> Tensor:
+        mask = x[:, :1].contiguous()
+        h = s.a(x)
+        h, wide = torch.broadcast_tensors(h * mask.expand_as(h), mask)
+        return (s.b(h * wide) + mask.view_as(mask)).mean()
+
+    found, modules = record(Net(body))
+    assert not modules.must_be_whole
+    assert [event.name for event in found.events] == [
+        "linear", "expand_as", "mul", "broadcast_tensors", "mul", "linear", "add", "mean"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("through_the_view", [True, False])
+def test_what_is_shown_in_the_shape_of_a_value_may_not_change(through_the_view: bool) -> None:
+    def body(s: Net, x: Tensor) -> Tensor:
+        h = s.a(x)
+        view = x.view_as(h)
+        (view if through_the_view else x).mul_(2)
+        return (s.b(view) * x).mean()
+
+    found, _ = record(Net(body))
+    assert any("another view" in event.reason for event in found.events)
+
+
 @pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()])
 def test_python_random_numbers(draw: Callable[[], float]) -> None:
     layer = Layer(lambda s, x: s.linear(x) * draw())

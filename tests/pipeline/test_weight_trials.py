@@ -104,6 +104,22 @@ def noisy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return tokenwise(model[1](embedded + torch.randn_like(embedded)), batch["labels"])
 
 
+def hardest(microbatch: MicroBatch) -> float:
+    losses = microbatch.value["x"]
+    return float(losses.topk(len(losses) // 2).values.mean())
+
+
+def test_a_mean_over_the_hardest_rows_is_found_where_halves_have_as_many() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0, 2.0, 3.0, 4.0])
+    rows = MicroBatch({"x": values}, 8, 1.0, paths=frozenset({("x",)}))
+    halves = split(rows.value, 2)
+    assert hardest(rows) == (hardest(halves[0]) + hardest(halves[1])) / 2
+    weighting, warning = find_weighting(hardest, rows, lambda value: split(value, 2))
+    assert not weighting.fits
+    assert warning is not None
+    assert "The loss of 8 rows is 3.5, but the mean of the losses of its two halves is 3." in warning
+
+
 LABELS = Weighting("labels", ("labels",))
 
 

@@ -357,6 +357,22 @@ def reading(bench: Bench) -> Any:
     return bench.fit(Reading(), max_epochs=1)
 
 
+class Returning(Net):
+    """Returns labels as they are, beside predictions; ``view_as`` shows other ones in an output's shape."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        out = self.net(batch[0])
+        loss = F.cross_entropy(out, batch[1].view_as(out[:, 0]))
+        return {"loss": loss, "predicted": out.detach().argmax(1), "wanted": batch[1]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses += [(outputs["predicted"] == outputs["wanted"]).float().mean().item(), float(outputs["loss"])]
+
+
+def returning_labels(bench: Bench) -> Any:
+    return bench.fit(Returning(), {"fallback": "error"}, max_epochs=1)
+
+
 class WithoutModules(Net):
     """Validates without any of its modules."""
 
@@ -440,6 +456,7 @@ CASES = [
     finetuning,
     gpt,
     unused,
+    returning_labels,
     own_optimizer_step,
     validating_without_modules,
     validating_first_modules,

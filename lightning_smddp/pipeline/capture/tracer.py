@@ -49,7 +49,7 @@ from lightning_smddp.pipeline.capture.records import (
     deciding_tensors,
     sizes_that_vary,
 )
-from lightning_smddp.pipeline.capture.tracking import EXTENSION, Tracking, is_plain
+from lightning_smddp.pipeline.capture.tracking import ALIAS, EXTENSION, Tracking, is_plain
 from lightning_smddp.pipeline.capture.user_code import decides, user_lines, user_location
 from lightning_smddp.wire.pytree import items, leaves, map_leaves
 
@@ -313,10 +313,12 @@ class _Tracer(TorchFunctionMode, Tracking):
             return
         event.location, event.checkpointed = user_location(), in_checkpoint()
         self.trace.events.append(event)
+        free = {memory.number for memory in map(self.memory_of, given) if not memory.bound}
         event.mutated = tuple(self.rebind(mutated, arguments, event.index))
         for leaf in made:
             if not any(leaf is t for t in given):
-                self.track(leaf, event.index)
+                # `mask.expand_as(h)` shows the mask, which all stages have, in another shape.
+                self.track(leaf, event.index, binds=self.memory_of(leaf).number not in free)
         event.returned = self.template(result, arguments)
         self._note_drawn(event)
 
@@ -372,6 +374,9 @@ class _Tracer(TorchFunctionMode, Tracking):
         if event.reads:
             self.trace.reads_of_batch.append(user_location())
         for tensor in mutated:
+            views = self.memories.live_views(self.memory_of(tensor))
+            if next(views, None) is not None:  # it may be on another stage, which would not see the change
+                self.hide(self.innermost_call(), ALIAS)
             born = self.memory_of(tensor).call
             for call in self.stack:
                 if not self._within(born, call.index) and not self._owns(call, tensor):

@@ -17,7 +17,7 @@ from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.wire.pytree import leaves, map_leaves
 
 EXTENSION = "it calls operations that torch's function modes do not see (an extension's, say)"
-_ALIAS = "it uses a tensor whose memory was changed through another view of it"
+ALIAS = "it uses a tensor whose memory was changed through another view of it"
 
 _EMPTY = torch.empty(0)
 
@@ -127,8 +127,8 @@ class Tracking:
                 old = self.find_tracked(view)
                 yield Rebind(old, self.track(view, event), positions.get(id(view)))
 
-    def track(self, tensor: Tensor, event: int) -> int:
-        """From here on ``tensor`` is a new value, made by ``event``."""
+    def track(self, tensor: Tensor, event: int, binds: bool = True) -> int:
+        """From here on ``tensor`` is a new value, made by ``event``, which ``binds`` its memory if it wrote there."""
         memory = self.memory_of(tensor)
         shape: tuple[int, ...] = ()
         stride: tuple[int, ...] = ()
@@ -151,7 +151,7 @@ class Tracking:
         reference = weakref.ref(tensor)
         if self.find_tracked(tensor) is None:
             memory.views.append(reference)
-        memory.bound = True
+        memory.bound = memory.bound or binds
         self.tracked[id(tensor)] = (reference, value.index)
         return value.index
 
@@ -176,7 +176,7 @@ class Tracking:
             return self.track(tensor, memory.hidden)
         reason = EXTENSION
         if memory.changed:
-            reason = _ALIAS
+            reason = ALIAS
         return self.track(tensor, self.hide(memory.call, reason).index)
 
     def template(self, result: Any, arguments: list[Any]) -> Template:

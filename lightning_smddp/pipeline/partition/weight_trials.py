@@ -8,6 +8,7 @@ two parts only a few labels are left that count, and the first of a row counts i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,7 @@ EXACT, MIXED = 1e-4, 1e-2  # relative errors that rounding may explain, in fp32 
 _CLEAR = 10.0  # times the error of the best candidate is clearly worse
 _NOISE = 1 / 20  # of the tolerance: errors below it do not tell candidates apart
 _LOUDER = 4.0
+_FEWEST, _MOST_GROUPS = 4, 8  # of rows, in a trial with hard ones last
 _MOST_LEAVES, _MOST_VALUES = 12, 5
 
 LossOf = Callable[[MicroBatch], float]
@@ -64,15 +66,15 @@ class _Candidates:
     tolerance: float
     trials: list[_Trial] = field(default_factory=list)
 
-    def add(self, trial: _Trial) -> None:
-        """Drop what it shows to be wrong. A trial that no candidate explains shows nothing, but for the first."""
+    def add(self, trial: _Trial, changed: bool = True) -> None:
+        """Drop what it shows to be wrong. A trial with ``changed`` values that no candidate explains shows nothing."""
         # Wrong is what misses by more than the tolerance, and also what misses clearly where another hits: a fresh
         # model's losses are so alike that wrong weights miss by little. Below a share of the tolerance it is noise, and
         # nobody is clearly wrong.
         errors = {weighting: trial.error(weighting) for weighting in self.weightings}
         best = min(errors.values())
         limit = min(self.tolerance, max(_CLEAR * best, _NOISE * self.tolerance))
-        if best > self.tolerance and self.trials:
+        if best > self.tolerance and changed:
             return
         self.trials.append(trial)
         self.weightings = [weighting for weighting in self.weightings if errors[weighting] <= limit]
@@ -119,7 +121,11 @@ def find_weighting(
     observed = chain.from_iterable(call.weightings(microbatch.value) for call in calls.found)
     conceivable = list(dict.fromkeys([*observed, *_conceivable(microbatch)]))
     candidates = _Candidates(conceivable, tolerance)
-    candidates.add(first)
+    candidates.add(first, changed=False)
+    again = _hard_rows_last(loss_of, microbatch, first, cut, tolerance)
+    if again is not None and candidates.weightings:
+        candidates.add(again, changed=False)
+        first = again
     # Trials cost runs of the step, so each is made only while candidates are left that it could tell apart: first with
     # the rows as they are and thinned, then, if that was not enough, with a model whose losses are less alike.
     for context in (nullcontext, louder or nullcontext):
@@ -172,6 +178,36 @@ def _attempt(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial | None:
     except Exception:  # of user code that was given what it did not expect: there is nothing to learn from it
         return None
     if not math.isfinite(trial.whole):
+        return None
+    return trial
+
+
+def _hard_rows_last(
+    loss_of: LossOf, microbatch: MicroBatch, first: _Trial, cut: Cut, tolerance: float
+) -> _Trial | None:
+    """A trial of the same rows, those with large losses last; None where rows have to stay in their places.
+
+    A mean over the hardest rows is that of its halves where each has as many of them, as by chance one in two of eight.
+    """
+    size = microbatch.size
+    if microbatch.cuts is not None or size < _FEWEST:
+        return None
+    try:
+        groups = microbatch.split(min(size // 2, _MOST_GROUPS))  # one row alone may be too few for a step
+        losses = [loss_of(group) for group in groups]
+        if not all(map(math.isfinite, losses)):
+            return None
+        ends = [0, *itertools.accumulate(group.size for group in groups)]
+        order = [
+            row
+            for index in sorted(range(len(groups)), key=losses.__getitem__)
+            for row in range(ends[index], ends[index + 1])
+        ]
+        trial = _try(loss_of, microbatch.with_rows_in(order).value, size, cut)
+    except Exception:  # of user code that was given rows in an order that it is not made for
+        return None
+    depends_on_order = not abs(trial.whole - first.whole) <= _NOISE * tolerance * max(abs(first.whole), 1e-8)
+    if depends_on_order or not all(map(math.isfinite, trial.losses)):
         return None
     return trial
 
