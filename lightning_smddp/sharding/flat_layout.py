@@ -60,12 +60,6 @@ class FlatLayout:
         """Elements of the row, gaps included."""
         return self.bounds[-1]
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all shares are as long."""
-        width = self.bounds[1]
-        return all(bound == index * width for index, bound in enumerate(self.bounds))
-
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """What of the parameters lies in [start, stop)."""
         for slot in self.slots:

@@ -79,6 +79,10 @@ class Loop:
         """Until :meth:`stop`; exceptions of callbacks come out here."""
         while not self._stopped:
             for key, events in self._selector.select(self._patience()):
+                # One that was called just now may have let go of this descriptor, and closed it: the supervisor's
+                # listener, say, when the last rank is admitted while a stranger waits.
+                if key.fd not in self._selector.get_map():
+                    continue
                 readable, writable = key.data
                 if events & selectors.EVENT_READ:
                     readable()

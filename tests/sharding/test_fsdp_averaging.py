@@ -70,12 +70,12 @@ def train(case: str, strategy: Any, folder: Path, resumed: Path | None = None) -
     return outcome(model, trainer), model.held
 
 
-def train_both(case: str, folder: Path) -> dict[str, tuple[Outcome, float]]:
+def train_both(case: str, folder: Path, options: dict[str, Any]) -> dict[str, tuple[Outcome, float]]:
     plain = silent(find_unused_parameters=True)
     found = {
         "plain": train(case, plain, folder / "plain"),
-        "divided": train(case, fully_sharded(), folder / "divided"),
-        "from plain": train(case, fully_sharded(), folder / "other", folder / "plain" / "0.ckpt"),
+        "divided": train(case, fully_sharded(**options), folder / "divided"),
+        "from plain": train(case, fully_sharded(**options), folder / "other", folder / "plain" / "0.ckpt"),
     }
     again = silent(find_unused_parameters=True)
     found["from divided"] = train(case, again, folder / "last", folder / "divided" / "0.ckpt")
@@ -83,10 +83,16 @@ def train_both(case: str, folder: Path) -> dict[str, tuple[Outcome, float]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["ema", *(pytest.param(case, marks=pytest.mark.slow) for case in CALLBACKS if case != "ema")]
+    ("case", "options"),
+    [
+        ("ema", {}),
+        *(pytest.param(case, {}, marks=pytest.mark.slow) for case in CALLBACKS if case != "ema"),
+        pytest.param("ema", {"sharding": "hybrid", "shard_size": 2}, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_averages_are_those_of_data_parallelism(case, tmp_path):
-    for results in run_trainer_ranks(train_both, 2, case, tmp_path):
+def test_averages_are_those_of_data_parallelism(case, options, tmp_path):
+    ranks = 4 if options else 2
+    for results in run_trainer_ranks(train_both, ranks, case, tmp_path, options):
         expected, whole = results["plain"]
         assert whole == 1
         actual, held = results["divided"]

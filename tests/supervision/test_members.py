@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import pytest
@@ -43,6 +45,28 @@ class FakeConnection:
 
     def send(self, message: Message) -> None:
         self.messages.append(message)
+
+
+def test_what_was_let_go_of_meanwhile_is_not_called(loop):
+    """Two descriptors can be read; whichever is called first closes the other one."""
+    pairs = [socket.socketpair(), socket.socketpair()]
+    called = []
+
+    def read(index: int) -> None:
+        called.append(index)
+        other = pairs[1 - index][0]
+        loop.unwatch(other.fileno())
+        other.close()
+        pairs[index][0].recv(1)
+        loop.stop()
+
+    for index, (end, far) in enumerate(pairs):
+        far.send(b"x")
+        loop.watch(end.fileno(), partial(read, index))
+    loop.run()
+    assert len(called) == 1
+    for end in (*pairs[0], *pairs[1]):
+        end.close()
 
 
 def peer(rank: int, host: str = "b", process: Process = ELSEWHERE, silence_s: float = 0.0) -> Peer:
