@@ -256,7 +256,7 @@ def test_times_are_without_those_in_which_others_have_the_processor() -> None:
     assert 0 < max(seconds + reference.forward_seconds + reference.backward_seconds) < 0.09
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_scripted_parameters_stay_where_they_are() -> None:
     with pytest.raises(SplitError, match=r"'net.inner' is scripted .* script it afterwards"):
         graph(lambda s, x: s.b(s.inner(s.a(x))).mean(), inner=torch.jit.script(nn.Linear(D, D)))

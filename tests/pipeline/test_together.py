@@ -89,7 +89,7 @@ def test_a_record_that_one_rank_cannot_use_is_refused_on_all() -> None:
         assert "calls a collective of its own at module.py:7" in told
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_what_cannot_be_put_back_is_left() -> None:
     """Attributes that a step has set to tensors of another stage; buffers of scripted modules."""
     root = nn.ModuleDict({"norm": torch.jit.script(nn.BatchNorm1d(2)), "kept": nn.Identity()})
