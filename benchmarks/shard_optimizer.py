@@ -35,6 +35,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     options.add_argument("--models", nargs="+", choices=["mlp", "gpt"], default=["mlp", "gpt"])
+    options.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
     options.add_argument("--rounds", type=int, default=10, help=f"turns of each arm, of {BLOCK} steps each")
     args = options.parse_args()
     if args.quick:
@@ -48,7 +49,7 @@ def main() -> None:
     record.data["cases"] = {}
     for ranks in args.ranks:
         for model in args.models:
-            for optimizer in OPTIMIZERS:
+            for optimizer in args.optimizers:
                 _case(record, args, ranks, model, optimizer)
                 record.finish()  # so that a run that is cut short leaves what it has measured
 
