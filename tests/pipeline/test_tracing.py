@@ -150,6 +150,20 @@ def test_views_changed_through_the_whole_cannot_be_followed() -> None:
     assert "another view" in modules.must_be_whole["net"]
 
 
+def test_what_changed_before_a_module_that_takes_it_cannot_be_followed() -> None:
+    """The module that saw the change first took it for its own: cuts then missed a value (``KeyError``)."""
+    root = nn.ModuleDict({"a": nn.Linear(D, D)})
+
+    def step() -> Tensor:
+        x = batch()
+        x.data.normal_()
+        return (root["a"](x) - x).mean()
+
+    found = trace(step, root, CPU)
+    with pytest.raises(SplitError, match="changed through another view"):
+        build_graph(found, Modules(found, root), lambda name: True)
+
+
 def test_what_is_shown_in_the_shape_of_a_value_is_still_free() -> None:
     """``mask.expand_as(h)``, and the mask once more: that was an operation that function modes do not see."""
 

@@ -367,6 +367,11 @@ class _Builder:
             )
         return obstacle is None and (whole is not None or self.is_small(name))
 
+    def _is_within(self, inner: int | None, outer: int) -> bool:
+        while inner is not None and inner != outer:
+            inner = self.trace.calls[inner].parent
+        return inner == outer
+
     def backward_hooks(self) -> list[Colocation]:
         """The hooks at a module's inputs and outputs belong together."""
         events, colocations = self.trace.events, []
@@ -393,6 +398,9 @@ class _Builder:
     def _unit(self, call: Call) -> None:
         assert call.returned is not None
         events = self.trace.events[call.first : call.last]
+        for event in events:
+            if event.function is HIDDEN and not self._is_within(event.call, call.index):
+                _refuse_event(event)  # seen here first, but it was done outside
         rebinds = self.modules.changes(call)
         returned = [value for value in call.returned.values if self.modules.made_in(value, call.index)]
         module = self.modules.by_name[call.module]
