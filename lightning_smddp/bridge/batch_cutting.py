@@ -317,7 +317,8 @@ def rows_by_loss(
     module = setup.module
 
     def loss(microbatch: MicroBatch) -> float:
-        return float(loss_of(step.observed([microbatch]).results.output, step.hook, detached=True))
+        with step.capture.left.before_traces():
+            return float(loss_of(step.observed([microbatch]).results.output, step.hook, detached=True))
 
     def decide() -> bool:
         for trains in (False, True):  # some models do something else in evaluation mode

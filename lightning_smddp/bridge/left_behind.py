@@ -135,6 +135,7 @@ class LeftBehind:
         self._owners: dict[str, Any] = {}
         self.is_learning = False
         self._is_off = False
+        self._is_before_traces = False
         self._pass: _Pass | None = None
         self._notes: dict[tuple[int, str], dict[int, _Note]] = defaultdict(dict)  # by stage and owner, by micro-batch
         self._held: dict[int, dict[int, _Note]] = defaultdict(dict)  # by stage: values for later stages' notes
@@ -153,6 +154,10 @@ class LeftBehind:
     def learning(self) -> AbstractContextManager[None]:
         """Around a trace: all owners are watched, to find those that change."""
         return set_within(self, "is_learning", True)
+
+    def before_traces(self) -> AbstractContextManager[None]:
+        """Around a trial before the first trace: all owners are watched, so that nothing of it stays."""
+        return set_within(self, "_is_before_traces", True)
 
     def agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """All ranks watch what any of them found to change: callbacks may be on some ranks only. Collective."""
@@ -182,7 +187,7 @@ class LeftBehind:
             yield
             return
         # A trace watches all owners. Later runs look at those that a trace has seen change, and at numbers of others.
-        if self.is_learning:
+        if self.is_learning or self._is_before_traces:
             self._owners = owners_in(self.module, with_helpers=True)
             names, static = dict.fromkeys(self._owners), {}
         else:
