@@ -124,7 +124,10 @@ def test_no_set_is_smaller(name: str) -> None:
             assert bytes_of(graph, live) == smallest(graph, cut)
 
 
-@pytest.mark.parametrize("name", ["resnet", "structures", "integers_and_masks_cross", "in_place_on_views"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("resnet", marks=pytest.mark.slow), "structures", "integers_and_masks_cross", "in_place_on_views"],
+)
 def test_all_pairs_of_cuts_are_exact(name: str) -> None:
     root = root_of(name)
     cuts = program_of(root, step_of(root), children).cuts()

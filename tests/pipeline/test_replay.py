@@ -29,6 +29,9 @@ def step_of(root: nn.Module) -> Step:
     return lambda: root.net(batch.clone())
 
 
+LARGEST = ("attention", "resnet", "shapes_and_places")  # each with the cuts of ten others
+
+
 def children(name: str) -> bool:
     return name != "net"
 
@@ -42,7 +45,9 @@ def nothing(name: str) -> bool:
 
 
 @pytest.mark.parametrize("is_small", [children, pytest.param(leaf_modules, marks=pytest.mark.exhaustive), nothing])
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGEST else name for name in EXAMPLES]
+)
 def test_every_cut_is_exact(name: str, is_small: Callable[[str], bool]) -> None:
     assert_every_cut(root_of(name), step_of, is_small)
 

@@ -292,6 +292,7 @@ def test_hooks_see_a_part(cases: Any) -> None:
     assert torch.equal(saved["mine"], torch.ones(2))
 
 
+@pytest.mark.slow
 def test_errors_are_raised_on_every_rank(cases: Any) -> None:
     directory, results = cases
     for _, _, found, _ in results:

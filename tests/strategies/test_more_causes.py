@@ -130,6 +130,7 @@ def test_numbers_are_one_processs(case: Case) -> None:
     TWO.compare(case)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_that_needs_all_gradients_is_not_divided() -> None:
     for text in TWO.results(sharpness_in_parts):
