@@ -236,7 +236,7 @@ class TrainerStrategy(_Base):
     def on_exception(self, exception: BaseException) -> None:
         """Leave SageMaker word of what has failed, also before there is a process group."""
         super().on_exception(exception)
-        self._name_in_advice(exception)
+        self._advise(exception)
         if not is_stop(exception) and not is_control_flow(exception):
             self._sagemaker.write_failure(exception)
 
@@ -394,8 +394,8 @@ class TrainerStrategy(_Base):
     def _tear_down_model(self) -> None:
         super().teardown()
 
-    def _name_in_advice(self, exception: BaseException) -> None:
-        """Let Lightning's advice on its own strategies name this one."""
+    def _advise(self, exception: BaseException) -> None:
+        """Add to the text of an exception what is known of it here, such as this strategy's name or a cure."""
 
     def _can_save(self, filepath: Any) -> bool:
         """Whether a checkpoint can be saved now."""

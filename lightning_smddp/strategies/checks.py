@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision")
+_SPARSE = (nn.Embedding, nn.EmbeddingBag)
 _MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 _NAME = "strategy='smddp_deepspeed'"
@@ -59,6 +60,12 @@ def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fi
             f"{type(module).__name__} has parameters that are DTensors: an earlier run could not gather them, or the "
             "module divides them itself, in `configure_model`. Make a new module, and leave the dividing to "
             "strategy='smddp_fsdp'."
+        )
+    sparse = [name for name, part in module.named_modules() if isinstance(part, _SPARSE) and part.sparse]
+    if is_fit and sparse:
+        raise ValueError(
+            f"{sparse[0]} has sparse gradients (sparse=True), which FSDP2 does not sum. Use sparse=False, or "
+            "strategy='smddp'."
         )
     for callback in callbacks:
         names = {cls.__name__ for cls in type(callback).__mro__}

@@ -315,7 +315,7 @@ class DataParallel(TrainerStrategy):
         self._session.load_state_dict(checkpoint.get(COMPRESSION_KEY, {}))
 
     @override
-    def _name_in_advice(self, exception: BaseException) -> None:
+    def _advise(self, exception: BaseException) -> None:
         exception.args = tuple(_as_ours(argument) for argument in exception.args)
 
 

@@ -76,6 +76,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _FOR_SHARES = frozenset({"configure_optimizers", "optimizer_step", "optimizer_zero_grad"})  # they run optimizers
+_FREED = "out of bounds for storage of size 0"  # what torch says of a parameter that is not whole now
+_DIFFERENTIATED_TWICE = (
+    "A unit's parameters are freed behind its forward and behind its backward pass, and something needs them after "
+    "that: a step that differentiates twice, say (`torch.autograd.grad(..., create_graph=True)`, for a penalty). "
+    "SMDDPFSDPStrategy(sharding='grad_op') keeps them until the last backward pass has ended."
+)
 _STEP_CONTEXTS = {
     "training_step": "train_step_context",
     "validation_step": "val_step_context",
@@ -472,6 +478,11 @@ class FullyShardedParallel(TrainerStrategy):
             rows = [*sharded.describe(), ("communication", self._collectives.describe())]
             rows += [("note", note) for note in self._collectives.notes]
             print_table("smddp_fsdp: fully sharded data parallelism", rows, module.trainer)
+
+    @override
+    def _advise(self, exception: BaseException) -> None:
+        if isinstance(exception, RuntimeError) and _FREED in str(exception):
+            exception.args = (f"{exception}. {_DIFFERENTIATED_TWICE}",)
 
     def _require_sharded(self) -> FullySharded:
         assert self._sharded is not None, "setup() comes first"

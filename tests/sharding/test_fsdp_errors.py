@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.ranks import RanksFailedError, run_trainer_ranks
 from tests.sharding.test_fsdp import fully_sharded
-from tests.strategies.learners import Learner, make_trainer
+from tests.strategies.learners import Learner, assert_equal, fit, make_trainer, silent
 
 
 class OwnOptimizer(Learner):
@@ -49,13 +49,40 @@ class Stale(Learner):
         return super().loss(batch) + self.kept[0].square().sum()
 
 
+class Sparse(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 2, sparse=True)
+
+
+class Penalized(Learner):
+    """Differentiates twice, as a gradient penalty does."""
+
+    def loss(self, batch: Any) -> Any:
+        inputs = batch[0].detach().requires_grad_()
+        outputs = self.net(inputs)
+        (gradient,) = torch.autograd.grad(outputs.square().sum(), inputs, create_graph=True)
+        return super().loss(batch) + gradient.square().mean()
+
+
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "sparse gradients": (Sparse, {}, "words has sparse gradients"),
+    "a gradient of gradients": (Penalized, {}, "sharding='grad_op'"),
     "pruning": (Learner, {"callbacks": [ModelPruning("l1_unstructured", amount=0.1)]}, "replaces parameters"),
     "an early optimizer": (OwnOptimizer, {}, "it would train nothing"),
     "a hook": (Hooked, {}, "net.0.weight has a hook of its own"),
     "two dtypes": (Mixed, {}, "one is torch.float32, other is torch.float64"),
     "an old object": (Stale, {}, "meta"),
 }
+
+
+def fit_penalized() -> tuple[Any, Any]:
+    return tuple(fit(strategy, Penalized()) for strategy in (silent(), fully_sharded(sharding="grad_op")))
+
+
+def test_gradients_of_gradients_where_parameters_stay_whole():
+    for expected, actual in run_trainer_ranks(fit_penalized, 2):
+        assert_equal(actual, expected, tolerance=1e-5)
 
 
 def fit_averaged(strategy_options: Any) -> None:
