@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import socket
 import sys
 import tempfile
 import threading
@@ -168,12 +169,22 @@ def run_trainer_ranks(body: Callable[..., Any], world_size: int, *args: Any, **o
     that no port can be lost between its choice and its use. ``options`` are those of ``run_ranks`` except
     ``init``.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _served_store()
     env = {**trainer_environment(store.port), **options.pop("env", {})}
     try:
         return run_ranks(body, world_size, *args, env=env, init=False, **options)
     finally:
         del store  # closes its socket, also while a traceback holds this frame
+
+
+def _served_store() -> dist.TCPStore:
+    """A store that listens on IPv4 alone.
+
+    torch's own socket takes IPv6, too, and asks the DNS for the name of each client: 5 s where an answer is lost.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def trainer_environment(port: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -141,7 +142,10 @@ def _measured_here() -> dict[str, Any]:
         gpus = torch.cuda.device_count()
     if gpus > 1:
         ranks = min(gpus, _MOST_LOCAL_RANKS)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # On IPv4 alone: torch's own socket takes IPv6, too, and asks the DNS for the name of each rank that comes.
+    listener = socket.create_server(("127.0.0.1", 0))
+    host, port = listener.getsockname()
+    store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     with tempfile.TemporaryDirectory(prefix="smddp-doctor-") as directory:
         path = os.path.join(directory, "measured.json")
         arguments = (ranks, store.port, gpus > 1, path)
