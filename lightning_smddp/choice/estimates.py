@@ -69,7 +69,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Bytes of all parts at once: what a rank needs to have."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 

@@ -119,7 +119,10 @@ class ShardedCollectives:
             self.notes.append(f"compression={compression.method!r} applies between nodes, and there is one node")
 
     def attach(self, module: nn.Module) -> None:
-        """Let ``unit`` gather and scatter by this; ``layout`` says what is where, ``name`` is for messages."""
+        """Let every ``FSDPModule`` in ``module`` communicate by this object, from its next forward on.
+
+        Modules and their order are the same on all ranks. May be called again, for other modules.
+        """
         if self._shards is None:
             return
         shard_group = self.fsdp_mesh.get_group()

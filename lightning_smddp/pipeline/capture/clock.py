@@ -29,7 +29,7 @@ class Clock:
         self._device = device
 
     def read(self) -> Instant:
-        """Now."""
+        """The moment at which the host is; a device may be behind it."""
         wall = time.perf_counter()
         if self._device.type == "cpu":
             return Instant(wall, time.process_time())
