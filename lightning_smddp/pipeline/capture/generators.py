@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_smddp._compat.torch import without_torch_functions
 _DEPTH = 3  # of an attribute of an object in a list in an attribute
 _MOST_MEMBERS = 100  # of a container; one with more is data
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
+_PLAIN = frozenset({str, int, float, bool, type(None), bytes, torch.Size, torch.dtype, torch.device})
 _NO_HELPERS = (nn.Module, Tensor, Dataset, Sampler, DataLoader, type, types.ModuleType, types.FunctionType)
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_smddp", "torchmetrics", "numpy")
 _OF_PYTHON = ("builtins", "random", "types", "functools", "collections", "threading")
@@ -64,12 +66,13 @@ def held_generators(root: nn.Module) -> list[Held]:
     """
     seen: set[int] = set()
     found: list[Held] = []
-    files: dict[str, None] = {}
+    kinds: dict[type, None] = {}
     for path, module in root.named_modules():
-        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
-        found += _found_in(vars(module), own.items(), f"{path}.", seen, _DEPTH)
-        files |= dict.fromkeys(kind.__module__ for kind in type(module).__mro__ if not _is_of_a_library(kind))
-    for file in files:
+        kinds[type(module)] = None
+        own = [(name, value) for name, value in vars(module).items() if name not in _OF_MODULES]
+        found += _found_in(vars(module), own, f"{path}.", seen, _DEPTH)
+    bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
+    for file in dict.fromkeys(kind.__module__ for kind in bases if not _is_of_a_library(kind)):
         variables = vars(sys.modules[file]) if file in sys.modules else {}
         found += _found_in(variables, list(variables.items()), f"global {file}.", seen, 0)
     return found
@@ -78,11 +81,12 @@ def held_generators(root: nn.Module) -> list[Held]:
 def _found_in(container: Any, members: Any, name: str, seen: set[int], depth: int) -> Iterator[Held]:
     """Generators among ``members`` of ``container``, and down to ``depth`` in these."""
     for key, value in members:
+        if type(value) in _PLAIN or id(value) in seen:
+            continue
         if is_generator(value):
-            if id(value) not in seen:
-                seen.add(id(value))
-                yield Held(f"{name}{key}", container, key)
-        elif depth and type(value) not in (str, int, float) and id(value) not in seen:
+            seen.add(id(value))
+            yield Held(f"{name}{key}", container, key)
+        elif depth:
             inside = _members(value)
             if inside is not None:
                 seen.add(id(value))
