@@ -377,12 +377,15 @@ class ReplicaGradients:
         # In order, so a full bucket waits behind one that is not: every replica launches the same sequence, whatever
         # order its backward passes fill them in.
         for bucket in self.buckets[self._launched :]:
-            names = [self._names[id(parameter)] for parameter in bucket.parameters()]
-            is_missing = any(self._remaining.get(name, 1) > 0 for name in names)
-            if is_missing and not everything:
+            if not everything and not self._is_full(bucket):
                 return
             self._launched += 1
             self._launch(bucket)
+
+    def _is_full(self, bucket: GradientBucket) -> bool:
+        # Asked at each gradient, so it looks no further than to the first that is missing.
+        names = (self._names[id(parameter)] for parameter in bucket.parameters())
+        return all(self._remaining.get(name, 1) <= 0 for name in names)
 
     def _launch(self, bucket: GradientBucket) -> None:
         assert self._synchronizer is not None
