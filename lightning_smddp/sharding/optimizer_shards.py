@@ -55,18 +55,20 @@ class OptimizerShards:
     def cut(self, copies: Copies, splits: bool) -> None:
         """Step a share of the parameters of ``copies`` from here on; others are stepped by every rank."""
         self._copies, self.splits = copies, splits
+        fused = {id(p) for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]}
         for number, layout in enumerate(copies.layouts):
             for slot in layout.slots:
                 self.pieces[id(slot.parameter)] = []
             if copies.share is not None:
                 for piece in layout.pieces_of_share(copies.share):
-                    self.pieces[id(piece.slot.parameter)] += self._cut(copies, number, piece)
+                    parameter = piece.slot.parameter
+                    self.pieces[id(parameter)] += self._cut(copies, number, piece, id(parameter) in fused)
 
-    def _cut(self, copies: Copies, layout: int, piece: Piece) -> Iterator[ShardedPiece]:
+    def _cut(self, copies: Copies, layout: int, piece: Piece, is_fused: bool) -> Iterator[ShardedPiece]:
         """Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times."""
         step = piece.high - piece.low
         parameter = piece.slot.parameter
-        if self.splits and parameter.device.type == "cpu" and not self._is_fused(parameter):
+        if self.splits and parameter.device.type == "cpu" and not is_fused:
             step = _CACHED_BYTES // parameter.dtype.itemsize
         for low in range(piece.low, piece.high, step):
             part = Piece(piece.slot, low, min(low + step, piece.high))
@@ -74,12 +76,6 @@ class OptimizerShards:
             if not self.splits:
                 values = values.as_strided(parameter.size(), parameter.stride())
             yield ShardedPiece(part.low, part.high, nn.Parameter(values))
-
-    def _is_fused(self, parameter: nn.Parameter) -> bool:
-        for group in self.optimizer.param_groups:
-            if any(member is parameter for member in group["params"]):
-                return bool(group.get("fused"))
-        return False
 
     def stand_next_to_step(self) -> None:
         """Be the last one before the step and the first one behind it, among hooks that others have registered."""

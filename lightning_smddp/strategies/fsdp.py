@@ -154,7 +154,8 @@ class FullyShardedParallel(TrainerStrategy):
         self._sharding = sharding_options
         self._view, self._changes = WholeView(), ExitStack()  # until teardown
         self._watch = AverageWatch()
-        self._averaged: AveragedCopies | None = None  # of the module's weights, by callbacks
+        self._averagers: Sequence[Any] = ()  # callbacks that average the module's weights
+        self._averaged: AveragedCopies | None = None  # what they keep
         self._whole_again: dict[int, Tensor] = {}  # of the last run: by the id of what was a part of it
         self._hold_parts(GradientOptions.of("auto", compression, None, communication), reliability, resume)
 
@@ -166,6 +167,7 @@ class FullyShardedParallel(TrainerStrategy):
             "_collectives": None,
             "_local_steps": (),
             "_watch": AverageWatch(),
+            "_averagers": (),
             "_averaged": None,
             "_whole_again": {},
             "_changes": ExitStack(),
@@ -215,7 +217,8 @@ class FullyShardedParallel(TrainerStrategy):
         broadcast_initial(module, world, device=self.root_device)
         self._divide()
         if not self._sharding.meta_init:  # else no callback may average
-            copies = [averaged_copy(callback) for callback in callbacks_of(trainer) if averages_weights(callback)]
+            self._averagers = [callback for callback in callbacks_of(trainer) if averages_weights(callback)]
+            copies = [averaged_copy(callback) for callback in self._averagers]
             self._averaged = AveragedCopies([copy for copy in copies if copy is not None], module)
         if is_fit:
             self.setup_optimizers(trainer)
@@ -267,7 +270,7 @@ class FullyShardedParallel(TrainerStrategy):
             self._whole_again = make_whole(sharded, self.root_device)
             if self._whole_again and self._averaged is not None:
                 self._averaged.close(self.root_device)
-        self._averaged = None
+        self._averagers, self._averaged = (), None
         if self._collectives is not None:
             self._collectives.close()
             self._collectives = None
@@ -280,7 +283,7 @@ class FullyShardedParallel(TrainerStrategy):
     @contextmanager
     def _around_hook(self, hook: str, owner: Any) -> Iterator[Callable[[Any, tuple[Any, ...]], Any] | None]:
         """What Lightning enters around the call of ``owner``'s ``hook``: user code sees whole values."""
-        if not averages_weights(owner):
+        if not any(owner is callback for callback in self._averagers):
             with self._view.inside(hook not in _FOR_SHARES):
                 yield None
             return
