@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import types
@@ -52,10 +53,16 @@ class Held:
 
 def is_generator(value: Any) -> bool:
     """Whether random numbers can be drawn from ``value``, and its state put back."""
-    if isinstance(value, (random.Random, torch.Generator)):
-        return not isinstance(value, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    return _draws(type(value))  # type: ignore[arg-type]  # of `object`, mypy takes a class's hash for its instances'
+
+
+@functools.lru_cache(maxsize=4096)
+def _draws(kind: type) -> bool:
+    """A class is asked once: torch's ``isinstance`` for generators is Python code, and each trial asks for all."""
+    if issubclass(kind, (random.Random, torch.Generator)):
+        return not issubclass(kind, random.SystemRandom)
+    numpy = sys.modules.get("numpy")  # without it there is no object of its classes
+    return numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
 
 
 def held_generators(root: nn.Module) -> list[Held]:
@@ -69,7 +76,10 @@ def held_generators(root: nn.Module) -> list[Held]:
     kinds: dict[type, None] = {}
     for path, module in root.named_modules():
         kinds[type(module)] = None
-        own = [(name, value) for name, value in vars(module).items() if name not in _OF_MODULES]
+        own = []
+        for name, value in vars(module).items():
+            if type(value) not in _PLAIN and name not in _OF_MODULES:
+                own.append((name, value))
         found += _found_in(vars(module), own, f"{path}.", seen, _DEPTH)
     bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
     for file in dict.fromkeys(kind.__module__ for kind in bases if not _is_of_a_library(kind)):

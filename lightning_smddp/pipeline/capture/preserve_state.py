@@ -20,6 +20,8 @@ from lightning_smddp.pipeline.view.tensor import GlobalTensor
 from lightning_smddp.wire.pytree import leaves
 
 _STRUCTURE = {"_parameters", "_buffers", "_modules"}
+_CONTAINERS = frozenset({list, dict, set, OrderedDict})  # hooks of modules are in the last
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # most attributes of modules: nothing in them to be put back
 
 
 @contextmanager
@@ -31,12 +33,13 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
     Attributes are put back as objects; lists, dicts and sets among them also get back their members. What an object
     further inside has become is not undone.
     """
-    attributes = [(module, _attributes(module)) for module in root.modules()]
+    modules, parameters = list(root.modules()), list(root.parameters())
+    attributes = [(module, _attributes(module)) for module in modules]
     buffers = [(b, b.clone()) for b in root.buffers() if b.device.type != "meta"]
-    plain = [module for module in root.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
     registered = [(own, dict(own)) for own in map(registered_buffers, plain)]  # scripted ones cannot be replaced
-    gradients = [(p, p.grad) for p in root.parameters()]
-    contents = [(p, p.data) for p in root.parameters() if not is_lazy(p) and not p.is_meta]
+    gradients = [(p, p.grad) for p in parameters]
+    contents = [(p, p.data) for p in parameters if not is_lazy(p) and not p.is_meta]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -115,9 +118,12 @@ def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
 
 
 def _members(value: Any) -> Any:
-    if type(value) in (list, dict, set, OrderedDict):  # hooks of modules are in the last
+    kind = type(value)
+    if kind in _PLAIN:
+        return None
+    if kind in _CONTAINERS:
         return value.copy()
-    if isinstance(value, torch.Generator):
+    if issubclass(kind, torch.Generator):  # torch's isinstance for them is Python code, and this runs at each trial
         return value.get_state()
     if isinstance(value, Tensor) and not isinstance(value, (RemoteTensor, GlobalTensor)) and _has_values(value):
         return value.clone()  # the state of a metric, say
@@ -136,13 +142,21 @@ def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
         own[name] = value
         if members is None:
             continue
-        if isinstance(value, torch.Generator):
+        kind = type(value)
+        if kind in _CONTAINERS:
+            _restore_members(value, members)
+        elif issubclass(kind, torch.Generator):
             value.set_state(members)
-        elif isinstance(value, Tensor):
+        else:
             with torch.no_grad():
                 value.copy_(members)
-        elif isinstance(value, list):
-            value[:] = members
-        else:
-            value.clear()
-            value.update(members)
+
+
+def _restore_members(container: Any, members: Any) -> None:
+    if not container and not members:  # nearly all of them: a module has a dozen dicts for hooks
+        return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(members)
+    else:
+        container.update(members)
