@@ -26,7 +26,10 @@ STOP_CHECKPOINT = "smddp-stop.ckpt"
 
 def stop_checkpoint(trainer: Any) -> str:
     """Where the checkpoint of a run that is told to stop belongs: where :func:`checkpoint_locations` looks."""
-    directory, *_ = [*_directories(trainer), str(trainer.default_root_dir)]
+    directory = str(trainer.default_root_dir)
+    of_callbacks = _directories(trainer)
+    if of_callbacks:
+        directory = of_callbacks[0]
     if "://" in directory:
         return f"{directory}/{STOP_CHECKPOINT}"
     return os.path.join(directory, STOP_CHECKPOINT)
@@ -47,7 +50,11 @@ def checkpoint_locations(trainer: Any) -> list[str]:
     if folder is not None:
         found.append(pointed_at(folder))
     found.append(requeue_checkpoint(trainer))
-    return list(dict.fromkeys(location for location in found if location is not None))
+    locations: list[str] = []
+    for location in found:
+        if location is not None and location not in locations:
+            locations.append(location)
+    return locations
 
 
 def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[None]:
@@ -65,14 +72,18 @@ def continuing(trainer: Any, device: torch.device) -> AbstractContextManager[Non
     """
 
     def choose(given: Any) -> Any:
-        if trainer.state.fn != "fit" or (given is not None and given != requeue_checkpoint(trainer)):
+        # Lightning hands over its file of a requeued Slurm job as if the user had named it. Here it is a candidate
+        # among the others, as it need be neither the newest nor valid.
+        is_users = given is not None and given != requeue_checkpoint(trainer)
+        if trainer.state.fn != "fit" or is_users:
             return given
         locations = checkpoint_locations(trainer)
         path = newest_checkpoint(locations, ranks=Ranks(dist.group.WORLD, device))
         trainer.strategy.verified_checkpoint = path
         if not dist.is_initialized() or dist.get_rank() == 0:
             if path is None:
-                say(f"resume='auto': no checkpoint in {', '.join(locations)}; the run starts from scratch.")
+                searched = ", ".join(locations)
+                say(f"resume='auto': no checkpoint in {searched}; the run starts from scratch.")
             else:
                 say(f"resume='auto': the run goes on from {path}")
         return path
@@ -95,4 +106,5 @@ def _versions(directory: str) -> list[str]:
     path = Path(directory)
     if "://" in directory or not path.parent.name.startswith("version_"):
         return [directory]
-    return [directory, *sorted(map(str, path.parent.parent.glob(f"version_*/{path.name}")))]
+    versions = path.parent.parent.glob(f"version_*/{path.name}")
+    return [directory, *sorted(map(str, versions))]

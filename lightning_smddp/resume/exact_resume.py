@@ -104,7 +104,11 @@ class ExactResume:
         trainer = self._trainer
         if trainer is None or trainer.interrupted or "optimizer_states" not in checkpoint:
             return
-        position, validated = self._validation or (self._position(), None)
+        validated: dict[str, Any] | None = None
+        if self._validation is None:
+            position = self._position()
+        else:
+            position, validated = self._validation
         in_step = position is self._last_step
         if in_step:
             set_back(checkpoint, position.trained)
@@ -130,10 +134,14 @@ class ExactResume:
         trainer = self._trainer
         if not self._loaders or steps_fetch(trainer):
             return self._now(0)
+        # Gradients are in no checkpoint. Where some are there, in a batch or between those of an accumulation, the run
+        # goes on from the last place that had none: `_before_fetch` has noted it. Lightning steps with the last batch
+        # of an epoch whatever is accumulated, so behind that none are there.
         trained = trained_batches(trainer)
-        in_batch = begun_batches(trainer) != trained
-        accumulates = trained % trainer.accumulate_grad_batches != 0 and not epoch_has_ended(trainer)
-        if (in_batch or accumulates) and self._last_step is not None:
+        has_gradients = begun_batches(trainer) != trained
+        if trained % trainer.accumulate_grad_batches != 0 and not epoch_has_ended(trainer):
+            has_gradients = True
+        if has_gradients and self._last_step is not None:
             return self._last_step
         return self._now(trained)
 
@@ -179,9 +187,13 @@ class ExactResume:
 
     def _restore_now(self) -> None:
         resumption = self._resumption
-        if resumption is not None and resumption.now is not None:
+        if resumption is None:
+            return
+        if resumption.now is not None:
             self._states.restore(resumption.now)
-        elif resumption is not None and self._saved is not None:
+        elif self._saved is not None:
+            # Of another layout: no rank has the random numbers of this one. Replicas draw different ones, all ranks of
+            # a replica the same, and not those of the run's begin once more.
             seed_all(self._saved["seed"], self._rank.replica, self._saved["step"])
 
     def _prepare(self, combined: Any) -> None:
@@ -189,7 +201,7 @@ class ExactResume:
         self._release()
         loaders = list(combined.flattened)
         self._states = RandomStates(self._device, loaders)
-        if not any(hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict") for loader in loaders):
+        if not any(_saves_itself(loader) for loader in loaders):
             self._combined, self._originals = combined, loaders
             self._loaders = [RecordedLoader(loader, self._states) for loader in loaders]
             self._loaders[0].before_fetch = self._before_fetch
@@ -203,8 +215,10 @@ class ExactResume:
             trained_batches(self._trainer),
             self._trainer.accumulate_grad_batches,
         )
+        # Lightning makes iterators right behind this, while random numbers are not yet the checkpoint's: those give
+        # nothing and draw nothing. `_begin_epoch` has the ones made that count.
         for loader in self._loaders:
-            loader.holds = True  # until it is time
+            loader.holds = True
         self._changes.enter_context(without_warning("You're resuming from a checkpoint that ended before"))
 
     def _warn(self, resumption: Resumption, in_epoch: bool) -> None:
@@ -213,15 +227,21 @@ class ExactResume:
         if in_epoch:
             differs += resumption.in_epoch
         for loader, course in zip(self._originals, resumption.courses, strict=True):
+            if not keeps_workers(loader):
+                continue
             # Workers that have begun in this epoch begin in it again.
-            if keeps_workers(loader) and (course.workers_live or not in_epoch and course.created is not None):
+            had_workers = course.workers_live
+            if not in_epoch and course.created is not None:
+                had_workers = True
+            if had_workers:
                 differs.append(
                     "random numbers that are drawn in persistent workers, which are started anew, and by samplers that "
                     "draw in `__iter__` itself"
                 )
                 break
         if differs and _is_first_rank():
-            warnings.warn("The run is not continued exactly: " + "; ".join(differs) + ".", stacklevel=2)
+            what = "; ".join(differs)
+            warnings.warn(f"The run is not continued exactly: {what}.", stacklevel=2)
 
     def _reset(self) -> None:
         if self._resumption is not None and self._point is not None:
@@ -259,8 +279,10 @@ class ExactResume:
 
     def _warn_of_repetition(self) -> None:
         trainer = self._trainer
-        begun = continues_epoch(trainer) and trained_batches(trainer) > 0 and not epoch_has_ended(trainer)
-        if is_restarted(trainer) and begun and _is_first_rank():
+        if not is_restarted(trainer) or not continues_epoch(trainer):
+            return
+        in_epoch = trained_batches(trainer) > 0 and not epoch_has_ended(trainer)
+        if in_epoch and _is_first_rank():
             warnings.warn(
                 "The checkpoint was saved in the middle of an epoch without the state of its data and random numbers "
                 "(by another strategy, or while training failed), so the epoch's first samples come again.",
@@ -272,6 +294,11 @@ class ExactResume:
         if self._combined is not None:
             iterate_over(self._combined, self._originals)
         self._loaders, self._originals, self._combined = [], [], None
+
+
+def _saves_itself(loader: Any) -> bool:
+    """Whether Lightning has its state in checkpoints, as that of a ``StatefulDataLoader``."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _is_first_rank() -> bool:

@@ -117,11 +117,18 @@ def resume_at(
         trained: this epoch's batches before the checkpoint.
         accumulate: batches between optimizer steps, counted from the epoch's first.
     """
+    # Three cases. The same layout: this rank goes on with its own random numbers and data. Another one, but the same
+    # batches: it goes on with the data, and random numbers start anew. Other batches: the epoch's data begin anew too.
     same_layout = rank.layout == saved["layout"]
-    # Another number of stages: what matters is the data, which all ranks of a replica have.
-    found = _rank_in(saved, rank.replica, rank.pipeline_rank) if same_layout else _rank_in(saved, rank.replica, 0)
+    pipeline_rank = rank.pipeline_rank
+    if not same_layout:
+        pipeline_rank = 0  # every pipeline has one; what matters is the data, which all ranks of a replica have
+    found = _rank_in(saved, rank.replica, pipeline_rank)
     facts = [facts_of(loader) for loader in loaders]
     result = Resumption(None, [Course() for _ in loaders])
+    if not same_layout:
+        result.differs.append(f"{_in_words(rank.layout)} instead of {_in_words(saved['layout'])}")
+        result.differs.append("random numbers start anew from the seed")
     if found is None or not _has_same_batches(saved, found, rank, facts):
         result.in_epoch.append(
             "this epoch's order of samples is another one, so that it may have samples twice or not at all"
@@ -133,12 +140,10 @@ def resume_at(
             result.now = from_plain(found["now"])
         if found["loaders"]:  # else it was saved between two fits, or the loaders save themselves
             result.courses = [Course.from_plain(course) for course in found["loaders"]]
-            result.ahead, result.cycles = found["ahead"], found["cycles"]
-            if [fact["workers"] for fact in found["facts"]] != [fact["workers"] for fact in facts]:
+            result.ahead = found["ahead"]
+            result.cycles = found["cycles"]
+            if _each(found["facts"], "workers") != _each(facts, "workers"):
                 result.differs.append("the number of data loader workers, by which random numbers in the dataset go")
-    if not same_layout:
-        layouts = f"{_in_words(rank.layout)} instead of {_in_words(saved['layout'])}"
-        result.differs[:0] = [layouts, "random numbers start anew from the seed"]
     begun = trained % accumulate
     if begun:  # Lightning steps after each multiple of `accumulate`, and divides by it
         text = f"the first optimizer step has the gradients of {accumulate - begun} of {accumulate} batches"
@@ -148,7 +153,7 @@ def resume_at(
 
 def _rank_in(saved: Mapping[str, Any], replica: int, pipeline_rank: int) -> Mapping[str, Any] | None:
     for found in saved["ranks"]:
-        if (found["replica"], found["place"]) == (replica, pipeline_rank):
+        if found["replica"] == replica and found["place"] == pipeline_rank:
             return dict(found)
     return None
 
@@ -161,9 +166,14 @@ def _has_same_batches(
         return True
     if saved["layout"]["replicas"] != rank.replicas:
         return False
-    if any(course.get("begin") for course in found["loaders"]):  # an earlier version had left samples out in front
-        return False
-    return [fact["batch_size"] for fact in found["facts"]] == [fact["batch_size"] for fact in facts]
+    for course in found["loaders"]:
+        if course.get("begin"):  # an earlier version had left samples out in front
+            return False
+    return _each(found["facts"], "batch_size") == _each(facts, "batch_size")
+
+
+def _each(facts: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
+    return [fact[key] for fact in facts]
 
 
 def _in_words(layout: Mapping[str, int]) -> str:

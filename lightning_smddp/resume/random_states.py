@@ -46,7 +46,9 @@ class RandomStates:
         }
         if self._device is not None:
             state["cuda"] = torch.cuda.get_rng_state(self._device)
-        return state | {name: _get(source) for name, source in self._own.items()}
+        for name, source in self._own.items():
+            state[name] = _get(source)
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Put back a :meth:`capture`; sources that are not in it stay as they are."""
@@ -62,7 +64,10 @@ class RandomStates:
 
 def seed_all(*facts: object) -> None:
     """Seed the generators of the process by ``facts``: equal facts, equal numbers, on any machine."""
-    seed = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little")
+    # A hash of the text, as Python's own `hash` of strings is another one in each process. numpy takes 32 bits of it;
+    # 63 for torch stay what a signed number of 64 bits holds.
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    seed = int.from_bytes(digest[:8], "little")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed % 2**63)
@@ -78,22 +83,25 @@ def from_plain(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _from_plain(value) for name, value in state.items()}
 
 
-def _find(thing: Any, name: str, depth: int = _DEPTH) -> Iterable[tuple[str, Any]]:
-    """Sources among the attributes of a loader, and of samplers and datasets in it, each once."""
-    seen: set[int] = set()
+def _find(loader: Any, name: str) -> dict[str, Any]:
+    """Sources among the attributes of a loader, and of samplers and datasets in it, each once, by where they are."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()  # a loader and its sampler often share a generator, which has one state
 
-    def walk(thing: Any, name: str, depth: int) -> Iterable[tuple[str, Any]]:
+    def look_into(thing: Any, place: str, depth: int) -> None:
+        # In the order of names, so that a source has the same place in the run that saves and in the one that resumes.
         for key, value in sorted(getattr(thing, "__dict__", {}).items()):
             if id(value) in seen:
                 continue
             if isinstance(value, _OWN):
                 seen.add(id(value))
-                yield f"{name}.{key}", value
+                found[f"{place}.{key}"] = value
             elif isinstance(value, (Sampler, Dataset)) and depth:
                 seen.add(id(value))
-                yield from walk(value, f"{name}.{key}", depth - 1)
+                look_into(value, f"{place}.{key}", depth - 1)
 
-    return walk(thing, name, depth)
+    look_into(loader, name, _DEPTH)
+    return found
 
 
 def _get(source: Any) -> Any:
@@ -116,11 +124,16 @@ def _set(source: Any, state: Any) -> None:
 def _to_plain(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state
-    if isinstance(state, dict):  # of numpy's Generator
-        return json.dumps(state, default=lambda value: value.tolist())
-    if isinstance(state[0], str):  # of numpy's RandomState: name, words, position, whether a normal number is left, it
-        name, words, *rest = state
-        return {"name": name, "words": _bytes(words), "rest": [int(rest[0]), int(rest[1]), float(rest[2])]}
+    # numpy's Generator: a dict whose numbers may have 128 bits, which JSON writes in full, and in some kinds arrays.
+    if isinstance(state, dict):
+        return json.dumps(state, default=lambda array: array.tolist())
+    # numpy's RandomState: the algorithm's name, its words, the position in them, whether a second normal number was
+    # drawn and is left over, and that number.
+    if isinstance(state[0], str):
+        name, words, position, has_normal, normal = state
+        rest = [int(position), int(has_normal), float(normal)]
+        return {"name": name, "words": _bytes(words), "rest": rest}
+    # Python's: the version of the format, words and the position in them, and a normal number left over, or None.
     version, words, normal = state
     return {"version": version, "words": _bytes(words), "normal": normal}
 
@@ -130,10 +143,11 @@ def _from_plain(state: Any) -> Any:
         return state
     if isinstance(state, str):
         return _with_arrays(json.loads(state))
-    words = np.frombuffer(state["words"].numpy().tobytes(), np.uint32)
+    buffer = state["words"].numpy().tobytes()
+    words = np.frombuffer(buffer, np.uint32)
     if "name" in state:
         return (state["name"], words, *state["rest"])
-    return state["version"], tuple(int(word) for word in words), state["normal"]
+    return (state["version"], tuple(words.tolist()), state["normal"])
 
 
 def _with_arrays(state: Any) -> Any:
@@ -146,4 +160,6 @@ def _with_arrays(state: Any) -> Any:
 
 
 def _bytes(words: Any) -> Tensor:
-    return torch.from_numpy(np.asarray(words, np.uint32).view(np.uint8).copy())
+    """Numbers of 32 bits as a tensor of bytes of its own: torch's types of 32 bits without a sign can do little."""
+    array = np.asarray(words, np.uint32)
+    return torch.from_numpy(array.view(np.uint8).copy())

@@ -57,6 +57,7 @@ def keeps_workers(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
 
 
+# All other attributes are the wrapped loader's, whether they are read or set.
 _OWN = {"loader", "states", "course", "holds", "before_fetch", "_resumed", "_ahead", "_had_workers", "_starts_workers"}
 
 
@@ -75,7 +76,10 @@ class RecordedLoader:
     def __init__(
         self, loader: Any, states: RandomStates, before_fetch: Callable[[dict[str, Any]], None] = lambda _: None
     ) -> None:
-        self.loader, self.states, self.course, self.holds = loader, states, Course(), False
+        self.loader = loader
+        self.states = states
+        self.course = Course()
+        self.holds = False
         self.before_fetch = before_fetch
         self._resumed: Course | None = None
         self._ahead = 0
@@ -116,8 +120,11 @@ class RecordedLoader:
 
     def _continue(self, course: Course) -> Iterator[Any]:
         """An iterator that has given ``course.count - ahead`` batches already, like the one that has."""
-        # A sampler draws its order when the iterator is made, or when its first batch is asked for: at both moments the
-        # random numbers are those of the unbroken run.
+        # The unbroken run had three moments at which random numbers decide, and each is made again with the states
+        # that were noted then:
+        #   created: the iterator is made      some samplers draw their order here, and the loader its workers' seed
+        #   first:   its first batch is asked  most samplers draw here
+        #   latest:  its last batch is asked   only if that one comes again, as it was fetched and not yet trained
         if course.created is not None:
             self.states.restore(course.created)
         self._had_workers = course.workers_live
@@ -133,9 +140,12 @@ class RecordedLoader:
         """A new one of the loader's, recorded in the course."""
         lives = self._had_workers and keeps_workers(self.loader)
         self.course = Course(created=self.states.capture(), workers_live=lives)
-        starts = lives and self._starts_workers
-        iterator = _iterate_without_drawing(self.loader) if starts else iter(self.loader)
-        self._had_workers, self._starts_workers = True, False
+        if lives and self._starts_workers:
+            iterator = _iterate_without_drawing(self.loader)
+        else:
+            iterator = iter(self.loader)
+        self._had_workers = True
+        self._starts_workers = False
         return _RecordedIterator(self, iterator)
 
 
@@ -145,11 +155,15 @@ def _iterate_without_drawing(loader: DataLoader[Any]) -> Iterator[Any]:
     Starting them takes a seed from the generator by which the sampler draws next. Here it comes from a copy of that
     generator, so that samples have the order of the unbroken run.
     """
-    original = loader.generator
-    copy = torch.Generator()
     # unbroken run:  workers start (a seed is drawn) | epoch 1 | epoch 2: workers are there, nothing is drawn
     # resumed run:   workers start in the middle of epoch 2, where a seed would be drawn that the other run did not draw
-    copy.set_state(torch.get_rng_state() if original is None else original.get_state())
+    original = loader.generator
+    if original is None:
+        state = torch.get_rng_state()
+    else:
+        state = original.get_state()
+    copy = torch.Generator()
+    copy.set_state(state)
     loader.generator = copy
     try:
         return iter(loader)
@@ -163,8 +177,9 @@ class _RecordedIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         # Taken before the batch, as a checkpoint that lies in its training goes on with this very batch.
-        course, now = self._course, self._owner.states.capture()
-        self._owner.before_fetch(now)
+        now = self._owner.states.capture()
+        self._owner.before_fetch(now)  # before `course` changes: what it notes is the course up to here
+        course = self._course
         course.latest = now
         if course.first is None:
             course.first = now
