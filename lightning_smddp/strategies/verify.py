@@ -23,11 +23,13 @@ from lightning_smddp.strategies.tables import print_table
 from lightning_smddp.wire.pytree import items
 from lightning_smddp.wording import counted
 
-_VALUES, _UPDATES = 1e-4, 5e-3  # relative differences that rounding explains
+# Relative differences that rounding explains: of values, and of what a step changed in a tensor.
+_VALUES = 1e-4
+_UPDATES = 5e-3
 
 STEPS = 2  # of training, and of validation
 _LOADERS = ("train_dataloader", "val_dataloader")
-_MOST_ROWS = 12
+_MOST_ROWS = 12  # of a kind, in the table
 _QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "max_steps": STEPS,
@@ -77,59 +79,81 @@ class Difference:
 def compare_runs(alone: Mapping[str, Any], piped: Mapping[str, Any]) -> list[Difference]:
     """Losses and outputs of each training step, what it logged, how far it moved weights and buffers; validation."""
     found = []
-    if len(alone["training"]) != len(piped["training"]):
-        count, other = float(len(alone["training"])), float(len(piped["training"]))
-        found.append(Difference("the number of training steps", count, other, 1.0, 0.0))
-    before, other_before = alone["initial"], alone["initial"]
-    for number, (one, other_step) in enumerate(zip(alone["training"], piped["training"], strict=False), start=1):
-        found += _values(f"step {number}, output", one["outputs"], other_step["outputs"])
-        found += _values(f"step {number}, logged", one["logged"], other_step["logged"])
-        found += _moved(f"step {number}", (before, one["state"]), (other_before, other_step["state"]))
-        before, other_before = one["state"], other_step["state"]
-    for number, (first, second) in enumerate(zip(alone["validation"], piped["validation"], strict=False), start=1):
-        found += _values(f"validation step {number}, output", first, second)
-    return found + _values("after validation, logged", alone["logged"], piped["logged"])
+    steps, piped_steps = alone["training"], piped["training"]
+    if len(steps) != len(piped_steps):
+        count, piped_count = float(len(steps)), float(len(piped_steps))
+        found.append(Difference("the number of training steps", count, piped_count, 1.0, 0.0))
+    # What a step changed is the difference to the same run's state before it, so that what has gone wrong in one step
+    # does not count in the next one's row again. Both runs begin with the same weights.
+    before = piped_before = alone["initial"]
+    for number, (step, piped_step) in enumerate(zip(steps, piped_steps, strict=False), start=1):
+        found += _values(f"step {number}, output", step["outputs"], piped_step["outputs"])
+        found += _values(f"step {number}, logged", step["logged"], piped_step["logged"])
+        after, piped_after = step["state"], piped_step["state"]
+        found += _moved(f"step {number}, update", (before, after), (piped_before, piped_after))
+        before, piped_before = after, piped_after
+    validations = zip(alone["validation"], piped["validation"], strict=False)
+    for number, (outputs, piped_outputs) in enumerate(validations, start=1):
+        found += _values(f"validation step {number}, output", outputs, piped_outputs)
+    found += _values("after validation, logged", alone["logged"], piped["logged"])
+    return found
 
 
-def _values(where: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[Difference]:
+def _values(where: str, alone: Mapping[str, Tensor], piped: Mapping[str, Tensor]) -> list[Difference]:
     found = []
-    for name in dict.fromkeys([*one, *other]):
-        label = f"{where} {name!r}" if name else where
-        first, second = one.get(name), other.get(name)
-        if first is None or second is None or first.shape != second.shape:
-            found.append(Difference(label, _norm(first), _norm(second), float("inf"), _VALUES))
+    for name in dict.fromkeys([*alone, *piped]):  # names of both, each once
+        label = where
+        if name:
+            label = f"{where} {name!r}"
+        one, other = alone.get(name), piped.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            found.append(Difference(label, _norm(one), _norm(other), float("inf"), _VALUES))
         else:
-            found.append(_difference(label, first, second, _norm(first), _VALUES))
+            relative = _apart(one, other) / max(_norm(one), 1e-8)
+            found.append(Difference(label, _shown(one), _shown(other), relative, _VALUES))
     return found
 
 
-def _moved(where: str, one: tuple[Any, Any], other: tuple[Any, Any]) -> list[Difference]:
-    """Each tensor of the state that a step changed: the difference, in terms of the change."""
+def _moved(group: str, alone: tuple[Any, Any], piped: tuple[Any, Any]) -> list[Difference]:
+    """Each tensor of the state that a step changed: the difference, in terms of the change.
+
+    Args:
+        group: the name of the group, in words.
+        alone: the states before and after the step in one process.
+        piped: those in the pipeline.
+    """
+    before, after = alone
+    piped_before, piped_after = piped
     found = []
-    for name, value in one[1].items():
-        if name not in other[1] or name not in one[0] or not value.is_floating_point():
+    for name, value in after.items():
+        if name not in piped_after or name not in before or not value.is_floating_point():
             continue
-        change = float((value.double() - one[0][name].double()).norm())
-        other_change = float((other[1][name].double() - other[0][name].double()).norm())
-        if change or other_change:
+        change = _apart(value, before[name])
+        piped_change = _apart(piped_after[name], piped_before[name])
+        if change or piped_change:
             # In terms of the step, not of the weight: an update that is wrong altogether is a small part of a weight.
-            apart = float((value.double() - other[1][name].double()).norm())
-            floor = 1e-6 * float(value.double().norm())  # the change may be within rounding of the value itself
-            relative = apart / max(change, floor, 1e-30)
-            group = f"{where}, update"
-            found.append(Difference(f"{group} of {name}", change, other_change, relative, _UPDATES, group))
+            floor = 1e-6 * _norm(value)  # the change may be within rounding of the value itself
+            relative = _apart(value, piped_after[name]) / max(change, floor, 1e-30)
+            found.append(Difference(f"{group} of {name}", change, piped_change, relative, _UPDATES, group))
     return found
 
 
-def _difference(label: str, one: Tensor, other: Tensor, scale: float, tolerance: float) -> Difference:
-    apart = float((one.double() - other.double()).norm())
-    relative = apart / max(scale, 1e-8)
-    shown = [float(value) if value.numel() == 1 else _norm(value) for value in (one, other)]
-    return Difference(label, shown[0], shown[1], relative, tolerance)
+def _apart(one: Tensor, other: Tensor) -> float:
+    difference = one.double() - other.double()
+    return float(difference.norm())
 
 
 def _norm(value: Tensor | None) -> float:
-    return float("nan") if value is None else float(value.double().norm())
+    if value is None:
+        return float("nan")
+    return float(value.double().norm())
+
+
+def _shown(value: Tensor) -> float:
+    """The number itself, with its sign, of one element; the norm of several."""
+    if value.numel() == 1:
+        return float(value)
+    return _norm(value)
 
 
 class _Recorder(Callback):
@@ -145,15 +169,18 @@ class _Recorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        state = trainer.strategy.lightning_module_state_dict()  # of all ranks
-        copies = {name: value.detach().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+        copies = {}
+        for name, value in trainer.strategy.lightning_module_state_dict().items():  # of all ranks
+            if isinstance(value, torch.Tensor):
+                copies[name] = value.detach().clone()
         step = {
             "outputs": _plain(outputs),
             "state": copies,
             "logged": _plain(dict(trainer.callback_metrics)),
         }
         self.seen["training"].append(step)
-        self.seen["findings"] = [asdict(finding) for finding in getattr(trainer.strategy, "findings", [])]
+        findings = getattr(trainer.strategy, "findings", [])  # of the check of the first batch; none in one process
+        self.seen["findings"] = [asdict(finding) for finding in findings]
 
     def on_validation_batch_end(
         self,
@@ -197,6 +224,9 @@ def verify(
         print(f"{type(module).__name__} has no train_dataloader: give --datamodule module:Class.")
         return 1
     _without_dropout(module)
+    # Three runs on the same batches, which are those that the user's loaders give in the first one: in one process, in
+    # one process with another seed, and in the pipeline. What differs between the first two is random in the step
+    # itself, and tells nothing of the pipeline.
     with tempfile.TemporaryDirectory(prefix="smddp_verify_") as directory:
         alone, loaders = _alone(module, data, Path(directory) / "alone", {}, seed=0)
         again, _ = _alone(module, data, Path(directory) / "again", loaders, seed=1)
@@ -216,13 +246,13 @@ def verify(
 
 def _judge(alone: Mapping[str, Any], again: Mapping[str, Any], piped: Mapping[str, Any]) -> int:
     """Print how the pipeline's steps differ from one process's, and say the same in the last line."""
-    by_chance = {difference.name for difference in compare_runs(alone, again) if difference.matters}
+    between_seeds = compare_runs(alone, again)
+    by_chance = {difference.name for difference in between_seeds if difference.matters}
     differences = compare_runs(alone, piped)
     certain = [difference for difference in differences if difference.name not in by_chance]
     wrong = [difference for difference in certain if difference.matters]
     if certain:
         print_table("verify: whole batches, step after step", _rows(certain, wrong))
-    count, validated = len(piped["training"]), len(piped["validation"])
     if wrong:
         first = wrong[0]
         print(f"The pipeline differs from one process, first in {first.name}: {first.text()}.")
@@ -235,8 +265,9 @@ def _judge(alone: Mapping[str, Any], again: Mapping[str, Any], piped: Mapping[st
             "too: the step draws random numbers."
         )
         return 0
+    trained, validated = len(piped["training"]), len(piped["validation"])
     print(
-        f"The pipeline computes what the module computes in one process: {count} training and {validated} validation "
+        f"The pipeline computes what the module computes in one process: {trained} training and {validated} validation "
         "steps are the same."
     )
     return 0
@@ -244,20 +275,26 @@ def _judge(alone: Mapping[str, Any], again: Mapping[str, Any], piped: Mapping[st
 
 def _rows(certain: Sequence[Difference], wrong: Sequence[Difference]) -> list[tuple[str, str]]:
     """One page: what differs, then values, and of the tensors that a step updated the one that is furthest off."""
-    values = [difference for difference in certain if difference not in wrong and not difference.group]
-    worst: dict[str, Difference] = {}
+    values = []
+    worst: dict[str, Difference] = {}  # by group
     for difference in certain:
-        if difference.group and difference not in wrong:
-            other = worst.get(difference.group)
-            if other is None or difference.relative > other.relative:
-                worst[difference.group] = difference
-    rows = [("DIFFERS: " + difference.name, difference.text()) for difference in wrong[:_MOST_ROWS]]
+        if difference in wrong:
+            continue
+        if not difference.group:
+            values.append(difference)
+            continue
+        other = worst.get(difference.group)
+        if other is None or difference.relative > other.relative:
+            worst[difference.group] = difference
+    rows = [(f"DIFFERS: {difference.name}", difference.text()) for difference in wrong[:_MOST_ROWS]]
     if len(wrong) > _MOST_ROWS:
         rows.append(("DIFFERS", f"{len(wrong) - _MOST_ROWS} more"))
     rows += [(difference.name, difference.text()) for difference in values[:_MOST_ROWS]]
     if len(values) > _MOST_ROWS:
         rows.append(("the same", f"{len(values) - _MOST_ROWS} more values"))
-    return rows + [(f"{group}, worst: {found.tensor}", found.text()) for group, found in worst.items()]
+    for group, difference in worst.items():
+        rows.append((f"{group}, worst: {difference.tensor}", difference.text()))
+    return rows
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -275,7 +312,8 @@ def _alone(
     else:
         for name in _LOADERS:
             if is_overridden(name, source):
-                setattr(source, name, functools.partial(_keep, getattr(source, name), loaders, name))
+                hook = getattr(source, name)
+                setattr(source, name, functools.partial(_keep, hook, loaders, name))
     torch.manual_seed(seed)
     _fit(module, data, _Recorder(path), devices=1, strategy="auto")
     return torch.load(path, weights_only=True), loaders
@@ -284,12 +322,13 @@ def _alone(
 def _fit(
     module: LightningModule, data: LightningDataModule | None, recorder: _Recorder, devices: int, strategy: Any
 ) -> None:
-    Trainer(devices=devices, strategy=strategy, callbacks=[recorder], **_QUIET).fit(module, datamodule=data)
+    trainer = Trainer(devices=devices, strategy=strategy, callbacks=[recorder], **_QUIET)
+    trainer.fit(module, datamodule=data)
 
 
 def _keep(hook: Any, loaders: dict[str, Any], name: str) -> Any:
     """What ``hook`` gives, cut to some batches and kept."""
-    loaders[name] = _first(hook())
+    loaders[name] = _cut(hook())
     return loaders[name]
 
 
@@ -309,14 +348,16 @@ class _Batches:
         return len(self.batches)
 
 
-def _first(loader: Any) -> Any:
+def _cut(loader: Any) -> Any:
+    """The first batches of a loader, or of each in a collection of them."""
     if isinstance(loader, Mapping):
-        return {key: _first(value) for key, value in loader.items()}
+        return {key: _cut(value) for key, value in loader.items()}
     if isinstance(loader, (list, tuple)):
-        return [_first(value) for value in loader]
+        return [_cut(value) for value in loader]
     sampler = getattr(loader, "batch_sampler", None)
     batch_size = getattr(loader, "batch_size", None) or getattr(sampler, "batch_size", None)
-    return _Batches(list(islice(loader, STEPS)), batch_size)
+    batches = list(islice(loader, STEPS))
+    return _Batches(batches, batch_size)
 
 
 def _give(source: LightningModule | LightningDataModule, loaders: Mapping[str, Any]) -> None:
@@ -329,11 +370,12 @@ def _given(batches: Any) -> Any:
 
 
 def _without_dropout(module: nn.Module) -> None:
+    """Set every probability to 0: ``p`` of dropout modules, and numbers that others call ``dropout`` or the like."""
     for child in module.modules():
-        attributes = [name for name, value in vars(child).items() if isinstance(value, float)]
         is_dropout = "dropout" in type(child).__name__.lower()
-        for name in attributes:
-            if "drop" in name.lower() or (is_dropout and name == "p"):
+        for name, value in list(vars(child).items()):
+            is_probability = "drop" in name.lower() or (is_dropout and name == "p")
+            if is_probability and isinstance(value, float):
                 setattr(child, name, 0.0)
 
 
