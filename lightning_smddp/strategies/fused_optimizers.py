@@ -34,14 +34,16 @@ def fused_advice(module: nn.Module, stepped: Sequence[tuple[Optimizer, Sequence[
     for optimizer, values in stepped:
         if not _could_be_fused(optimizer, values):
             continue
+        # A step's time grows with the elements: that of the sample says what that of all of them is.
         sample = _sample(values)
-        plain, fused = _step_seconds(optimizer, sample)
         tried, elements = _elements(sample), _elements(values)
-        plain, fused = plain * elements / tried, fused * elements / tried
-        if plain - fused > _WORTH_S:
+        sample_plain_s, sample_fused_s = _step_seconds(optimizer, sample)
+        plain_s = sample_plain_s * elements / tried
+        fused_s = sample_fused_s * elements / tried
+        if plain_s - fused_s > _WORTH_S:
             advice.append(
-                f"{type(optimizer).__name__}(..., fused=True) would take {1e3 * fused:.1f} ms a step instead of "
-                f"{1e3 * plain:.1f} ms (of one thread, tried on {tried / 1e6:.2g} of {elements / 1e6:.2g} M elements)"
+                f"{type(optimizer).__name__}(..., fused=True) would take {1e3 * fused_s:.1f} ms a step instead of "
+                f"{1e3 * plain_s:.1f} ms (of one thread, tried on {tried / 1e6:.2g} of {elements / 1e6:.2g} M elements)"
             )
     return advice
 
@@ -55,11 +57,18 @@ def _could_be_fused(optimizer: Optimizer, values: Sequence[Tensor]) -> bool:
     if type(optimizer) not in _FUSED or not values:
         return False
     for group in optimizer.param_groups:
-        others = any(group.get(word) for word in ("foreach", "capturable", "differentiable"))
-        if others or group.get("fused") is not None:
+        if group.get("fused") is not None:
             return False
-    plain = all(type(value) in (Tensor, nn.Parameter) and value.is_floating_point() for value in values)
-    return plain and all(value.device == values[0].device for value in values)
+        # torch refuses the word beside the first and the third; the second one is for CUDA graphs.
+        for word in ("foreach", "capturable", "differentiable"):
+            if group.get(word):
+                return False
+    for value in values:
+        if type(value) not in (Tensor, nn.Parameter) or not value.is_floating_point():
+            return False
+        if value.device != values[0].device:
+            return False
+    return True
 
 
 def _sample(values: Sequence[Tensor]) -> list[Tensor]:
@@ -75,27 +84,40 @@ def _sample(values: Sequence[Tensor]) -> list[Tensor]:
 
 def _step_seconds(optimizer: Optimizer, values: Sequence[Tensor]) -> tuple[float, float]:
     """Of a step on copies of ``values``, as it is and fused: the best of some that take turns."""
-    known = inspect.signature(type(optimizer).__init__).parameters
-    words = {key: value for key, value in optimizer.defaults.items() if key in known}
-    trials: list[Optimizer] = []
-    for fused in (None, True):
-        parameters = [nn.Parameter(part.clone()) for part in values]
-        for parameter in parameters:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-        make: Any = type(optimizer)
-        trials.append(make(parameters, **{**words, "fused": fused}))
-    best = [float("inf"), float("inf")]
+    plain, fused = _trial(optimizer, values, None), _trial(optimizer, values, True)
+    device = values[0].device
+    plain_s = fused_s = float("inf")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them wait for each other where ranks share the cores, and that takes time, too
     try:
         for _ in range(_STEPS):  # the first one makes the states
-            for number, trial in enumerate(trials):
-                begin = _now(values[0].device)
-                trial.step()
-                best[number] = min(best[number], _now(values[0].device) - begin)
+            plain_s = min(plain_s, _seconds(plain, device))
+            fused_s = min(fused_s, _seconds(fused, device))
     finally:
         torch.set_num_threads(threads)
-    return best[0], best[1]
+    return plain_s, fused_s
+
+
+def _trial(optimizer: Optimizer, values: Sequence[Tensor], fused: bool | None) -> Optimizer:
+    """Another ``optimizer`` with the same arguments but ``fused``, on copies of ``values`` that have gradients."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
+    arguments["fused"] = fused
+    parameters = []
+    for value in values:
+        parameter = nn.Parameter(value.clone())
+        parameter.grad = torch.full_like(parameter, 1e-3)
+        parameters.append(parameter)
+    make: Any = type(optimizer)
+    trial: Optimizer = make(parameters, **arguments)
+    return trial
+
+
+def _seconds(optimizer: Optimizer, device: torch.device) -> float:
+    """Of one step, see :func:`_now`."""
+    begin = _now(device)
+    optimizer.step()
+    return _now(device) - begin
 
 
 def _now(device: torch.device) -> float:

@@ -26,8 +26,7 @@ def say(text: str, trainer: Any = None) -> None:
         text: lines.
         trainer: whose progress bar may be in the middle of a line.
     """
-    bar = None if trainer is None else trainer.progress_bar_callback
-    if bar is not None:
+    if trainer is not None and trainer.progress_bar_callback is not None:
         text = f"\n{text}"
     behind = getattr(sys.stdout, "rich_proxied_file", None)
     if not _is_printed(text, sys.stdout) and not _is_printed(text, behind):
@@ -48,7 +47,9 @@ def _is_printed(text: str, stream: Any) -> bool:
 
 def print_table(title: str, rows: list[tuple[str, str]], trainer: Any = None) -> None:
     """Print ``rows`` of name and value, with rich where it is installed."""
-    make = _with_rich if find_spec("rich") is not None else _plain
+    make = _plain
+    if find_spec("rich") is not None:
+        make = _with_rich
     say(make(title, rows), trainer)
 
 
@@ -57,30 +58,39 @@ def _with_rich(title: str, rows: list[tuple[str, str]]) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    encoding = str(getattr(sys.stdout, "encoding", None) or "utf-8")
-    lines = box.HEAVY_HEAD if encoding.lower().startswith("utf") else box.ASCII2
+    # Lines of boxes are not in every encoding: a stdout of ASCII or latin-1 would raise where they are written.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    lines = box.ASCII2
+    if str(encoding).lower().startswith("utf"):
+        lines = box.HEAVY_HEAD
     table = Table(title=title, show_header=False, title_justify="left", box=lines)
     for name, value in rows:
         table.add_row(name, value)
     drawn = io.StringIO()  # not stdout, of which a console wants to know more than whether it can be written to
-    Console(file=drawn, width=shutil.get_terminal_size().columns).print(table)
+    console = Console(file=drawn, width=shutil.get_terminal_size().columns)
+    console.print(table)
     return drawn.getvalue().rstrip("\n")
 
 
 def _plain(title: str, rows: list[tuple[str, str]]) -> str:
+    # Two columns, each with two spaces before it; a long value goes on in lines of its own below its first one.
     width = max(len(name) for name, _ in rows)
-    room = max(_LEAST_WIDTH, shutil.get_terminal_size().columns - width - len("    "))
+    room = shutil.get_terminal_size().columns - width - len("    ")
+    wrapper = textwrap.TextWrapper(max(_LEAST_WIDTH, room), break_long_words=False, break_on_hyphens=False)
     lines = [title]
     for name, value in rows:
-        parts = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False) or [""]
-        lines.append(f"  {name:<{width}}  {parts[0]}")
-        lines += [f"  {'':<{width}}  {part}" for part in parts[1:]]
+        shown_name = name
+        for part in wrapper.wrap(value) or [""]:
+            lines.append(f"  {shown_name:<{width}}  {part}")
+            shown_name = ""
     return "\n".join(lines)
 
 
 @contextmanager
 def without_warning(message: str) -> Iterator[None]:
     """In this context no warning whose text begins with ``message``, a regular expression."""
+    # `warnings.catch_warnings` would also undo what users' code changes in here, which may be a whole fit. A filter
+    # that was there already is only moved to the front, and is not ours to remove.
     before = list(warnings.filters)
     warnings.filterwarnings("ignore", message)
     entry = warnings.filters[0]
