@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from lightning_smddp.launchers.launch import Launch
 from lightning_smddp.launchers.mpi import DEFAULT_PORT, address_cure, in_allocation_only
 from lightning_smddp.launchers.sagemaker import network_variables
 
+# Lightning's own environments that read a launcher's variables -> the launcher, as `detect` calls it.
 _LIGHTNINGS = {"TorchElasticEnvironment": "torchrun", "SLURMEnvironment": "srun", "LSFEnvironment": "jsrun"}
 
 
@@ -31,7 +31,8 @@ class ReadsLaunch:
     def __init__(self, launch: Launch | None = None) -> None:
         super().__init__()
         self.launch = launch or detect()
-        self._rank, self._world_size = self.launch.rank or 0, self.launch.world_size or 1
+        self._rank = self.launch.rank or 0
+        self._world_size = self.launch.world_size or 1
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -117,10 +118,10 @@ class ReadsSageMaker(ReadsLaunch):
     def __init__(self, base_dir: str | Path | None = None, launch: Launch | None = None) -> None:
         super().__init__(launch or detect(base_dir=base_dir))
         if not self.launch.platform:
+            searched = base_dir or os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml"
             raise ValueError(
                 "This is no SageMaker training job: there is no input/config/resourceconfig.json below "
-                f"{base_dir or os.environ.get('SAGEMAKER_BASE_DIR') or '/opt/ml'}, and no SM_HOSTS. Leave this "
-                "environment out, or set SAGEMAKER_BASE_DIR."
+                f"{searched}, and no SM_HOSTS. Leave this environment out, or set SAGEMAKER_BASE_DIR."
             )
 
     @staticmethod
@@ -162,10 +163,15 @@ def check_numbers(environment: Any, num_devices: int, num_nodes: int) -> None:
     Raises:
         ValueError: they differ; the message has the values and the cure.
     """
-    launcher = next((_LIGHTNINGS[cls.__name__] for cls in type(environment).__mro__ if cls.__name__ in _LIGHTNINGS), "")
-    launch = detect() if launcher else None
-    if launch is not None and launch.launcher == launcher:
-        launch.check(num_devices, num_nodes)
+    for cls in type(environment).__mro__:
+        launcher = _LIGHTNINGS.get(cls.__name__)
+        if launcher is None:
+            continue
+        # It was given by the user where another launcher is at work, or none: then there is nothing to compare with.
+        launch = detect()
+        if launch.launcher == launcher:
+            launch.check(num_devices, num_nodes)
+        return
 
 
 def before_start(strategy: Any, verbose: bool) -> None:
@@ -182,18 +188,21 @@ def before_start(strategy: Any, verbose: bool) -> None:
             raise ValueError(f"{what} {cure}")
     if verbose and not given and (launch.starts_ranks or launch.platform):
         rank_zero_info(launch.describe())
-    present = {name for _, name in socket.if_nameindex()}
-    for name, value in network_variables(launch).items():
-        if value in present or not name.endswith("_IFNAME"):
-            os.environ.setdefault(name, value)
+    # gloo and NCCL would fail with an interface that SageMaker's files name, and this host does not have.
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for variable, value in network_variables(launch).items():
+        if value in interfaces or not variable.endswith("_IFNAME"):
+            os.environ.setdefault(variable, value)
 
 
 def _misplaced_rank_zero(launch: Launch) -> str | None:
     """What to do if this is rank 0, and the others look for it at another machine. Only rank 0 can know."""
-    source = launch.sources.get("main_address", "")
-    if launch.launcher != "mpirun" or launch.rank != 0 or launch.platform or launch.num_nodes == 1:
+    if launch.launcher != "mpirun" or launch.platform or launch.rank != 0 or launch.num_nodes == 1:
         return None
-    if source == "MASTER_ADDR" or launch.main_address is None or _is_here(launch.main_address):
+    source = launch.sources.get("main_address", "")
+    if source == "MASTER_ADDR":  # the user's word
+        return None
+    if launch.main_address is None or _is_here(launch.main_address):
         return None
     host = socket.gethostname()
     return (
@@ -204,9 +213,13 @@ def _misplaced_rank_zero(launch: Launch) -> str | None:
 
 def _is_here(address: str) -> bool:
     """Whether ``address`` is this machine's, or a name of it."""
-    if address.split(".")[0] == socket.gethostname().split(".")[0]:
+    name, _, _ = address.partition(".")
+    own_name, _, _ = socket.gethostname().partition(".")
+    if name == own_name:
         return True
-    own = {own for found in addresses().values() for own in found}
-    with suppress(OSError):  # a name that is not known here
-        return any(str(info[4][0]) in own for info in socket.getaddrinfo(address, None))
-    return False
+    try:
+        resolved = socket.getaddrinfo(address, None)
+    except OSError:  # a name that is not known here
+        return False
+    meant = {str(socket_address[0]) for _, _, _, _, socket_address in resolved}
+    return any(not meant.isdisjoint(of_interface) for of_interface in addresses().values())

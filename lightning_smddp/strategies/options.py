@@ -39,8 +39,9 @@ def require_bools(**values: object) -> None:
 
 def is_positive(value: object) -> bool:
     """Whether it is a finite number above 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 < value < float("inf")  # type: ignore[operator]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value < float("inf")
 
 
 def duration(name: str, value: Any, otherwise: str = "") -> timedelta:
@@ -75,30 +76,38 @@ def group_of(name: str, kind: type[_Group], value: Any) -> _Group:
         )
     for key in value:
         if key not in known:
-            raise ValueError(f"{name}={dict(value)!r}: {kind.__name__} has no {key!r}. {_hint(key, known, {})}")
+            hint = _hint(key, known, {})
+            raise ValueError(f"{name}={dict(value)!r}: {kind.__name__} has no {key!r}. {hint}")
     return kind(**value)
 
 
 def refuse_moved(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:
     """Raise ``TypeError`` for arguments that belong into a group, with the line to write."""
-    lines, moved = [], []
+    moved = []
+    to_write = []
     for group, kind in groups.items():
-        inside = [name for name in _names(kind) if name in given]
-        if inside:
-            moved += inside
-            arguments = [f"{name}={_code(given[name])}" for name in inside]
-            lines.append(f"{group}={kind.__name__}({', '.join(arguments)})")
+        arguments = []
+        for name in _names(kind):
+            if name in given:
+                moved.append(repr(name))
+                arguments.append(f"{name}={_code(given[name])}")
+        if arguments:
+            to_write.append(f"{group}={kind.__name__}({', '.join(arguments)})")
     if moved:
-        names = " and ".join(map(repr, moved))
-        raise TypeError(f"{type(strategy).__name__} takes {names} in a group of options. Write {', '.join(lines)}.")
+        names = " and ".join(moved)
+        line = ", ".join(to_write)
+        raise TypeError(f"{type(strategy).__name__} takes {names} in a group of options. Write {line}.")
 
 
 def moved_in_file(error: str, groups: OptionGroups) -> str:
     """What to add to an ``error`` of jsonargparse, on an option that is not accepted, if it is in one of ``groups``."""
     refused = re.search(r"Option '(\w+)' is not accepted", error)
+    if refused is None:
+        return ""
+    option = refused[1]
     for group, kind in groups.items():
-        if refused is not None and refused[1] in _names(kind):
-            return f"\n{refused[1]!r} is in a group of options. Write {group}: {{{refused[1]}: ...}} instead."
+        if option in _names(kind):
+            return f"\n{option!r} is in a group of options. Write {group}: {{{option}: ...}} instead."
     return ""
 
 
@@ -108,7 +117,9 @@ def _names(kind: type[Any]) -> list[str]:
 
 def _code(value: Any) -> str:
     """``value`` as one writes it; functions by name."""
-    return str(getattr(value, "__qualname__", repr(value)))
+    if hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    return repr(value)
 
 
 # ---- arguments of DDPStrategy and of DistributedDataParallel ----
@@ -121,14 +132,17 @@ def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str,
         TypeError: as a call would.
         ValueError: what it would hand on unseen cannot work.
     """
-    given = dict(signature(init).bind_partial(*args, **kwargs).arguments)
+    # `DDPStrategy` takes most by name, and the arguments of `DistributedDataParallel` as its `**kwargs`.
+    bound = signature(init).bind_partial(*args, **kwargs)
+    given = dict(bound.arguments)
     given |= given.pop("kwargs", {})
-    accelerator, timeout = given.get("accelerator"), given.get("timeout")
+    accelerator = given.get("accelerator")
     if isinstance(accelerator, str) and accelerator in NAMES:
         raise ValueError(
             f"accelerator={accelerator!r} is the name of an algorithm. By position come the arguments of DDPStrategy, "
             f"of which `accelerator` is the first: write algorithm={accelerator!r}."
         )
+    timeout = given.get("timeout")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise ValueError(f"timeout={timeout!r} has to be a datetime.timedelta, such as timedelta(minutes=30), or None.")
     backend = given.get("process_group_backend")
@@ -145,9 +159,12 @@ def by_name(init: Callable[..., None], args: Sequence[Any], kwargs: Mapping[str,
 def require_known(strategy: Any, given: Mapping[str, Any], groups: OptionGroups) -> None:
     """Raise ``TypeError`` for arguments that neither the strategy nor ``DistributedDataParallel`` has."""
     refuse_moved(strategy, given, groups)
-    classes = [cls for cls in type(strategy).__mro__ if cls is not object]
-    inits = [vars(cls).get("__init__") for cls in (*classes, DistributedDataParallel)]
-    known = {name for init in inits if init is not None for name in signature(init).parameters}
+    # Every constructor hands on what it does not know itself, and `DDPStrategy` hands it on to the wrapper.
+    known: set[str] = set()
+    for cls in (*type(strategy).__mro__, DistributedDataParallel):
+        init = vars(cls).get("__init__")
+        if init is not None and cls is not object:
+            known |= set(signature(init).parameters)
     known -= {"self", "args", "kwargs", "module"}
     for name in sorted(set(given) - known):
         raise _unknown(strategy, name, known, groups)
@@ -158,8 +175,10 @@ def require_known_to_pipeline(
 ) -> None:
     """Raise ``TypeError`` for arguments that are neither in the signature of ``strategy`` nor in ``of_ddp``."""
     refuse_moved(strategy, given, groups)
-    own = signature(type(strategy).__init__).parameters.values()
-    known = {p.name for p in own if p.kind is Parameter.KEYWORD_ONLY} | set(of_ddp)
+    known = set(of_ddp)
+    for parameter in signature(type(strategy).__init__).parameters.values():
+        if parameter.kind is Parameter.KEYWORD_ONLY:
+            known.add(parameter.name)
     for name in sorted(set(given) - known):
         if name in signature(DistributedDataParallel.__init__).parameters:
             raise TypeError(
@@ -177,10 +196,12 @@ def _hint(name: str, known: Iterable[str], groups: OptionGroups) -> str:
     """What may have been meant by ``name``: one of the ``known`` arguments, or an option in a group."""
     written = {option: repr(option) for option in known}
     for group, kind in groups.items():
-        written |= {option: f"{group}={kind.__name__}({option}=...)" for option in _names(kind)}
+        for option in _names(kind):
+            written[option] = f"{group}={kind.__name__}({option}=...)"
     close = get_close_matches(name, written, 1)
     if close:
-        return f"Did you mean {written[close[0]]}?"
+        meant = written[close[0]]
+        return f"Did you mean {meant}?"
     return f"Valid: {', '.join(sorted(known))}."
 
 
@@ -317,7 +338,8 @@ class GradientOptions:
 
     def __post_init__(self) -> None:
         if self.algorithm not in NAMES:
-            raise ValueError(f"algorithm={self.algorithm!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
+            valid = ", ".join(map(repr, NAMES))
+            raise ValueError(f"algorithm={self.algorithm!r} is unknown. Valid: {valid}.")
         if self.bucket_cap_mb is not None and not is_positive(self.bucket_cap_mb):
             raise ValueError(
                 f"bucket_cap_mb={self.bucket_cap_mb!r} has to be positive (MiB), or None to have it tuned."

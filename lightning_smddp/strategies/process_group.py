@@ -47,7 +47,9 @@ def start_process_group(
         port=int(os.environ["MASTER_PORT"]),
         versions=versions(_lightning_version(strategy)),
     )
-    device: torch.device | None = None if strategy.root_device.type == "cpu" else strategy.root_device
+    device: torch.device | None = strategy.root_device
+    if strategy.root_device.type == "cpu":
+        device = None
     served = join(meeting, backend, device, timeout, init_timeout)
     line = "-" * 100
     where = ""
@@ -61,8 +63,11 @@ def start_process_group(
 
 def _lightning_version(strategy: Any) -> str:
     """Of the package that ``strategy`` extends, which is imported."""
-    base = next(cls for cls in type(strategy).__mro__ if not cls.__module__.startswith("lightning_smddp"))
-    return str(getattr(sys.modules[base.__module__.partition(".")[0]], "__version__", "unknown"))
+    for cls in type(strategy).__mro__:
+        package, _, _ = cls.__module__.partition(".")
+        if package != "lightning_smddp":
+            break
+    return str(getattr(sys.modules[package], "__version__", "unknown"))
 
 
 def mean_by_sum(reduce: Callable[[Any, Any, Any], Tensor], tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
@@ -71,9 +76,10 @@ def mean_by_sum(reduce: Callable[[Any, Any, Any], Tensor], tensor: Tensor, group
     Lightning asks every backend but gloo for ``ReduceOp.AVG``, which not every one has (MPI's has not):
     Lightning issue #20409. As there, integer tensors stay integer.
     """
-    name = reduce_op.lower() if isinstance(reduce_op, str) else None
-    average = name in ("mean", "avg") or reduce_op == dist.ReduceOp.AVG
-    if not average or not isinstance(tensor, Tensor) or not dist.is_initialized():
+    averages = reduce_op == dist.ReduceOp.AVG
+    if isinstance(reduce_op, str):
+        averages = reduce_op.lower() in ("mean", "avg")
+    if not averages or not isinstance(tensor, Tensor) or not dist.is_initialized():
         return reduce(tensor, group, reduce_op)
     total = reduce(tensor, group, "sum")
     size = dist.get_world_size(group)
