@@ -50,9 +50,10 @@ def match_trained(parameters: Iterable[Any]) -> None:
         parameters: FSDP2's own objects, see :func:`parameters_of`.
     """
     for parameter in parameters:
-        whole = getattr(parameter, "_unsharded_param", None)
-        if whole is not None and whole.requires_grad != parameter.sharded_param.requires_grad:
-            whole.requires_grad_(parameter.sharded_param.requires_grad)
+        whole = getattr(parameter, "_unsharded_param", None)  # None: it was not gathered yet
+        trained = parameter.sharded_param.requires_grad
+        if whole is not None and whole.requires_grad != trained:
+            whole.requires_grad_(trained)
 
 
 def parameters_of(root: nn.Module) -> dict[nn.Module, list[Any]]:
@@ -60,7 +61,9 @@ def parameters_of(root: nn.Module) -> dict[nn.Module, list[Any]]:
     found: dict[nn.Module, list[Any]] = {}
     for parameter in _parameters(root):
         place = parameter._module_info
-        for module in {place.module, *place.shared_modules}:
+        # A tied parameter is one object of FSDP2's, and several modules have it, or one has it twice.
+        owners = {place.module, *place.shared_modules}
+        for module in owners:
             found.setdefault(module, []).append(parameter)
     return found
 
@@ -105,7 +108,9 @@ def hold_memory(root: nn.Module, on: bool) -> None:
     for parameter in _parameters(root):
         if on:
             parameter.free_unsharded_param = _keep
-        elif vars(parameter).pop("free_unsharded_param", None) is not None and hasattr(parameter, "_unsharded_param"):
+            continue
+        was_held = vars(parameter).pop("free_unsharded_param", None) is not None
+        if was_held and hasattr(parameter, "_unsharded_param"):
             parameter.free_unsharded_param()
 
 
@@ -114,6 +119,7 @@ def _keep(*_: Any) -> None:
 
 
 def _parameters(root: nn.Module) -> Iterator[Any]:
+    """FSDP2's objects for all parameters: those of each group of each unit, in the order of modules."""
     for state in _state(root)._state_ctx.all_states:
         for group in _groups(state):
             yield from group.fsdp_params
@@ -140,7 +146,10 @@ def _undo_one(module: Any) -> None:
         handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
     for handle in handles:
         handle.remove()
-    module.__class__ = type(module).__mro__[2]  # FSDPLinear, FSDPModule, Linear
+    # `fully_shard` had made a class FSDPLinear with the bases FSDPModule and Linear, and put it in the place of Linear.
+    made_class = type(module)
+    module.__class__ = made_class.__mro__[2]
+    # What a module remembers of being composed: with it, a second `fully_shard` would raise.
     for key in (STATE_KEY, REGISTRY_KEY):
         vars(module).pop(key, None)
     _module_state_mapping.pop(module, None)
@@ -155,7 +164,9 @@ def _groups(state: Any) -> list[Any]:
     """A module's parameters, as FSDP2 communicates them: in one group before torch 2.13."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [group for group in [state._fsdp_param_group] if group is not None]
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
 
 
 def divided_like(local: Tensor, like: DTensor) -> DTensor:
@@ -167,7 +178,14 @@ def divided_like(local: Tensor, like: DTensor) -> DTensor:
     mesh = like.device_mesh
     if local.device.type != mesh.device_type:
         return _from_local_no_grad(local, like._spec)
-    return DTensor.from_local(local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        local,
+        mesh,
+        like.placements,
+        run_check=False,  # which would be collective
+        shape=like.shape,
+        stride=like.stride(),
+    )
 
 
 def move_undivided(root: nn.Module, device: torch.device) -> None:
@@ -179,7 +197,9 @@ def move_undivided(root: nn.Module, device: torch.device) -> None:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[key] = buffer.to(device)
-    vars(root)["_apply"] = _keep  # what is left of `to` is to note the device, in a LightningModule
+    # `to` moves by `_apply`, which does nothing meanwhile: what is left of `to` is to note the device, in a
+    # LightningModule.
+    vars(root)["_apply"] = _keep
     try:
         root.to(device)
     finally:

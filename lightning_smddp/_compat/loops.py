@@ -28,7 +28,8 @@ def around_training_data(
         begin: called with the data fetcher at the begin of an epoch's batches, where Lightning makes iterators for
             every epoch but a fit's first.
     """
-    fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    fit_loop = trainer.fit_loop
+    epoch_loop = fit_loop.epoch_loop
 
     def load_states() -> None:
         type(fit_loop)._load_combined_loader_states(fit_loop)
@@ -75,7 +76,8 @@ def around_validation(trainer: Any, begin: Callable[[], None], end: Callable[[],
         end()
         return type(val_loop).on_run_end(val_loop)
 
-    val_loop.run, val_loop.on_run_end = run, on_run_end
+    val_loop.run = run
+    val_loop.on_run_end = on_run_end  # the last part of `run`, with the hooks that follow the batches
     try:
         yield
     finally:
@@ -118,7 +120,8 @@ def iterate_over(combined_loader: Any, loaders: list[Any]) -> None:
 
 def cycles(combined_loader: Any) -> list[bool]:
     """For each loader of mode ``"max_size_cycle"`` whether it has begun anew in this epoch; else an empty list."""
-    return [bool(consumed) for consumed in getattr(combined_loader._iterator, "_consumed", [])]
+    consumed = getattr(combined_loader._iterator, "_consumed", [])
+    return [bool(has_ended) for has_ended in consumed]
 
 
 def set_cycles(combined_loader: Any, consumed: list[bool]) -> None:
@@ -129,11 +132,9 @@ def set_cycles(combined_loader: Any, consumed: list[bool]) -> None:
 
 def skips_indices(loader: Any, iterator: Any) -> bool:
     """Whether batches of ``iterator`` can be left out by their indices alone, without loading them."""
-    return (
-        isinstance(loader, DataLoader)
-        and isinstance(iterator, _SingleProcessDataLoaderIter)
-        and loader._dataset_kind == _DatasetKind.Map
-    )
+    if not isinstance(loader, DataLoader) or not isinstance(iterator, _SingleProcessDataLoaderIter):
+        return False
+    return bool(loader._dataset_kind == _DatasetKind.Map)
 
 
 def skip_indices(iterator: Any) -> None:
@@ -143,10 +144,10 @@ def skip_indices(iterator: Any) -> None:
 
 def fetched_ahead(trainer: Any) -> int:
     """Batches that were fetched, but have not begun to be trained: one, where loaders have no length."""
-    fit_loop = trainer.fit_loop
     if steps_fetch(trainer):
         return 0
-    return int(fit_loop._data_fetcher.fetched) - int(fit_loop.epoch_loop.batch_progress.current.ready)
+    fetched = int(trainer.fit_loop._data_fetcher.fetched)
+    return fetched - begun_batches(trainer)
 
 
 def steps_fetch(trainer: Any) -> bool:
@@ -173,10 +174,12 @@ def trained_batches(trainer: Any) -> int:
 
 def set_back(checkpoint: dict[str, Any], trained: int) -> None:
     """Let Lightning go on from ``checkpoint`` after ``trained`` batches of its epoch, which are fewer than it has."""
+    # Two sets of counters, of this epoch ("current") and of the run ("total"), each with the names "ready", "started",
+    # "processed" and "completed". Between two batches the four of a set are equal.
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    begun = progress["current"]["ready"]
     total, current = progress["total"], progress["current"]
-    progress["total"] = dict.fromkeys(total, total["ready"] - begun + trained)
+    in_earlier_epochs = total["ready"] - current["ready"]
+    progress["total"] = dict.fromkeys(total, in_earlier_epochs + trained)
     progress["current"] = dict.fromkeys(current, trained)
     progress["is_last_batch"] = False
 
@@ -219,8 +222,9 @@ def trained_last_batch(trainer: Any) -> bool:
 
 def epoch_has_ended(trainer: Any) -> bool:
     """Whether no batch of this epoch is left."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
+    if trained_last_batch(trainer):
+        return True
+    return bool(begun_batches(trainer) >= trainer.num_training_batches)
 
 
 class RestartPoint:
@@ -237,18 +241,20 @@ class RestartPoint:
     def reset(self) -> None:
         """Before Lightning looks at its counters."""
         fit_loop = self._trainer.fit_loop
-        epochs, batches = fit_loop.epoch_progress.total, fit_loop.epoch_loop.batch_progress.total
-        if epochs.ready == epochs.started == epochs.processed == epochs.completed + 1:
-            fit_loop._restarting = fit_loop.epoch_loop.restarting = False
-        elif fit_loop.restarting and batches.ready == batches.started == batches.processed == batches.completed + 1:
-            self._finish_batch(fit_loop.epoch_loop)
+        epoch_loop = fit_loop.epoch_loop
+        if _lacks_end(fit_loop.epoch_progress.total):
+            fit_loop._restarting = epoch_loop.restarting = False
+        elif fit_loop.restarting and _lacks_end(epoch_loop.batch_progress.total):
+            self._finish_batch(epoch_loop)
 
     def _finish_batch(self, epoch_loop: Any) -> None:
         """Let the batch be one that validation, or nothing, has followed."""
-        self._validates = epoch_loop._should_check_val_fx(self._trainer.fit_loop._data_fetcher)
+        data_fetcher = self._trainer.fit_loop._data_fetcher
+        self._validates = epoch_loop._should_check_val_fx(data_fetcher)
         self._ends = not self._validates and epoch_has_ended(self._trainer)
         if self._validates or self._ends:
             epoch_loop.batch_progress.increment_completed()
+        # Lightning counts the batch as one that stepped behind its last hook, which the checkpoint was saved in.
         if self._ends and not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped += 1
 
@@ -261,3 +267,8 @@ class RestartPoint:
         if self._ends:
             epoch_loop._restarting = False
         self._validates = self._ends = False
+
+
+def _lacks_end(counts: Any) -> bool:
+    """Whether a checkpoint is from the last hook of an epoch or batch: it is processed, and not completed."""
+    return bool(counts.ready == counts.started == counts.processed == counts.completed + 1)

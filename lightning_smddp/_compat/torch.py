@@ -1,15 +1,14 @@
-"""The one place for private APIs of torch and Lightning, each with its reason and the condition for its removal."""
+"""Private parts of torch and of torchmetrics, each with its reason and the condition for its removal."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
@@ -99,9 +97,11 @@ def new_group_among(
     """
     from torch.distributed import distributed_c10d as c10d
 
-    rank, backend = dist.get_rank(), backend or dist.get_backend()
+    rank = dist.get_rank()
+    backend = backend or dist.get_backend()
     world = c10d._get_default_group()
-    bound, world.bound_device_id = world.bound_device_id, None
+    bound = world.bound_device_id
+    world.bound_device_id = None
     try:
         created, _ = c10d._new_process_group_helper(
             len(ranks),
@@ -115,6 +115,7 @@ def new_group_among(
         )
     finally:
         world.bound_device_id = bound
+    # Where torch looks up which rank of the group a global rank is: `new_group` would have put it there.
     c10d._world.pg_group_ranks[created] = {member: index for index, member in enumerate(ranks)}
     return cast(dist.ProcessGroup, created)
 
@@ -128,16 +129,19 @@ def abort_nccl() -> None:
     """
     from torch.distributed import distributed_c10d as c10d
 
+    # The newest names first, as in `_abort_process_group`.
     names = c10d._world.pg_names
-    groups = [group for group in sorted(names, key=lambda group: names[group], reverse=True) if is_nccl(group)]
-    if not groups:
+    groups = sorted(names, key=lambda group: names[group], reverse=True)
+    of_nccl: list[Any] = [group for group in groups if is_nccl(group)]
+    if not of_nccl:
         return
-    backend: Any = groups[0]._get_backend(torch.device("cuda"))
-    together = hasattr(backend, "_group_start")  # aborts of several communicators may wait for each other else
+    # Between a start and an end of NCCL's group calls, as aborts of several communicators may wait for each other else.
+    backend = of_nccl[0]._get_backend(torch.device("cuda"))
+    together = hasattr(backend, "_group_start")
     if together:
         backend._group_start()
-    for group in groups:
-        cast(Any, group).abort()
+    for group in of_nccl:
+        group.abort()
     if together:
         backend._group_end()
 
@@ -184,14 +188,6 @@ def initializer(module: nn.Module) -> Callable[[], object] | None:
     Some of torch's modules (``MultiheadAttention``) call it ``_reset_parameters``; remove when they do not.
     """
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-
-
-def register_ddp_comm_hook(model: DistributedDataParallel, state: object, hook: Any, wrapper: Any) -> None:
-    """Register a user's hook as Lightning does on CUDA. Private in Lightning; remove when it does so on CPU too."""
-    if wrapper is not None and hook is not None:
-        hook = wrapper(hook)
-    if hook is not None:
-        model.register_comm_hook(state=state, hook=hook)
 
 
 class WithoutFunctionMode:
@@ -250,9 +246,16 @@ def arguments_by_name(operator: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     Private because operators have no public schema. Remove when they have.
     """
-    parameters = operator._schema.arguments
-    given = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
-    return {p.name: given.get(p.name, p.default_value) for p in parameters}
+    named = {}
+    for position, parameter in enumerate(operator._schema.arguments):
+        name = parameter.name
+        if name in kwargs:
+            named[name] = kwargs[name]
+        elif position < len(args):
+            named[name] = args[position]
+        else:
+            named[name] = parameter.default_value
+    return named
 
 
 def is_composite(operator: Any) -> bool:
@@ -270,12 +273,16 @@ def idle_node() -> Any:
     ``register_full_backward_hook`` insists on nodes of a private Function. Remove when it takes others.
     """
     with torch.enable_grad():
-        return BackwardHookFunction.apply(torch.zeros((), requires_grad=True))[0].grad_fn
+        leaf = torch.zeros((), requires_grad=True)
+        outputs = BackwardHookFunction.apply(leaf)
+        return outputs[0].grad_fn
 
 
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether ``register_full_backward_hook`` or its ``pre`` kind was used on it. Remove when a module can be asked."""
-    return bool(module._backward_pre_hooks or (module._backward_hooks and module._is_full_backward_hook))
+    if module._backward_pre_hooks:
+        return True
+    return bool(module._backward_hooks and module._is_full_backward_hook)
 
 
 BACKWARD_HOOK = "BackwardHookFunction.apply"  # what these hooks do to a module's inputs and outputs
@@ -286,11 +293,15 @@ _plain_apply = torch.autograd.Function.__dict__["apply"]
 
 def _visible_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if torch._C._len_torch_function_stack() == 0:
-        return _plain_apply.__get__(None, cls)(*args, **kwargs)
-    if cls is CheckpointFunction:
+        original = _plain_apply.__get__(None, cls)  # a classmethod, bound to `cls`
+        return original(*args, **kwargs)
+    if cls is CheckpointFunction:  # its `apply` is what `checkpoint(use_reentrant=True)` calls
         function, preserve_rng_state, *rest = args
         return checkpoint(function, *rest, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-    return handle_torch_function(cls.apply, [a for a in args if isinstance(a, Tensor)], *args, **kwargs)
+    # The innermost mode gets `apply` as one function, and runs it or not. Within it the stack has one mode less, so
+    # that without another one the first branch comes.
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
+    return handle_torch_function(cls.apply, tensors, *args, **kwargs)
 
 
 _visible_apply.__name__ = "apply"
@@ -304,6 +315,7 @@ def visible_autograd_functions() -> Iterator[None]:
     checkpoints run as non-reentrant ones, whose operations are ordinary ones. Without a function mode all is as ever.
     Private because ``Function.apply`` takes no part in ``__torch_function__``; remove when it does.
     """
+    # The class is one for all threads: the first that comes changes it, and the last that goes puts it back.
     global _apply_users
     with _apply_lock:
         _apply_users += 1
@@ -330,8 +342,9 @@ def pipeline_schedule_class(name: str) -> Any:
     def leave_to_the_stages(*args: Any, **kwargs: Any) -> None:
         pass
 
+    torchs_class = getattr(pipelining, name)
     skipped = {"_initialize_stage": leave_to_the_stages, "_initialize_stages": leave_to_the_stages}
-    return type(name, (getattr(pipelining, name),), skipped)
+    return type(name, (torchs_class,), skipped)
 
 
 def run_pipeline_schedule(schedule: Any, num_microbatches: int, losses: list[Tensor] | None) -> None:
@@ -340,10 +353,11 @@ def run_pipeline_schedule(schedule: Any, num_microbatches: int, losses: list[Ten
     Private because the public ``step()`` of torch 2.13 splits its arguments itself and cannot be handed
     micro-batches. Remove when the oldest supported torch has ``step(arg_mbs=...)``.
     """
+    no_inputs: list[tuple[Any, ...]] = [()] * num_microbatches
     targets = None
     if losses is not None:
         targets = [None] * num_microbatches
-    schedule._step_microbatches([()] * num_microbatches, None, targets, losses, return_outputs=False)
+    schedule._step_microbatches(no_inputs, None, targets, losses, return_outputs=False)
 
 
 def pipeline_order(schedule: Any) -> dict[int, list[str]]:
@@ -352,8 +366,10 @@ def pipeline_order(schedule: Any) -> dict[int, list[str]]:
     for rank, actions in schedule.pipeline_order.items():
         orders[rank] = []
         for action in actions:
-            if action is not None:
-                orders[rank] += map(str, action.sub_actions or (action,))
+            if action is None:  # the rank waits
+                continue
+            for part in action.sub_actions or (action,):  # a forward and a backward that overlap are one action
+                orders[rank].append(str(part))
     return orders
 
 
@@ -403,8 +419,13 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
     Private because a compiled module has no public sign of it. Remove when it has.
     """
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if hooked:
+    kinds_of_hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    if any(kinds_of_hooks):
         return None
     return module._compiled_call_impl
 
@@ -415,49 +436,6 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     Private: torch has no public way to see or replace it. Remove when it has one.
     """
     module.__dict__["_compiled_call_impl"] = call
-
-
-def is_compiled_module(module: Any) -> bool:
-    """Whether a LightningModule went through ``torch.compile``: Lightning unwraps it and leaves a private mark."""
-    return getattr(module, "_compiler_ctx", None) is not None
-
-
-@contextmanager
-def keeps_user_samplers(trainer: Any, keep: bool) -> Iterator[None]:
-    """With ``keep``, Lightning leaves samplers as they are. Its own switch is the Trainer's argument."""
-    connector = trainer._accelerator_connector
-    before = connector.use_distributed_sampler
-    connector.use_distributed_sampler = before and not keep
-    try:
-        yield
-    finally:
-        connector.use_distributed_sampler = before
-
-
-@contextmanager
-def finetuning_by_identity(
-    callbacks: Iterable[Any], parameters_of: Callable[[Any], Iterable[Tensor]]
-) -> Iterator[None]:
-    """Lightning's ``BaseFinetuning`` looks for parameters in an optimizer as objects, not by their values.
-
-    ``filter_on_optimizer`` compares values, which parameters of other ranks do not have. Remove when it does not.
-    ``parameters_of`` gives an optimizer's parameters, of all ranks.
-    """
-    bases = chain.from_iterable(type(callback).__mro__ for callback in callbacks)
-    classes = {cls for cls in bases if "filter_on_optimizer" in vars(cls)}
-    before = [(cls, vars(cls)["filter_on_optimizer"]) for cls in classes]
-
-    def filter_on_optimizer(optimizer: Any, params: Iterable[Any]) -> list[Any]:
-        known = {id(parameter) for parameter in parameters_of(optimizer)}
-        return [parameter for parameter in params if id(parameter) not in known]
-
-    for cls in classes:
-        setattr(cls, "filter_on_optimizer", staticmethod(filter_on_optimizer))  # noqa: B010
-    try:
-        yield
-    finally:
-        for cls, function in before:
-            setattr(cls, "filter_on_optimizer", function)  # noqa: B010
 
 
 def loadable_names(module: nn.Module) -> tuple[dict[str, Tensor | None], list[str]] | None:
@@ -480,10 +458,12 @@ def loadable_names(module: nn.Module) -> tuple[dict[str, Tensor | None], list[st
             others.append(f"{prefix}num_batches_tracked")
         elif own_method or part._load_state_dict_pre_hooks:
             others.append(prefix)
-        buffers = {k: v for k, v in part._buffers.items() if k not in part._non_persistent_buffers_set}
-        for name, tensor in {**part._parameters, **buffers}.items():
-            if tensor is not None:
-                names[prefix + name] = tensor
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                names[prefix + name] = parameter
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                names[prefix + name] = buffer
         if type(part).set_extra_state is not nn.Module.set_extra_state:
             names[f"{prefix}_extra_state"] = None
     return names, others
@@ -559,21 +539,31 @@ class OperatorFacts:
 @functools.lru_cache(maxsize=4096)
 def operator_facts(function: Any) -> OperatorFacts:
     """Read the schema of an operator overload (``torch.ops.aten.add.Tensor``). Schemas are private; remove when not."""
+    # aten::add_.Tensor(Tensor(a!) self, Tensor other, ...) -> Tensor(a!): `a` is the alias, and `!` says "written". An
+    # operator with `out=` has the mark at that argument, and at what it returns of it.
     schema = function._schema
-    writes = tuple(
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    returned = [out.alias_info is not None and out.alias_info.is_write for out in schema.returns]
-    kinds = [str(out.type) for out in schema.returns]
+    writes = []
+    for position, argument in enumerate(schema.arguments):
+        if _is_written(argument):
+            writes.append((position, argument.name))
+    only_writes = bool(writes)
+    makes_tensors = bool(writes)
+    for result in schema.returns:
+        if not _is_written(result):
+            only_writes = False
+        if "Tensor" in str(result.type):
+            makes_tensors = True
     return OperatorFacts(
         name=schema.name,
-        writes=writes,
+        writes=tuple(writes),
         num_returns=len(schema.returns),
-        only_writes=bool(writes) and all(returned),
-        makes_tensors=any("Tensor" in kind for kind in kinds) or bool(writes),
+        only_writes=only_writes,
+        makes_tensors=makes_tensors,
         draws=torch.Tag.nondeterministic_seeded in function.tags,
         changes_shape=torch.Tag.inplace_view in function.tags,
         is_foreach=schema.name.startswith("aten::_foreach_"),
     )
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)

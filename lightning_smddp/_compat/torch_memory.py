@@ -54,12 +54,15 @@ class MemoryRecord:
         """
         with _without_stderr():
             self._profiler.stop()
-        for address, size in _allocations(self._profiler.profiler.kineto_results.experimental_event_tree()):
+        results = self._profiler.profiler.kineto_results
+        for address, size in _allocations(results.experimental_event_tree()):
             if size > 0:
                 self._blocks[address] = len(self.entries)
                 self.entries.append(size)
             elif address in self._blocks:
-                counted = self.entries[self._blocks.pop(address)]
+                # As many bytes as it counts by now, which may be fewer than it has: see `mark`.
+                index = self._blocks.pop(address)
+                counted = self.entries[index]
                 assert isinstance(counted, int)
                 self.entries.append(-counted)
 
@@ -77,32 +80,40 @@ def recorded_memory() -> Iterator[MemoryRecord]:
 
 def _allocations(tree: list[Any]) -> list[tuple[int, int]]:
     """Address and bytes of what was allocated on the CPU, negative where it was freed, in the order of time."""
-    found, waiting = [], list(tree)
+    found = []
+    waiting = list(tree)
     while waiting:
         event = waiting.pop()
         waiting += event.children
         if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    found.sort(key=lambda entry: entry[0])
-    return [(address, size) for _, address, size in found]
+            found.append(event)
+    found.sort(key=lambda event: event.start_time_ns)
+    return [(event.extra_fields.ptr, event.extra_fields.alloc_size) for event in found]
 
 
 def _unwritten(address: int, size: int) -> int:
     """Bytes of whole pages of a block that have no memory yet; 0 where the system does not tell."""
-    first, last = -(-address // _PAGE), (address + size) // _PAGE
+    # The pages that are the block's alone: the first one begins at or behind its address, the last one ends in it.
+    first = (address + _PAGE - 1) // _PAGE
+    behind = (address + size) // _PAGE
     with suppress(OSError), open("/proc/self/pagemap", "rb") as pages:
+        # The file has 64 bits for each page, little-endian. The two upper ones, those of the eighth byte, say that the
+        # page is in memory, or swapped.
         pages.seek(8 * first)
-        entries = pages.read(8 * (last - first))
-        # The two upper bits of each page's 64 (little-endian) say that it is in memory, or swapped.
-        return _PAGE * sum(byte < 2**6 for byte in entries[7::8])
+        entries = pages.read(8 * (behind - first))
+        upper_bytes = entries[7::8]
+        unwritten = sum(byte < 2**6 for byte in upper_bytes)
+        return _PAGE * unwritten
     return 0
 
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
     """Around the profiler's start and stop, which it writes to the process's stderr whatever torch's log level is."""
+    # torch writes from C++, past `sys.stderr`: the descriptor itself leads elsewhere meanwhile.
     sys.stderr.flush()
-    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)
         yield

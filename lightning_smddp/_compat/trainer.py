@@ -1,4 +1,4 @@
-"""Private parts of Lightning that running a job needs: its signals, the ends of epochs and runs, its launchers.
+"""Private parts of Lightning that running a job needs: signals, the ends of epochs and runs, launchers, hooks.
 
 Written against Lightning 2.6. Remove each when strategies have hooks for it, and ranks agree on a stop.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 
@@ -21,8 +21,10 @@ def own_stops(trainer: Any, install: Callable[[], None]) -> Iterator[None]:
     Lightning's handler of SIGTERM broadcasts from within the handler, at another point on each rank, and every
     training batch begins with a broadcast of whether a signal came; neither happens in this context.
     """
-    connector, epoch_loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    connector = trainer._signal_connector
+    epoch_loop = trainer.fit_loop.epoch_loop
 
+    # Attributes of the objects stand before the methods of their classes, and are gone again behind the context.
     def register() -> None:
         type(connector).register_signal_handlers(connector)
         install()
@@ -80,8 +82,9 @@ def _is_lightnings(error: BaseException, name: str) -> bool:
 
 def stop_exception(trainer: Any) -> BaseException:
     """A ``SIGTERMException`` of the package that ``trainer`` comes from."""
-    package = type(trainer._signal_connector).__module__.partition(".trainer")[0]
-    error: BaseException = sys.modules[f"{package}.utilities.exceptions"].SIGTERMException()
+    package, _, _ = type(trainer._signal_connector).__module__.partition(".trainer")
+    exceptions = sys.modules[f"{package}.utilities.exceptions"]
+    error: BaseException = exceptions.SIGTERMException()
     return error
 
 
@@ -97,8 +100,12 @@ def set_default_root(trainer: Any, directory: str) -> None:
 
 def set_num_threads_if_needed(launcher: Any, num_processes: int) -> None:
     """What Lightning's launchers do before they run anything."""
-    package = next(cls.__module__ for cls in type(launcher).__mro__ if "subprocess_script" in cls.__module__)
-    sys.modules[package]._set_num_threads_if_needed(num_processes=num_processes)
+    # The function is in the module of Lightning's launcher, which ``launcher`` is made of: that of either package.
+    for cls in type(launcher).__mro__:
+        if "subprocess_script" in cls.__module__:
+            sys.modules[cls.__module__]._set_num_threads_if_needed(num_processes=num_processes)
+            return
+    raise AssertionError(f"{type(launcher)} is no launcher of Lightning's that starts a script")
 
 
 def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
@@ -109,11 +116,12 @@ def launchers_of(strategy: type[Any]) -> tuple[Any, Any]:
 
 def averages_weights(callback: Any) -> bool:
     """Whether it is Lightning's ``WeightAveraging`` or ``StochasticWeightAveraging``, of either package."""
-    return any(
-        cls.__name__ in ("WeightAveraging", "StochasticWeightAveraging")
-        and cls.__module__.endswith((".callbacks.weight_averaging", ".callbacks.stochastic_weight_avg"))
-        for cls in type(callback).__mro__
-    )
+    modules = (".callbacks.weight_averaging", ".callbacks.stochastic_weight_avg")
+    for cls in type(callback).__mro__:
+        is_one = cls.__name__ in ("WeightAveraging", "StochasticWeightAveraging")
+        if is_one and cls.__module__.endswith(modules):
+            return True
+    return False
 
 
 def averaged_copy(callback: Any) -> nn.Module | None:
@@ -130,12 +138,63 @@ def averaged_copy(callback: Any) -> nn.Module | None:
 def averages_element_by_element(callback: Any, hook: str) -> bool:
     """Whether such a callback's hook is Lightning's own, and averages by a function of Lightning's or torch's."""
     functions = [getattr(type(callback), hook, None)]
-    if isinstance(callback._average_model, AveragedModel):
-        functions += [callback._average_model.avg_fn, callback._average_model.multi_avg_fn]
+    model = callback._average_model
+    if isinstance(model, AveragedModel):
+        functions += [model.avg_fn, model.multi_avg_fn]
     else:
         functions.append(callback._avg_fn)
-    modules = [function.__module__ for function in functions if function is not None]
-    return all(name.startswith(("lightning.", "pytorch_lightning.", "torch.optim.")) for name in modules)
+    for function in functions:
+        if function is None:
+            continue
+        if not function.__module__.startswith(("lightning.", "pytorch_lightning.", "torch.optim.")):
+            return False
+    return True
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether a LightningModule went through ``torch.compile``: Lightning unwraps it and leaves a private mark."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+@contextmanager
+def keeps_user_samplers(trainer: Any, keep: bool) -> Iterator[None]:
+    """With ``keep``, Lightning leaves samplers as they are. Its own switch is the Trainer's argument."""
+    connector = trainer._accelerator_connector
+    before = connector.use_distributed_sampler
+    connector.use_distributed_sampler = before and not keep
+    try:
+        yield
+    finally:
+        connector.use_distributed_sampler = before
+
+
+@contextmanager
+def finetuning_by_identity(
+    callbacks: Iterable[Any], parameters_of: Callable[[Any], Iterable[Tensor]]
+) -> Iterator[None]:
+    """Lightning's ``BaseFinetuning`` looks for parameters in an optimizer as objects, not by their values.
+
+    ``filter_on_optimizer`` compares values, which parameters of other ranks do not have. Remove when it does not.
+    ``parameters_of`` gives an optimizer's parameters, of all ranks.
+    """
+    # The classes that define it, each once, with what they have: the static method itself, as it has to be put back.
+    before: dict[type, Any] = {}
+    for callback in callbacks:
+        for cls in type(callback).__mro__:
+            if "filter_on_optimizer" in vars(cls):
+                before[cls] = vars(cls)["filter_on_optimizer"]
+
+    def filter_on_optimizer(optimizer: Any, params: Iterable[Any]) -> list[Any]:
+        known = {id(parameter) for parameter in parameters_of(optimizer)}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    for cls in before:
+        setattr(cls, "filter_on_optimizer", staticmethod(filter_on_optimizer))  # noqa: B010
+    try:
+        yield
+    finally:
+        for cls, function in before.items():
+            setattr(cls, "filter_on_optimizer", function)  # noqa: B010
 
 
 Around: TypeAlias = Callable[[str, Any], AbstractContextManager[Any]]
@@ -199,12 +258,14 @@ class _HookCalls:
             return finish(result, args)
 
     def of_callbacks(self, hook: str, *args: Any, monitoring_callbacks: Any = None, **kwargs: Any) -> None:
+        # At an epoch's end Lightning comes twice: for the others first, then for EarlyStopping and checkpoints, which
+        # look at what those have logged.
         chosen = list(self.trainer.callbacks)
         if monitoring_callbacks is not None:
-            kinds = (self.call.EarlyStopping, self.call.Checkpoint)
-            chosen = [callback for callback in chosen if isinstance(callback, kinds) == monitoring_callbacks]
-        module = self.trainer.lightning_module
-        self._each(hook, chosen, (self.trainer, module, *args), kwargs)
+            monitors = (self.call.EarlyStopping, self.call.Checkpoint)
+            chosen = [callback for callback in chosen if isinstance(callback, monitors) == monitoring_callbacks]
+        arguments = (self.trainer, self.trainer.lightning_module, *args)
+        self._each(hook, chosen, arguments, kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         arguments = (self.trainer, self.trainer.lightning_module, checkpoint)
@@ -223,8 +284,9 @@ class _HookCalls:
 
     def _each(self, hook: str, callbacks: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module = self.trainer.lightning_module
-        if module is not None:  # `self.log` looks here for what hook it is called in
-            before, module._current_fx_name = module._current_fx_name, hook
+        if module is not None:
+            before = module._current_fx_name
+            module._current_fx_name = hook  # `self.log` looks here for what hook it is called in
         for callback in callbacks:
             function = getattr(callback, hook)
             if not callable(function):

@@ -16,6 +16,7 @@ top of their ``DDPStrategy``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -49,6 +50,12 @@ else:
 
 
 COMPRESSION_KEY = "smddp"  # of a checkpoint's entry with what compression remembers
+_PRECISION_OF = {  # step -> method of Lightning's precision plugin
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
 
 
 class TrainerStrategy(_Base):
@@ -195,6 +202,11 @@ class TrainerStrategy(_Base):
         self._supervision.phase("data")
         return result
 
+    def _precision_of(self, hook: str) -> AbstractContextManager[None]:
+        """Around the user's code of a step where Lightning's own strategy does not call it: autocast, say."""
+        context: AbstractContextManager[None] = getattr(self.precision_plugin, _PRECISION_OF[hook])()
+        return context
+
     @contextmanager
     def _stepping(self) -> Iterator[None]:
         """Around an optimizer's step, its closure included."""
@@ -303,6 +315,18 @@ class TrainerStrategy(_Base):
             self._saving.save(checkpoint, filepath, storage_options, super().save_checkpoint)
         self._sagemaker.saved(checkpoint, filepath)
 
+    def _can_save(self, filepath: Any) -> bool:
+        """Whether a checkpoint can be saved now; the first rank warns if not: nobody can gather it."""
+        if not self._interrupted or self._elsewhere is None:
+            return True
+        if self.is_global_zero:
+            warnings.warn(
+                f"{filepath} is not saved: an exception ended the run, and {self._elsewhere}. Go on from the last "
+                "checkpoint before it.",
+                stacklevel=3,
+            )
+        return False
+
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load what a Trainer has saved, a file or a directory. Collective for directories."""
@@ -397,9 +421,10 @@ class TrainerStrategy(_Base):
     def _advise(self, exception: BaseException) -> None:
         """Add to the text of an exception what is known of it here, such as this strategy's name or a cure."""
 
-    def _can_save(self, filepath: Any) -> bool:
-        """Whether a checkpoint can be saved now."""
-        return True
+    @property
+    def _elsewhere(self) -> str | None:
+        """What of a checkpoint other ranks have, in the words of :meth:`_can_save`; None if this one has all."""
+        return None
 
     def _decisions(self) -> Mapping[str, Any]:
         """What was chosen in this run, and a resumed one has to choose as well; anything that JSON carries."""

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
-from lightning_smddp._compat.torch import is_compiled_module
-from lightning_smddp._compat.trainer import averages_weights
+from lightning_smddp._compat.trainer import averages_weights, is_compiled_module
 from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.capture.graph import SplitError

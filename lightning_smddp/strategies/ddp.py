@@ -7,7 +7,6 @@ top of their ``DDPStrategy``.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_smddp._compat.torch import register_ddp_comm_hook
 from lightning_smddp.communication.algorithms import AlgorithmName
 from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
@@ -182,17 +180,25 @@ class DataParallel(TrainerStrategy):
     @override
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        if self._ddp_comm_hook is not None:  # on CPU too, where DDPStrategy ignores it
-            register_ddp_comm_hook(self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
-        else:
+        hook = self._ddp_comm_hook
+        if hook is None:
             self._session.attach(self.model)
+            return
+        # As `DDPStrategy` does with CUDA devices alone: on CPUs it ignores the user's hook.
+        if self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
 
     @override
     def _find_nonfinite(self) -> Mapping[str, str] | None:
-        if self._session.synchronizers and self._session.synchronizers[-1].watch.marks:
-            return by_watch(self._session.synchronizers[-1].watch)
-        assert self.lightning_module is not None  # a hook of the user's own averages
-        return by_asking(bad_gradients(self.lightning_module.named_parameters()), self.root_device)
+        # Our averaging leaves a mark in every rank's average where one rank's part is bad. A communication hook of the
+        # user's own does not: then ranks look at what they have, and ask each other.
+        synchronizers = self._session.synchronizers
+        if synchronizers and synchronizers[-1].watch.marks:
+            return by_watch(synchronizers[-1].watch)
+        assert self.lightning_module is not None
+        found = bad_gradients(self.lightning_module.named_parameters())
+        return by_asking(found, self.root_device)
 
     @property
     @override
@@ -215,14 +221,18 @@ class DataParallel(TrainerStrategy):
     @override
     def _shard_optimizers(self) -> None:
         self._sharded = None
-        if self._shard is not None and self._session.communicator is not None:
-            assert self.lightning_module is not None
-            shards = [OptimizerShards(getattr(optimizer, "optimizer", optimizer)) for optimizer in self.optimizers]
-            named = list(self.lightning_module.named_parameters())
-            self._sharded = ShardedOptimizers(named, shards, self._session.communicator)
-            plugin = self.precision_plugin
-            if type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):  # nobody's own
-                vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
+        if self._shard is None or self._session.communicator is None:
+            return
+        assert self.lightning_module is not None
+        shards = []
+        for optimizer in self.optimizers:
+            plain = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
+            shards.append(OptimizerShards(plain))
+        named = list(self.lightning_module.named_parameters())
+        self._sharded = ShardedOptimizers(named, shards, self._session.communicator)
+        plugin = self.precision_plugin
+        if type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):  # nobody's own
+            vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         assert self._sharded is not None
@@ -239,8 +249,12 @@ class DataParallel(TrainerStrategy):
         """Each optimizer, and what this rank steps with it."""
         if self._sharded is not None:
             return [(shards.optimizer, shards.stepped()) for shards in self._sharded.shards]
-        plain = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
-        return [(each, [p for group in each.param_groups for p in group["params"]]) for each in plain]
+        stepped = []
+        for optimizer in self.optimizers:
+            plain = getattr(optimizer, "optimizer", optimizer)
+            parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
+            stepped.append((plain, parameters))
+        return stepped
 
     @override
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -253,16 +267,12 @@ class DataParallel(TrainerStrategy):
         shards = self._sharded.of(getattr(optimizer, "optimizer", optimizer))
         return whole_state_dict(shards, dist.group.WORLD, self.root_device)
 
+    @property
     @override
-    def _can_save(self, filepath: Any) -> bool:
-        lost = self._sharded is not None and self._interrupted
-        if lost and self.is_global_zero:
-            warnings.warn(
-                f"{filepath} is not saved: an exception ended the run, and with shard='optimizer' the optimizer's "
-                "state is on all ranks, which may be gone. Go on from the last checkpoint before it.",
-                stacklevel=3,
-            )
-        return not lost
+    def _elsewhere(self) -> str | None:
+        if self._sharded is None:
+            return None
+        return "with shard='optimizer' the optimizer's state is on all ranks, which may be gone"
 
     @override
     def _release_model(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -56,7 +55,6 @@ from lightning_smddp.strategies.options import (
     require_resume,
 )
 from lightning_smddp.strategies.process_group import mean_by_sum
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.strategies.tables import print_table, without_warning
 from lightning_smddp.wording import counted
 
@@ -335,7 +333,7 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         from lightning_smddp.deepspeed.collectives import NodeCollectives, carried_by
 
         assert dist.group.WORLD is not None
-        limit = self._session.options.communication.limit or self._timeout or DEFAULT_TIMEOUT
+        limit = self._session.limit(self._timeout)
         communicator = Communicator(dist.group.WORLD, self.root_device, limit)
         self._links.callback(communicator.close)
         backend = NodeCollectives(communicator, limit)
@@ -384,15 +382,10 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
 
     # ---- checkpoints ----
 
+    @property
     @override
-    def _can_save(self, filepath: Any) -> bool:
-        if self._interrupted and self.is_global_zero:
-            warnings.warn(
-                f"{filepath} is not saved: an exception ended the run, and DeepSpeed's states are on all ranks, which "
-                "may be gone. Go on from the last checkpoint before it.",
-                stacklevel=3,
-            )
-        return not self._interrupted
+    def _elsewhere(self) -> str:
+        return "DeepSpeed's states are on all ranks, which may be gone"
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -48,7 +48,6 @@ from lightning_smddp.strategies.options import (
     group_of,
     require_known_to_pipeline,
 )
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.wire.pytree import tensors
 
 _OF_DDP = (
@@ -235,9 +234,8 @@ class FabricFullyShardedParallel(FabricStrategy):
         require_supported_by_fsdp(module, (), is_fit=True)
         check_same_model(module, world, device, discover(world, device))
         broadcast_initial(module, world, device=device)
-        options = self._session.options
-        limit = options.communication.limit or self._timeout or DEFAULT_TIMEOUT
-        place = Place(device, self.num_processes, limit, options.compression)
+        limit = self._session.limit(self._timeout)
+        place = Place(device, self.num_processes, limit, self._session.options.compression)
         with self._view.inside(False):
             seed = self.broadcast(torch.initial_seed())
             division = divide(module, self._sharding, place, self.precision, seed)

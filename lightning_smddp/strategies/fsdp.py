@@ -7,10 +7,8 @@ torch's FSDP2 (``fully_shard``) divides the module when it is set up, before its
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -69,7 +67,6 @@ from lightning_smddp.strategies.options import (
     require_resume,
 )
 from lightning_smddp.strategies.process_group import mean_by_sum
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.strategies.tables import print_table
 
 if TYPE_CHECKING:
@@ -82,12 +79,6 @@ _DIFFERENTIATED_TWICE = (
     "that: a step that differentiates twice, say (`torch.autograd.grad(..., create_graph=True)`, for a penalty). "
     "SMDDPFSDPStrategy(sharding='grad_op') keeps them until the last backward pass has ended."
 )
-_STEP_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
 
 
 class FromFSDP(FromDDP, total=False):
@@ -230,15 +221,12 @@ class FullyShardedParallel(TrainerStrategy):
     def _divide(self) -> None:
         module = self.lightning_module
         assert module is not None
-        place = Place(self.root_device, self.num_processes, self._limit, self._session.options.compression)
+        limit = self._session.limit(self._timeout)
+        place = Place(self.root_device, self.num_processes, limit, self._session.options.compression)
         seed = self.broadcast(torch.initial_seed())
         self._sharded, self._collectives = divide(module, self._sharding, place, self.precision_plugin, seed)
         self._whole_again = {}
         self._broadcasts_buffers = True
-
-    @property
-    def _limit(self) -> timedelta:
-        return self._session.options.communication.limit or self._timeout or DEFAULT_TIMEOUT
 
     @override
     def _shard_optimizers(self) -> None:
@@ -347,8 +335,7 @@ class FullyShardedParallel(TrainerStrategy):
         if self._broadcasts_buffers and module.trainer.state.fn == "fit":
             sharded.broadcast_buffers(self.root_device)
         self._broadcasts_buffers = trains and sharded.synchronizes
-        precision = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
-        with precision, sharded.step(trains), self._view.inside():
+        with self._precision_of(hook), sharded.step(trains), self._view.inside():
             output = getattr(module, hook)(*args, **kwargs)
         if not module.automatic_optimization:  # its backward passes are behind it
             sharded.reshard()
@@ -455,15 +442,10 @@ class FullyShardedParallel(TrainerStrategy):
             return {}
         return self._memory.state_dict(self.is_global_zero)
 
+    @property
     @override
-    def _can_save(self, filepath: Any) -> bool:
-        if self._interrupted and self.is_global_zero:
-            warnings.warn(
-                f"{filepath} is not saved: an exception ended the run, and each rank has a part of the weights only, "
-                "of which some may be gone. Go on from the last checkpoint before it.",
-                stacklevel=3,
-            )
-        return not self._interrupted
+    def _elsewhere(self) -> str:
+        return "each rank has a part of the weights only, of which some may be gone"
 
     # ---- what users see ----
 

@@ -10,10 +10,8 @@ into ``.grad`` when Lightning calls ``backward``: ``bridge/deferred_backward.py`
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -22,8 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack, override
 
-from lightning_smddp._compat.torch import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp._compat.torch_steps import default_group
+from lightning_smddp._compat.trainer import finetuning_by_identity, keeps_user_samplers
 from lightning_smddp.bridge.deferred_backward import arrives_as_expected, connected, factor_of
 from lightning_smddp.bridge.hook_view import HookView
 from lightning_smddp.bridge.pipeline_options import AsDataParallel, PartitionOptions, PipelineOptions
@@ -68,18 +66,9 @@ from lightning_smddp.strategies.options import (
     require_shard,
 )
 from lightning_smddp.strategies.process_group import mean_by_sum
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_STEP_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
-
 
 _BY_POSITION = 5  # up to `precision_plugin`; what follows in DDPStrategy is about its hook
 
@@ -209,7 +198,12 @@ class PipelineParallel(TrainerStrategy):
         self._checks.require_same_model()
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
         self._pipelined = PipelinedModule(
-            self.lightning_module, self.options, self._groups, self.root_device, self._step_context, self._limit
+            self.lightning_module,
+            self.options,
+            self._groups,
+            self.root_device,
+            self._step_context,
+            self._session.limit(self._timeout),
         )
         if self._shown is None:
             self._shown = set()
@@ -355,8 +349,8 @@ class PipelineParallel(TrainerStrategy):
     def _step_context(self, hook: str) -> Iterator[None]:
         """Around the user's code of a step: precision, and ranks as ``ddp`` would have them, one for each replica."""
         assert self._groups is not None
-        precision = getattr(self.precision_plugin, _STEP_CONTEXTS[hook])()
-        with set_within(self, "_in_step", True), precision, default_group(self._groups.data_parallel_group):
+        replicas = default_group(self._groups.data_parallel_group)
+        with set_within(self, "_in_step", True), self._precision_of(hook), replicas:
             yield
 
     @override
@@ -524,15 +518,10 @@ class PipelineParallel(TrainerStrategy):
         pipelined.load_optimizer_states(checkpoint["optimizer_states"])
         pipelined.load_compression_state(checkpoint.get(COMPRESSION_KEY, {}))
 
+    @property
     @override
-    def _can_save(self, filepath: Any) -> bool:
-        if self._interrupted and self.is_global_zero:
-            warnings.warn(
-                f"{filepath} is not saved: an exception ended the run, and each stage's weights are on another rank, "
-                "which may be gone. Go on from the last checkpoint before it.",
-                stacklevel=3,
-            )
-        return not self._interrupted
+    def _elsewhere(self) -> str:
+        return "each stage's weights are on another rank, which may be gone"
 
     @override
     def _compression_state(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -592,7 +581,3 @@ class PipelineParallel(TrainerStrategy):
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
-
-    @property
-    def _limit(self) -> timedelta:
-        return self.options.gradients.communication.limit or self._timeout or DEFAULT_TIMEOUT

@@ -31,7 +31,6 @@ from lightning_smddp.communication.rendezvous import start_limit
 from lightning_smddp.resume.auto_resume import stop_checkpoint
 from lightning_smddp.strategies.launchers import end_processes, launcher_pid, may_be_ended
 from lightning_smddp.strategies.nonfinite import is_changed_hook
-from lightning_smddp.strategies.session import DEFAULT_TIMEOUT
 from lightning_smddp.strategies.tables import say
 from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.supervisor import Supervisor
@@ -89,7 +88,7 @@ class RunSupervision:
             return
         strategy, reliability = self.strategy, self.strategy._reliability
         self._seen = 0
-        collective_timeout = strategy._session.options.communication.limit or strategy._timeout or DEFAULT_TIMEOUT
+        collective_timeout = strategy._session.limit(strategy._timeout)
         options = WatchOptions(
             rank=strategy.global_rank,
             world_size=strategy.world_size,

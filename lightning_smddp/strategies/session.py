@@ -33,7 +33,7 @@ from lightning_smddp.strategies.options import GradientOptions
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
-DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
+_DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch.distributed's own
 _LEAVE_S = 60.0  # for the groups to end
 _LEAVE_AFTER_FAILURE_S = 5.0
 
@@ -51,6 +51,10 @@ class GradientCommunication:
         self.plan: Plan | None = None
         self.recorder: Recorder | None = None  # not before setup: strategies travel to spawned ranks by pickle
         self.failed = False  # the last run
+
+    def limit(self, timeout: timedelta | None) -> timedelta:
+        """How long a collective may wait for a rank; ``timeout`` is the strategy's, which None leaves to torch."""
+        return self.options.communication.limit or timeout or _DEFAULT_TIMEOUT
 
     def process_group_started(self) -> None:
         """Give the default group the collective timeout, now that everyone has started, and see to its end."""
@@ -83,9 +87,17 @@ class GradientCommunication:
         assert group is not None
         if self.communicator is None or self.recorder is None:
             self.recorder = recorder_for(device)
-            size = sum(p.numel() * p.dtype.itemsize for p in module.parameters() if p.requires_grad)
-            limit = self.options.communication.limit or timeout or DEFAULT_TIMEOUT
-            self.communicator = Communicator(group, device, limit, self.recorder.on_wait, size)
+            gradient_bytes = 0
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    gradient_bytes += parameter.numel() * parameter.dtype.itemsize
+            self.communicator = Communicator(
+                group,
+                device,
+                self.limit(timeout),
+                self.recorder.on_wait,
+                gradient_bytes,
+            )
         # Each check is collective and raises on all ranks, so that none waits in the first all-reduce for one that
         # has left. Options come first, as they decide which messages follow.
         self._check_same_options(self.communicator)
@@ -94,9 +106,8 @@ class GradientCommunication:
         compression = self.options.compression
         check_compression(module, compression)
         self.plan = self._choose(self.communicator, module, compression)
-        self.synchronizers.append(
-            GradientSynchronizer(self.communicator, module, self.plan.table, compression, self.recorder)
-        )
+        synchronizer = GradientSynchronizer(self.communicator, module, self.plan.table, compression, self.recorder)
+        self.synchronizers.append(synchronizer)
         # DDP's buckets then are the gradients: the hook's result need not be copied into them.
         arguments = {"gradient_as_bucket_view": True, **ddp_kwargs}
         if self.plan.bucket_cap_mb is not None and not ddp_kwargs.get("bucket_cap_mb_list"):
@@ -153,9 +164,10 @@ class GradientCommunication:
         topology = self.communicator.topology
         world = topology.world_size
         sizes = [len(ranks) for ranks in topology.nodes]
-        ranks_per_node = str(min(sizes))
-        if max(sizes) > min(sizes):
-            ranks_per_node = f"{min(sizes)} to {max(sizes)}"
+        least, most = min(sizes), max(sizes)
+        ranks_per_node = str(least)
+        if most > least:
+            ranks_per_node = f"{least} to {most}"
         rows = [
             ("nodes", f"{topology.num_nodes} ({', '.join(topology.hosts)})"),
             ("ranks per node", ranks_per_node),
@@ -167,7 +179,8 @@ class GradientCommunication:
         if accumulate is not None:
             rows.append(("accumulation", str(accumulate)))
         if batch is not None:
-            rows.append(("global batch", f"{world * batch * (accumulate or 1)} for each optimizer step"))
+            global_batch = world * batch * (accumulate or 1)
+            rows.append(("global batch", f"{global_batch} for each optimizer step"))
         bucket_size = "DDP's default"
         if self.plan.bucket_cap_mb is not None:
             bucket_size = f"{self.plan.bucket_cap_mb:g} MiB"
@@ -185,13 +198,13 @@ class GradientCommunication:
         options = self.options
         local = f"algorithm={options.algorithm!r}, {options.compression}, bucket_cap_mb={options.bucket_cap_mb}"
         gathered = gather_json(local, communicator.group, communicator.device)
-        other = next((rank for rank, remote in enumerate(gathered) if remote != gathered[0]), None)
-        if other is not None:
-            describe = communicator.topology.describe
-            raise ValueError(
-                f"The ranks' options differ: {describe(0)} has {gathered[0]}; {describe(other)} has "
-                f"{gathered[other]}. Give every rank the same ones."
-            )
+        describe = communicator.topology.describe
+        for rank, remote in enumerate(gathered):
+            if remote != gathered[0]:
+                raise ValueError(
+                    f"The ranks' options differ: {describe(0)} has {gathered[0]}; {describe(rank)} has "
+                    f"{remote}. Give every rank the same ones."
+                )
 
     def _choose(self, communicator: Communicator, module: nn.Module, compression: Compression | None) -> Plan:
         options = self.options
@@ -206,8 +219,12 @@ class GradientCommunication:
             return "as the gradients (exact)"
         if not self.communicator.compresses(compression):
             return f"as the gradients (exact): {compression.method} applies between nodes, and there is one node"
-        where = "everywhere" if compression.scope == "all" else "between nodes"
-        feedback = "with" if compression.error_feedback else "without"
+        where = "between nodes"
+        if compression.scope == "all":
+            where = "everywhere"
+        feedback = "without"
+        if compression.error_feedback:
+            feedback = "with"
         return f"{compression.method} {where}, {feedback} error feedback"
 
 
@@ -219,7 +236,9 @@ def _leave(reference: weakref.ref[GradientCommunication]) -> None:
     """
     session = reference()
     failed = session is not None and session.failed
-    patience_s = _LEAVE_AFTER_FAILURE_S if failed else _LEAVE_S
+    patience_s = _LEAVE_S
+    if failed:
+        patience_s = _LEAVE_AFTER_FAILURE_S
     with ends_within(patience_s):
         if session is not None:
             session.close()
@@ -239,8 +258,6 @@ def check_devices(num_processes: int, creates_processes_externally: bool) -> Non
     if creates_processes_externally and started is not None and int(started) != num_processes:
         raise ValueError(
             f"The launcher started {counted(int(started), 'process')} on this node (LOCAL_WORLD_SIZE={started}), "
-            "but the strategy was "
-            f"asked for devices={num_processes}. Set devices={started}, or start "
-            f"{counted(num_processes, 'process')} a node "
-            f"(for torchrun: --nproc-per-node={num_processes})."
+            f"but the strategy was asked for devices={num_processes}. Set devices={started}, or start "
+            f"{counted(num_processes, 'process')} a node (for torchrun: --nproc-per-node={num_processes})."
         )
