@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,11 @@ class MonitorCommunication:
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Log after a batch that ended in an optimizer step."""
         session = getattr(trainer.strategy, "_session", None)
-        step = trainer.global_step
         if session is None or not session.synchronizers or not trainer.log_every_n_steps:
             return
-        if step == self._logged_step or step % trainer.log_every_n_steps:
+        step = trainer.global_step
+        is_new = step != self._logged_step  # a batch that only accumulates ends at the step of the one before
+        if not is_new or step % trainer.log_every_n_steps != 0:
             return
         self._logged_step = step
         totals = session.recorder.read()
@@ -69,7 +69,10 @@ class RecordTimeline:
         if isinstance(paths, (str, Path)):
             paths = [paths]
         self.paths = [Path(path) for path in paths]
-        wrong = [str(path) for path in self.paths if path.suffix not in _SUFFIXES]
+        wrong = []
+        for path in self.paths:
+            if path.suffix not in _SUFFIXES:
+                wrong.append(str(path))
         if wrong or not self.paths:
             raise ValueError(f"paths={wrong}: use files that end in {', '.join(_SUFFIXES)}.")
         if batch_idx < 1:
@@ -85,6 +88,7 @@ class RecordTimeline:
         if engine is None or batch_idx != self.batch_idx or self.spans:
             return
         self._recorder = SpanRecorder(dist.get_rank(), trainer.strategy.root_device)
+        # Clocks of ranks have nothing in common, and all leave a barrier at nearly the same time: that is 0 for each.
         trainer.strategy.barrier()
         self._origin = time.perf_counter()
         engine.record(self._recorder)
@@ -102,20 +106,24 @@ class RecordTimeline:
             local.append((span.rank, span.stage, span.kind, span.microbatch, start_s, end_s))
         assert dist.group.WORLD is not None
         gathered = gather_json(local, dist.group.WORLD, trainer.strategy.root_device)
-        self.spans = [Span(*fields) for fields in chain.from_iterable(gathered)]
+        self.spans = []
+        for of_rank in gathered:
+            for fields in of_rank:
+                self.spans.append(Span(*fields))
         if trainer.is_global_zero:
-            options = trainer.strategy.options
-            count = 1 + max(span.microbatch for span in self.spans)
-            self.write(f"{options.schedule.name}, {counted(count, 'micro-batch')}")
+            schedule = trainer.strategy.options.schedule.name
+            microbatches = 1 + max(span.microbatch for span in self.spans)  # they are numbered from 0
+            self.write(f"{schedule}, {counted(microbatches, 'micro-batch')}")
 
     def write(self, title: str) -> None:
         """Write what was recorded to all paths."""
         for path in self.paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".svg":
-                path.write_text(to_svg(self.spans, title))
+                text = to_svg(self.spans, title)
             else:
-                path.write_text(json.dumps(to_perfetto(self.spans, title)))
+                text = json.dumps(to_perfetto(self.spans, title))
+            path.write_text(text)
 
 
 def _engine(trainer: Any) -> Any:

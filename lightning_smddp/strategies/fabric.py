@@ -148,13 +148,7 @@ class FabricDataParallel(FabricStrategy):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code has left them, then step."""
-        watches = [synchronizer.watch for synchronizer in self._session.synchronizers if synchronizer.watch.on]
-        brought = {name: text for watch in watches for name, text in watch.take_findings().items()}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        now = bad_gradients((self._name_of(parameter), parameter) for parameter in parameters) if watches else None
-        if now is not None and dist.group.WORLD is not None:  # as on all ranks: gradients are averages
-            found = after_changes(brought, now, dist.group.WORLD, self.root_device)
-            self._guard.check(optimizer, found, "this step", self.root_device)
+        self._look_at_gradients(optimizer)
         shards = self._shards_of(optimizer)
         if shards is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
@@ -164,17 +158,35 @@ class FabricDataParallel(FabricStrategy):
         finally:
             shards.restore()
 
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        watches = [synchronizer.watch for synchronizer in self._session.synchronizers]
-        return next((w.names[id(parameter)] for w in watches if id(parameter) in w.names), "an unnamed parameter")
+    def _look_at_gradients(self, optimizer: Any) -> None:
+        """Raise, or let the step change nothing, if gradients are not finite. Collective if they are not."""
+        watches = [synchronizer.watch for synchronizer in self._session.synchronizers if synchronizer.watch.on]
+        if not watches:
+            return
+        brought: dict[str, str] = {}
+        names: dict[int, str] = {}  # of parameters, by id
+        for watch in watches:
+            brought |= watch.take_findings()
+            names = {**watch.names, **names}  # one that two modules have is called as in the first
+        named = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                named.append((names.get(id(parameter), "an unnamed parameter"), parameter))
+        now = bad_gradients(named)
+        if now is not None and dist.group.WORLD is not None:  # as on all ranks: gradients are averages
+            found = after_changes(brought, now, dist.group.WORLD, self.root_device)
+            self._guard.check(optimizer, found, "this step", self.root_device)
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
         self._frozen.append(FrozenParameters(module))
         self._ddp_kwargs = self._session.prepare(module, self.root_device, self._user_ddp_kwargs, self._timeout)
-        scaler = getattr(self.precision, "scaler", None)  # one makes inf on purpose
+        # A gradient scaler makes inf on purpose. The user's code has the gradients in its hands between `backward` and
+        # the step, and may clean them: so averages are left without marks.
+        scaler = getattr(self.precision, "scaler", None)
         watch = self._session.synchronizers[-1].watch
-        watch.on, watch.marks = self._guard.mode != "ignore" and scaler is None, False
+        watch.on = self._guard.mode != "ignore" and scaler is None
+        watch.marks = False
         model = super().setup_module(module)
         finish_wrapping(self.root_device)
         self._session.attach(model)
@@ -198,13 +210,18 @@ class FabricDataParallel(FabricStrategy):
                 "With shard='optimizer' the module comes first: call `fabric.setup(module, optimizer)`, or "
                 "`fabric.setup_module(module)` before `fabric.setup_optimizers(optimizer)`."
             )
-        inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         named = []
         for number, module in enumerate(self._modules):
-            prefix = f"{type(module).__name__} {number}: " if len(self._modules) > 1 else ""
-            named += [(f"{prefix}{name}", p) for name, p in module.named_parameters() if id(p) in inside]
-        self._sharded.append(ShardedOptimizers(named, [OptimizerShards(optimizer)], self._session.communicator))
-        self._print("smddp: data parallelism", self._sharded[-1].describe())
+            prefix = ""
+            if len(self._modules) > 1:
+                prefix = f"{type(module).__name__} {number}: "
+            for name, parameter in module.named_parameters():
+                if id(parameter) in stepped:
+                    named.append((f"{prefix}{name}", parameter))
+        sharded = ShardedOptimizers(named, [OptimizerShards(optimizer)], self._session.communicator)
+        self._sharded.append(sharded)
+        self._print("smddp: data parallelism", sharded.describe())
         return optimizer
 
     def _shards_of(self, optimizer: Optimizer) -> OptimizerShards | None:

@@ -51,6 +51,7 @@ class NonFiniteGuard:
             return
         group = group or dist.group.WORLD
         assert group is not None
+        # The text takes a collective, which all ranks of the group come to: they have skipped as many steps.
         text = ""
         if self.mode == "error" or not self.skipped:
             text = diagnosis(found, where, group, device)
@@ -118,7 +119,8 @@ def before_step(optimizer: Any, look: Callable[[], None]) -> Iterator[None]:
     Lightning's closure ends with the hooks that may change gradients: ``on_before_optimizer_step`` and
     ``configure_gradient_clipping``.
     """
-    original, was_changed = optimizer.step, "step" in vars(optimizer)
+    original = optimizer.step
+    was_changed = "step" in vars(optimizer)  # a learning rate scheduler has wrapped it, say
 
     @functools.wraps(original)
     def step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -150,8 +152,11 @@ def is_changed_hook(owner: Any, hook: str) -> bool:
 
 def changes_gradients(trainer: Any, *hooks: str) -> bool:
     """Whether the user's code gets the gradients in one of ``hooks``."""
-    owners = [trainer.lightning_module, *trainer.callbacks]
-    return any(hasattr(owner, hook) and is_changed_hook(owner, hook) for owner in owners for hook in hooks)
+    for owner in (trainer.lightning_module, *trainer.callbacks):
+        for hook in hooks:
+            if hasattr(owner, hook) and is_changed_hook(owner, hook):
+                return True
+    return False
 
 
 def changes_batch(trainer: Any) -> bool:
@@ -162,11 +167,14 @@ def changes_batch(trainer: Any) -> bool:
 
 def loss_watchers(trainer: Any) -> list[Any]:
     """Callbacks that end a run when the loss is not finite: Lightning's ``SpikeDetection`` and what is made of it."""
-    return [callback for callback in trainer.callbacks if any(map(_is_spike_detection, type(callback).__mro__))]
+    return [callback for callback in trainer.callbacks if _is_spike_detection(callback)]
 
 
-def _is_spike_detection(cls: type) -> bool:
-    return cls.__name__ == "SpikeDetection" and cls.__module__.endswith("fabric.utilities.spike")
+def _is_spike_detection(callback: Any) -> bool:
+    for cls in type(callback).__mro__:
+        if cls.__name__ == "SpikeDetection" and cls.__module__.endswith("fabric.utilities.spike"):
+            return True
+    return False
 
 
 def let_watchers_judge(trainer: Any, loss: Any, batch: Any) -> None:
@@ -174,5 +182,6 @@ def let_watchers_judge(trainer: Any, loss: Any, batch: Any) -> None:
     if not isinstance(loss, Tensor):
         return  # manual optimization, where the batch goes on
     for callback in loss_watchers(trainer):
+        outputs = {"loss": loss.detach()}
         batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-        callback.on_train_batch_end(trainer, trainer.lightning_module, {"loss": loss.detach()}, batch, batch_idx)
+        callback.on_train_batch_end(trainer, trainer.lightning_module, outputs, batch, batch_idx)

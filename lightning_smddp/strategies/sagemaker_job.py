@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -44,8 +44,10 @@ class SageMakerJob:
         self.newest_in: Path | None = None
         self.failed = False
         self._folders: Folders | None = None
-        self._number, self._made_in = 1, ""
-        self._resumes_by_default, self._resumed_by_default = True, False  # in the first fit, and in the last one
+        self._number = 1  # of the Trainer among the script's
+        self._made_in = ""  # the working directory at that time
+        self._resumes_by_default = True  # in the next fit
+        self._resumed_by_default = False  # in the last one
         self._trainer: Any = None  # until the run ends
         self._saved: dict[str, int] | None = None  # checkpoint -> its step
 
@@ -53,42 +55,62 @@ class SageMakerJob:
 
     def trainer_made(self) -> None:
         """A Trainer has been made, and knows this strategy."""
-        self._number, self._made_in = next(_trainers), os.getcwd()
+        self._number = next(_trainers)
+        self._made_in = os.getcwd()
 
     def start(self) -> None:
         """The process group is up: take SageMaker's folders where the script has named none."""
-        strategy, module = self.strategy, self.strategy.lightning_module
+        strategy = self.strategy
+        module = strategy.lightning_module
         self._folders = Folders.of(os.environ, strategy.num_nodes, self._number)
         if self._folders is None or module is None:
             return
-        self._trainer, self.failed, self._saved = module.trainer, False, {}
-        if strategy._supervision.supervisor is not None:
-            strategy._supervision.supervisor.at_emergency(self.write_failure)
+        self._trainer = module.trainer
+        self.failed = False
+        self._saved = {}
+        supervisor = strategy._supervision.supervisor
+        if supervisor is not None:
+            supervisor.at_emergency(self.write_failure)
         moved = self._take_folders(self._folders)
-        self.newest_in = self._folders.checkpoints if moved else None
+        self.newest_in = None
+        if moved:
+            self.newest_in = self._folders.checkpoints
         if self._trainer.state.fn == "fit":
             self._begin_fit(self._folders, moved)
 
     def _begin_fit(self, folders: Folders, moved: bool) -> None:
         """Go on from an earlier start of the job in the Trainer's first fit; a second one has weights already."""
         strategy = self.strategy
-        by_default = self._resumes_by_default and strategy._resume is None and (moved or self._number == 1)
+        # The script's own directories may be shared by several Trainers: only the first one may go on from what is
+        # there. Those below SageMaker's folder are each Trainer's own.
+        has_own_directory = moved or self._number == 1
+        by_default = self._resumes_by_default and strategy._resume is None and has_own_directory
         self._resumes_by_default = False
-        if by_default or self._resumed_by_default:
-            strategy._resume = "auto" if by_default else None
+        if by_default:
+            strategy._resume = "auto"
+        elif self._resumed_by_default:
+            strategy._resume = None  # as the user gave it
         self._resumed_by_default = by_default
         if strategy.is_global_zero:
-            where = folders.checkpoints if moved else "the script's own directories"
-            how = "; resume='auto', as the script does not say ('never' starts from scratch)" if by_default else ""
+            where = "the script's own directories"
+            if moved:
+                where = str(folders.checkpoints)
+            how = ""
+            if by_default:
+                how = "; resume='auto', as the script does not say ('never' starts from scratch)"
             say(f"SageMaker: checkpoints in {where}, the final model in {folders.model}{how}.")
 
     def _take_folders(self, folders: Folders) -> bool:
         """Let checkpoints go there, unless the Trainer was given a directory; whether any does."""
-        root, weights = str(folders.checkpoints), str(folders.checkpoints / "weights")
+        root = str(folders.checkpoints)
+        weights = str(folders.checkpoints / "weights")
+        # Without `default_root_dir` a Trainer takes the working directory. In a second fit it is the folder already.
         if self.newest_in is None and self._trainer.default_root_dir != self._made_in:
             return False
-        ours = (None, root, weights)
-        callbacks = [c for c in self._trainer.checkpoint_callbacks if getattr(c, "dirpath", "") in ours]
+        callbacks = []
+        for callback in self._trainer.checkpoint_callbacks:
+            if getattr(callback, "dirpath", "") in (None, root, weights):  # none given, or ours of an earlier fit
+                callbacks.append(callback)
         if callbacks and self.strategy._reliability.sharded and not folders.is_shared:
             raise ValueError(
                 f"sharded=True needs a directory that all {self.strategy.num_nodes} hosts see, and {root} is each "
@@ -96,12 +118,16 @@ class SageMakerJob:
                 "leave sharded out."
             )
         for callback in callbacks:
+            callback.dirpath = root
             # Resuming takes the newest file of a directory, which must not be one of weights alone.
-            callback.dirpath = weights if _only_weights(callback) else root
-        everything = not self._trainer.checkpoint_callbacks
-        if self._trainer.loggers or everything:  # else LightningCLI would find its config.yaml there at the next start
+            if getattr(callback, "save_weights_only", False):
+                callback.dirpath = weights
+        saves_nothing = not self._trainer.checkpoint_callbacks  # but for a stop's, which goes to the root directory
+        # Where there is no logger LightningCLI writes its config.yaml into the root directory, and would find it there
+        # at the next start.
+        if self._trainer.loggers or saves_nothing:
             set_default_root(self._trainer, root)
-        return bool(callbacks) or everything
+        return bool(callbacks) or saves_nothing
 
     # ---- checkpoints ----
 
@@ -121,18 +147,20 @@ class SageMakerJob:
         if self._folders is None or self._trainer is None or self.failed or self._trainer.state.fn != "fit":
             return False
         callbacks = self._trainer.checkpoint_callbacks
-        return bool(callbacks) and not any(_is_inside(c, self._folders.model) for c in callbacks)
+        if any(_is_inside(callback, self._folders.model) for callback in callbacks):
+            return False
+        return bool(callbacks)
 
     def training_ends(self) -> None:
         """Save the final weights, if they are what the model is, and no checkpoint has them."""
-        sharded = self.strategy._reliability.sharded
-        if not self._gives_model or sharded or next(_best(self._trainer), None) is not None:
+        if not self._gives_model or self.strategy._reliability.sharded or _best(self._trainer):
             return
         assert self._folders is not None
         assert self._saved is not None
-        step = self._trainer.global_step
-        if all(self._saved.get(path) != step for path in _last(self._trainer)):
-            self._trainer.save_checkpoint(str(self._folders.model / MODEL))
+        for path in _last(self._trainer):
+            if self._saved.get(path) == self._trainer.global_step:
+                return
+        self._trainer.save_checkpoint(str(self._folders.model / MODEL))
 
     def end(self) -> None:
         """Put the final model where SageMaker takes it from. Collective. Errors are raised on every rank."""
@@ -144,23 +172,30 @@ class SageMakerJob:
     def _put_model(self) -> None:
         assert self._folders is not None
         target = str(self._folders.model / MODEL)
-        if target in (self._saved or {}):  # by on_train_end
+        if self._saved is not None and target in self._saved:  # by `training_ends`
             return
-        found = [*_best(self._trainer), *_last(self._trainer), str(self.strategy._saving.loaded_from or "")]
-        path = next((path for path in found if path and _exists(path)), None)
-        if path is not None:
-            self._folders.model.mkdir(parents=True, exist_ok=True)
-            copy = consolidate if is_sharded(path) else _copy
-            copy(path, target)
+        # The best checkpoint by a metric is the model; else the last one; else, of a run that had nothing left to
+        # train, the one that it was resumed from.
+        candidates = [*_best(self._trainer), *_last(self._trainer)]
+        if self.strategy._saving.loaded_from is not None:
+            candidates.append(str(self.strategy._saving.loaded_from))
+        for path in candidates:
+            if _exists(path):
+                self._folders.model.mkdir(parents=True, exist_ok=True)
+                if is_sharded(path):
+                    consolidate(path, target)
+                else:
+                    _copy(path, target)
+                return
 
     # ---- failures ----
 
     def write_failure(self, error: BaseException | None = None) -> None:
         """The job's first failure, if the ranks know one; else ``error``."""
-        supervisor = self.strategy._supervision.supervisor
         path = failure_file(os.environ)
         if path is None:
             return
+        supervisor = self.strategy._supervision.supervisor
         if supervisor is not None and supervisor.failure is not None:
             error = supervisor.failure.error()
         if isinstance(error, RankFailedError):
@@ -169,32 +204,36 @@ class SageMakerJob:
             write_failure(path, text_of(error), _STARTED)
 
 
-def _only_weights(callback: Any) -> bool:
-    return bool(getattr(callback, "save_weights_only", False))
-
-
 def _is_inside(callback: Any, folder: Path) -> bool:
     directory = getattr(callback, "dirpath", None)
     return directory is not None and Path(os.path.abspath(directory)).is_relative_to(folder)
 
 
-def _best(trainer: Any) -> Iterator[str]:
+def _best(trainer: Any) -> list[str]:
     """Checkpoints with the best value of a metric."""
+    found = []
     for callback in trainer.checkpoint_callbacks:
         if getattr(callback, "monitor", None) is not None and callback.best_model_path:
-            yield callback.best_model_path
+            found.append(callback.best_model_path)
+    return found
 
 
-def _last(trainer: Any) -> Iterator[str]:
+def _last(trainer: Any) -> list[str]:
     """The last checkpoints: without a metric, the best one is the last one."""
+    found = []
     for callback in trainer.checkpoint_callbacks:
-        paths = [getattr(callback, "best_model_path", ""), getattr(callback, "last_model_path", "")]
-        yield from filter(None, paths)
+        for attribute in ("best_model_path", "last_model_path"):
+            path = getattr(callback, attribute, "")
+            if path:
+                found.append(path)
+    return found
 
 
 def _exists(path: str) -> bool:
     fs, name = locate(path)
-    return os.path.exists(name) if fs is None else bool(fs.exists(name))
+    if fs is None:
+        return os.path.exists(name)
+    return bool(fs.exists(name))
 
 
 def _copy(path: str, target: str) -> None:

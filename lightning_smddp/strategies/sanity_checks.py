@@ -57,15 +57,22 @@ class SanityChecks:
             assert strategy.lightning_module is not None
             schedulers = [_describe_schedule(config) for config in strategy.lr_scheduler_configs]
             check_same_optimizers(
-                strategy.lightning_module, strategy.optimizers, schedulers, dist.group.WORLD, strategy.root_device
+                strategy.lightning_module,
+                strategy.optimizers,
+                schedulers,
+                dist.group.WORLD,
+                strategy.root_device,
             )
 
     def require_same_model(self) -> None:
         """Raise ``ValueError`` on every rank if their modules differ. Collective."""
-        module, device = self.strategy.lightning_module, self.strategy.root_device
+        module = self.strategy.lightning_module
+        device = self.strategy.root_device
+        world = dist.group.WORLD
         assert module is not None
-        assert dist.group.WORLD is not None
-        check_same_model(module, dist.group.WORLD, device, discover(dist.group.WORLD, device))
+        assert world is not None
+        topology = discover(world, device)
+        check_same_model(module, world, device, topology)
 
     def training_starts(self) -> None:
         """The first epoch's batches are compared, whichever it is."""
@@ -73,11 +80,16 @@ class SanityChecks:
 
     def training_batch_starts(self, batch: Any) -> None:
         """At the first batch of an epoch, compare how many there are on each rank."""
-        trainer, group = self._trainer, dist.group.WORLD
-        self._watched_batch = batch if loss_watchers(trainer) else None
-        if self.strategy.world_size > 1 and trainer.current_epoch != self._compared_epoch and group is not None:
+        trainer = self._trainer
+        self._watched_batch = None  # kept for callbacks that want it only: it takes memory
+        if loss_watchers(trainer):
+            self._watched_batch = batch
+        world = dist.group.WORLD
+        if self.strategy.world_size == 1 or world is None:
+            return
+        if trainer.current_epoch != self._compared_epoch:
             self._compared_epoch = trainer.current_epoch
-            check_same_lengths(_batches(trainer), trainer.current_epoch, group, self.strategy.root_device)
+            check_same_lengths(_batches(trainer), trainer.current_epoch, world, self.strategy.root_device)
 
     def around_step(self, optimizer: Any, closure: Callable[[], Any], step: Callable[[Callable[[], Any]], Any]) -> Any:
         """Look at the gradients between the backward pass and the step, behind the hooks that may change them.
@@ -87,7 +99,7 @@ class SanityChecks:
             closure: Lightning's, of the training step and the backward pass.
             step: takes a closure, and steps.
         """
-        if not (self.watches_gradients and dist.is_initialized()):
+        if not self.watches_gradients or not dist.is_initialized():
             return step(closure)
         # Lightning's closure is: training step, backward, the hooks behind it. Where the user's code has none of these
         # hooks, what the averaging noted on its way says it all, and nothing is read twice:
@@ -138,7 +150,9 @@ class SanityChecks:
 
     def _find_changed(self) -> Mapping[str, str] | None:
         """As :meth:`_find_nonfinite`, by what the gradients are now. Maybe collective."""
-        brought, now = self.strategy._bad_before_averaging(), self._bad_now()
+        brought = self.strategy._bad_before_averaging()
+        now = self._bad_now()
+        # Where averages are the same on all ranks, and nobody has changed them, the others see that they are fine too.
         if now is None and self.strategy._has_equal_gradients and not self._changes_after_backward:
             return None
         return after_changes(brought, now, self._agreeing_group, self.strategy.root_device)
@@ -149,7 +163,8 @@ class SanityChecks:
     def _bad_now(self) -> dict[str, str] | None:
         assert self.strategy.lightning_module is not None
         named = self.strategy.lightning_module.named_parameters()
-        return bad_gradients((name, p) for name, p in named if not p.is_meta)
+        held = [(name, parameter) for name, parameter in named if not parameter.is_meta]  # others are on other ranks
+        return bad_gradients(held)
 
     @property
     def _agreeing_group(self) -> dist.ProcessGroup:
