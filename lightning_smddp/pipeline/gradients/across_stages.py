@@ -23,7 +23,10 @@ TiedGroups = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
 def create_tied_groups(
-    ownership: Ownership, pipelines: Sequence[Sequence[int]], timeout: timedelta, device: torch.device
+    ownership: Ownership,
+    pipelines: Sequence[Sequence[int]],
+    timeout: timedelta,
+    device: torch.device,
 ) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A group for each set of ranks that share parameters, in this rank's pipeline. Collective over the world.
 

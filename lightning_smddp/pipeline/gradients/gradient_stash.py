@@ -48,10 +48,14 @@ class GradientStash:
         hooks: ParameterHooks,
     ) -> None:
         self.hooks = hooks
-        self.parameters, self.stages, self.tied, self.replicas = dict(parameters), stages, tied, replicas
+        self.parameters = dict(parameters)
+        self.stages = stages
+        self.tied = tied
+        self.replicas = replicas
         self._old: dict[str, Tensor | None] | None = None  # copies of what was there before the batch
         self._made: dict[str, Tensor | None] = {}  # by the schedule, without replicas; else the buckets hold it
-        self._accumulates, self._keeps = False, False
+        self._accumulates = False
+        self._keeps = False
 
     def begin(self, continues: bool, may_drop: bool, accumulates: bool, num_microbatches: int) -> None:
         """Prepare ``.grad`` for a batch.
@@ -68,7 +72,9 @@ class GradientStash:
         if hooked or self.hooks.from_start:
             continues, may_drop = False, may_drop and not continues
             accumulates = accumulates and not self.hooks.from_start  # alike on all ranks, which meet if it is False
-        self._accumulates, self._keeps, self._old = accumulates, continues, None
+        self._accumulates = accumulates
+        self._keeps = continues
+        self._old = None
         # Three cases: the batch adds to `.grad` itself (no copy); `.grad` will be zeroed unread (no copy); or `.grad`
         # has to look untouched until `backward`, while the schedule needs an empty one (copy).
         if not continues and not may_drop:

@@ -104,7 +104,8 @@ class _Kept:
     """The hooks of one parameter. Their dict stays, as handles remove hooks from it; it holds nothing that acts."""
 
     def __init__(self, hooks: Hooks, is_post: bool) -> None:
-        self.hooks, self.is_post = hooks, is_post
+        self.hooks = hooks
+        self.is_post = is_post
         self.functions: dict[int, Callable[[Tensor], Any]] = {}
 
     def take(self) -> None:

@@ -45,7 +45,9 @@ class GradientBucket:
 
     def __init__(self, number: int, parameters: list[nn.Parameter], last: bool) -> None:
         first = parameters[0]
-        self._number, self._parameters, self._last = number, parameters, last
+        self._number = number
+        self._parameters = parameters
+        self._last = last
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         # Each gradient is a slice of the flat memory, in its parameter's own strides. `used` tells by the count of
@@ -181,7 +183,9 @@ class ReplicaGradients:
         bucket_cap_mb: float | None = None,
         cache: Path | None = None,
     ) -> None:
-        self._parameters, self._compression, self._device = dict(parameters), compression, device
+        self._parameters = dict(parameters)
+        self._compression = compression
+        self._device = device
         self.recorder = recorder_for(device)
         size = sum(p.numel() * p.dtype.itemsize for p in self._trained().values())
         self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
@@ -214,7 +218,8 @@ class ReplicaGradients:
         self._wait()
         if [id(p) for p in self._trained().values()] != self._built_for:
             self._rebuild()
-        self._launched, self._remaining = 0, {}
+        self._launched = 0
+        self._remaining = {}
         if backwards is not None:
             if isinstance(backwards, int):
                 self._remaining = dict.fromkeys(self._trained(), backwards)
@@ -323,7 +328,11 @@ class ReplicaGradients:
                 self.communicator.algorithm(name, self._compression).close()
             return
         self._synchronizer = GradientSynchronizer(
-            self.communicator, _Held(trained), self.plan.table, self._compression, self.recorder
+            self.communicator,
+            _Held(trained),
+            self.plan.table,
+            self._compression,
+            self.recorder,
         )
         cap = self.plan.bucket_cap_mb or DEFAULT_BUCKET_MB
         self.buckets = assign_buckets(list(trained.values()), int(cap * 2**20))
@@ -338,7 +347,9 @@ class ReplicaGradients:
             hook.remove()
         if self._synchronizer is not None:
             self._synchronizer.close()
-        self._synchronizer, self.buckets, self._hooks = None, [], []
+        self._synchronizer = None
+        self.buckets = []
+        self._hooks = []
 
     def _rebuild(self) -> None:
         """Parameters were frozen or thawed, on all replicas alike."""

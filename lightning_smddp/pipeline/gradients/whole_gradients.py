@@ -33,7 +33,9 @@ class WholeGradients:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.module, self.group, self.device = module, group, device
+        self.module = module
+        self.group = group
+        self.device = device
         self.watching = False  # for NaN and inf
         self._found: dict[str, str] | None = None
         self._spoiled = False

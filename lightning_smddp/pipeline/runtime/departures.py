@@ -68,7 +68,10 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def require_no_departure(
-    failures: Mapping[int, str], group: dist.ProcessGroup, device: torch.device, news: int = 0
+    failures: Mapping[int, str],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    news: int = 0,
 ) -> int:
     """Raise :class:`LeftCourseError` on every rank if one has ``failures``. Collective over the pipeline.
 
@@ -104,7 +107,8 @@ class Together:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group = group
+        self.device = device
         self._ended: str | None = None  # why there are no more collectives
 
     def meet(self, location: str) -> None:

@@ -66,7 +66,10 @@ class PipelineRuntime:
         checkpointing: bool = False,
         recorder: SpanRecorder | None = None,
     ) -> None:
-        self.root, self.groups, self.device, self.num_stages = root, groups, device, num_stages
+        self.root = root
+        self.groups = groups
+        self.device = device
+        self.num_stages = num_stages
         self.rank_of_stage = schedule.rank_of_stage(num_stages, groups.pipeline.size())
         self.last_rank = self.rank_of_stage[-1]
         self.checkpointing = checkpointing
@@ -172,7 +175,8 @@ class PipelineRuntime:
             if staged.tails is None:
                 staged.tails = KnownTails()
             staged.tails.accept([tail for its, tail in self._tails if its is staged])
-        self._tails, self.news = [], NOTHING_NEW
+        self._tails = []
+        self.news = NOTHING_NEW
 
 
 class PipelineEngine:
@@ -216,7 +220,10 @@ class PipelineEngine:
         here = [stage for stage, rank in enumerate(placement) if rank == group.rank()]
         if sorted(bodies) != here:
             raise ValueError(f"rank {group.rank()} holds stages {here}, but bodies are for {sorted(bodies)}")
-        self._group, self._device, self._schedule, self._num_stages = group, device, schedule, num_stages
+        self._group = group
+        self._device = device
+        self._schedule = schedule
+        self._num_stages = num_stages
         self._recorder = recorder
         self._stages = [Stage(index, placement, group, device, bodies[index], recorder) for index in here]
         self._placement = placement
@@ -310,7 +317,10 @@ class PipelineEngine:
             stages = self._stages if schedule.several_stages else self._stages[0]
             # torch's class, but it leaves the set-up of stages, with shapes that are fixed for good, to us
             self._schedules[key] = pipeline_schedule_class(schedule.torch_class)(
-                stages, num_microbatches, loss_fn=_the_loss_itself if has_backward else None, scale_grads=False
+                stages,
+                num_microbatches,
+                loss_fn=_the_loss_itself if has_backward else None,
+                scale_grads=False,
             )
         self._schedules[key] = schedule = self._schedules.pop(key)  # the most recently used one is last
         return schedule

@@ -44,9 +44,9 @@ from lightning_smddp.pipeline.runtime.remote import (
     write_told,
 )
 from lightning_smddp.pipeline.runtime.stage_graph import StageGraph, StagePlan
-from lightning_smddp.pipeline.runtime.stage_values import Metadata, StageValues
+from lightning_smddp.pipeline.runtime.stage_values import Args, Function, Kwargs, Metadata, StageValues
 from lightning_smddp.pipeline.runtime.tails import Tail
-from lightning_smddp.wire.pytree import leaves, rebuild
+from lightning_smddp.wire.pytree import leaves, rebuild, tensors
 
 Observer: TypeAlias = Callable[[Node, bool, Any], None]
 """(node, whether it ends, its result then): called around each node that is done for real."""
@@ -98,9 +98,17 @@ class Replay:
     """
 
     def __init__(
-        self, graph: StepGraph, plan: StagePlan, root: nn.Module, device: torch.device, checkpointing: bool = False
+        self,
+        graph: StepGraph,
+        plan: StagePlan,
+        root: nn.Module,
+        device: torch.device,
+        checkpointing: bool = False,
     ) -> None:
-        self.graph, self.plan, self.root, self.device = graph, plan, root, device
+        self.graph = graph
+        self.plan = plan
+        self.root = root
+        self.device = device
         self.stage = StageGraph(graph, plan, root)
         self.checkpointing = checkpointing
         self.python_random: PythonRandom | None = None
@@ -131,15 +139,19 @@ class Replay:
             ReplayError: the step took another path than when it was traced, or its values have other shapes.
         """
         stage = self.stage
+        # What `_to_send` of the stage before has made of its values, and so what is received here:
+        #     one tensor for each value of plan.receives | numbers that Python read, as one tensor, where it read any
         told: dict[int, Any] = {}
         if stage.told and not stage.is_probe:
-            # Numbers that Python read come behind the values, as one tensor; see `_to_send`.
             told = read_told(stage.told, received[-1])
+        num_values = len(self.plan.receives)
         given: dict[int, Tensor] = {}
-        for value, tensor in zip(self.plan.receives, received[: len(self.plan.receives)], strict=True):
+        for value, tensor in zip(self.plan.receives, received[:num_values], strict=True):
             given[value] = self._as_traced(value, tensor)
-        run = Run(self, StageValues(stage, given, shapes, observers.shapes), told, observers, answers)
-        outer, _active.run = getattr(_active, "run", None), run
+        values = StageValues(stage, given, shapes, observers.shapes)
+        run = Run(self, values, told, observers, answers)
+        outer = active_run()
+        _active.run = run
         result = None
         try:
             with Eager(), run:
@@ -148,7 +160,7 @@ class Replay:
             if observers.tail is not None:
                 observers.tail.end()
             if stage.is_last:
-                ((result,), _) = run.values.present((result,), {})
+                (result,), _ = values.present((result,), {})
         except StageDone:
             pass
         finally:
@@ -161,48 +173,65 @@ class Replay:
         """Received tensors are contiguous leaves: give them the strides of old, and a copy if they are changed here."""
         known = self.graph.values[value]
         shape = Shape(tuple(tensor.shape), known.stride, tensor.dtype, tensor.requires_grad)
+        # The traced strides fit the traced shape alone, and only dense ones can be those of a new tensor.
         if known.shape == shape.shape and not shape.is_contiguous() and shape.is_dense():
-            strided = torch.empty_strided(shape.shape, shape.stride, dtype=shape.dtype, device=tensor.device)
+            strided = torch.empty_strided(
+                shape.shape,
+                shape.stride,
+                dtype=shape.dtype,
+                device=tensor.device,
+            )
             return strided.copy_(tensor)
         if known.memory in self.stage.changed_here:
             return tensor.clone()
         return tensor
 
     def _to_send(self, run: Run, shapes: Shapes, observers: Observers) -> tuple[Tensor, ...]:
-        sent = tuple(run.values.here[value] for value in self.plan.sends)
+        here = run.values.here
+        sent = tuple(here[value] for value in self.plan.sends)
         if observers.shapes is None:
             self._check_sent(sent, shapes)
         if self.stage.tells and not self.stage.is_probe:
-            return (*sent, write_told(self.stage.tells, run.told, self.device))
+            numbers = write_told(self.stage.tells, run.told, self.device)
+            return (*sent, numbers)
         return sent
 
     def _check_end(self, run: Run) -> None:
         """The step has returned: raise ``ReplayError`` if it did so too early."""
-        nodes, plan, is_last = self.graph.nodes, self.plan, self.stage.is_last
-        missing = nodes[run.cursor : plan.end]
         if run.done:
             return  # the user's code caught StageDone
-        if is_last and all(node.module is None for node in missing):
+        nodes, is_last = self.graph.nodes, self.stage.is_last
+        # Modules have to be called. Operations behind the last one may be left out: by a step that returns earlier on
+        # the last stage, and on others where nothing is missing that they send: those operations are what logging does
+        # with a value, and only the last stage comes to them.
+        missing = nodes[run.cursor : self.plan.end]
+        if is_last and _has_no_unit(missing):
             return
-        rest = nodes[run.cursor :]
-        if all(node.module is None for node in rest) and all(value in run.values.here for value in plan.sends):
-            return  # what follows is what logging does with a value, which only the last stage comes to
-        if not is_last and not missing:
-            expected = f"{nodes[plan.end].name}, the next stage's first item"
-        else:
+        has_made_all = all(value in run.values.here for value in self.plan.sends)
+        if has_made_all and _has_no_unit(nodes[run.cursor :]):
+            return
+        if missing:
             expected = missing[0].name
+        else:
+            expected = f"{nodes[self.plan.end].name}, the next stage's first item"
         raise ReplayError(f"The step returned before it came to {expected}. {OTHER_COURSE}")
 
     def _check_sent(self, sent: tuple[Tensor, ...], shapes: Shapes) -> None:
         if not torch.is_grad_enabled():
             return
         for value, tensor in zip(self.plan.sends, sent, strict=True):
-            if shapes.values[value].requires_grad != tensor.requires_grad:
-                verb = "requires" if tensor.requires_grad else "needs no"
-                raise ReplayError(
-                    f"What {self.graph.nodes[self.graph.producers[value]].name} made {verb} a gradient; when the "
-                    "step was traced it was the other way round. Parameters were frozen or unfrozen since."
-                )
+            if shapes.values[value].requires_grad == tensor.requires_grad:
+                continue
+            maker = self.graph.nodes[self.graph.producers[value]]
+            verb = "requires" if tensor.requires_grad else "needs no"
+            raise ReplayError(
+                f"What {maker.name} made {verb} a gradient; when the step was traced it was the other way round. "
+                "Parameters were frozen or unfrozen since."
+            )
+
+
+def _has_no_unit(nodes: Sequence[Node]) -> bool:
+    return all(node.module is None for node in nodes)
 
 
 class StageDone(BaseException):
@@ -234,17 +263,24 @@ class Run(TorchFunctionMode):
         answers: Answers | None,
     ) -> None:
         super().__init__()
-        self.replay, self.stage, self.plan, self.nodes = replay, replay.stage, replay.plan, replay.graph.nodes
-        self.values, self.told, self.observers = values, told, observers
+        self.replay = replay
+        self.stage = replay.stage
+        self.plan = replay.plan
+        self.nodes = replay.graph.nodes
+        self.values = values
+        self.told = told
+        self.observers = observers
         self.metadata = Metadata(values, replay.device)
         self.answers: Answers | None = None
         if not replay.graph.shares_draws:  # draws are other ones each time
             self.answers = answers
         self.asked = 0  # questions to the batch so far
-        self.cursor, self.done = 0, False
+        self.cursor = 0
+        self.done = False
         self.inside = False  # a node that is done for real: what it calls is its own
         self._diverged = False  # behind the last module, where the last stage may go another way
-        self.random, self.shares_draws = replay.python_random, replay.graph.shares_draws
+        self.random = replay.python_random
+        self.shares_draws = replay.graph.shares_draws
         self.seed: int | None = None  # what nodes draw follows from the state at the first one, alike on all stages
 
     @property
@@ -254,7 +290,7 @@ class Run(TorchFunctionMode):
 
     # ---- what user code calls ----
 
-    def unit(self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def unit(self, name: str, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         """A call of the module ``name``, which is placed whole: run here, or answered with what other stages have told.
 
         Raises:
@@ -270,25 +306,32 @@ class Run(TorchFunctionMode):
                 return self._stand_in(node, args, kwargs)
             return self._own_unit(node, forward, args, kwargs)
         finally:
+            # Only the stage that has the unit has drawn in it. All stages go on from one new state, by a number that no
+            # node is seeded with.
             if self.random is not None and node.draws_in_python:
                 assert self.seed is not None
-                self.random.seed(self.seed + 1 + len(self.nodes) + node.index)  # all stages go on from there, alike
+                self.random.seed(self.seed + 1 + len(self.nodes) + node.index)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.inside:
             return function(*args, **kwargs)
-        observers, touches = self.observers, self.values.touches
+        # Each torch function of the user's code between modules comes here, on each stage. First those that are no
+        # node whatever they are given: questions, hooks, and tensors in the likeness of another one.
         kind = kind_of(function, args)
         if kind is Kind.METADATA:
             return self.metadata.ask(function, args, kwargs)
         if kind is Kind.WATCHER:
             return self.metadata.watch(function, args, kwargs)
-        if observers.write is not None and (written := written_by(function, args, kwargs)):
-            observers.write(written)
+        observers = self.observers
+        if observers.write is not None:
+            written = written_by(function, args, kwargs)
+            if written:
+                observers.write(written)
         if observers.tail is not None:
             observers.tail.note_numbers(args, kwargs)
-        if kind is Kind.LIKE and not touches(args[1:] if args else list(kwargs.values())[1:]):
+        touches = self.values.touches
+        if kind is Kind.LIKE and not touches(_behind_first(args, kwargs)):
             return self.metadata.like(function, args, kwargs)
         if observers.tail is not None and self.cursor > self.stage.last_unit:
             observers.tail.note(function, args, kwargs)
@@ -309,9 +352,11 @@ class Run(TorchFunctionMode):
             StageDone: it is the first node of the next stage.
             ReplayError: it is another call than the one that comes next in the graph.
         """
-        cursor, stage = self.cursor, self.stage
+        cursor = self.cursor
+        stage = self.stage
         if self.random is not None and self.seed is None:
-            self.seed = digest(self.random.get())
+            states = self.random.get()
+            self.seed = digest(states)
         node: Node | None = None
         is_next = False
         if cursor < len(self.nodes):
@@ -342,11 +387,12 @@ class Run(TorchFunctionMode):
                 expected = f"module {node.name!r}"
         reason = ""
         if self.told:
-            last = self.nodes[list(self.told)[-1]]
-            reason = f" Python read a tensor's value at {last.location}: does the step depend on it?"
+            last = list(self.told)[-1]
+            location = self.nodes[last].location
+            reason = f" Python read a tensor's value at {location}: does the step depend on it?"
         return ReplayError(f"The step came to {got} where {expected} was expected. {OTHER_COURSE}{reason}")
 
-    def _own_unit(self, node: Node, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _own_unit(self, node: Node, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         """The result of a module that is this stage's."""
         if node.inputs:
             args, kwargs = self.values.present(args, kwargs)
@@ -357,35 +403,37 @@ class Run(TorchFunctionMode):
             self.random.seed(self.seed + 1 + node.index)
             return self._call_unit(node, forward, args, kwargs)
 
-    def _call_unit(self, node: Node, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_unit(self, node: Node, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         """Call a module of this stage, checkpointed where that is asked for."""
         observe = self.observers.node
         if observe is not None:
             observe(node, False, None)
+        # A unit that changes tensors in place cannot be run again, which `checkpoint` does in backward.
         wanted = self.replay.checkpointing or (node.checkpointed and in_checkpoint())
-        if wanted and torch.is_grad_enabled() and not node.rebinds:  # what it changed could not be run again
+        if wanted and torch.is_grad_enabled() and not node.rebinds:
+            again = RunAgain(forward, args, kwargs)
+            checkpoint_kwargs = {**kwargs, "use_reentrant": False}
             with _plainly_saved():
-                forward = RunAgain(forward, args, kwargs)
-                result = self._do(checkpoint, (forward, *args), {**kwargs, "use_reentrant": False})
+                result = self._do(checkpoint, (again, *args), checkpoint_kwargs)
         else:
             result = self._do(forward, args, kwargs)
         if observe is not None:
             observe(node, True, result)
         return self.values.note_result(node, result, args, kwargs)
 
-    def _unforeseen_unit(
-        self, name: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _unforeseen_unit(self, name: str, forward: Function, args: Args, kwargs: Kwargs) -> Any:
         """Do it if all of it is here; else it belongs to another path, which stages have to know of."""
         args, kwargs = self.values.present(args, kwargs)
-        held = [*self.replay.root.get_submodule(name).parameters(), *leaves((args, kwargs))]
-        if any(type(leaf) is RemoteTensor or (isinstance(leaf, Tensor) and leaf.is_meta) for leaf in held):
-            raise ReplayError(
-                f"The step calls module {name!r} at {user_location()}, behind its last one. {OTHER_COURSE}"
-            )
+        unit = self.replay.root.get_submodule(name)
+        for leaf in [*unit.parameters(), *leaves((args, kwargs))]:
+            # Parameters of other stages are on the meta device. A `RemoteTensor` does not answer by itself.
+            if type(leaf) is RemoteTensor or (isinstance(leaf, Tensor) and leaf.is_meta):
+                raise ReplayError(
+                    f"The step calls module {name!r} at {user_location()}, behind its last one. {OTHER_COURSE}"
+                )
         return self._do(forward, args, kwargs)
 
-    def _operation(self, kind: Kind, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _operation(self, kind: Kind, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """An operation between modules that is a node: done where it is this stage's, else a stand-in."""
         node = self._next(None, function)
         if node is not None and node.index not in self.stage.own:
@@ -401,7 +449,7 @@ class Run(TorchFunctionMode):
         with self.random.apart(self.seed + 1 + node.index):
             return self._own_operation(node, function, args, kwargs)
 
-    def _own_operation(self, node: Node, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _own_operation(self, node: Node, function: Any, args: Args, kwargs: Kwargs) -> Any:
         observe = self.observers.node
         if observe is not None:
             observe(node, False, None)
@@ -416,36 +464,45 @@ class Run(TorchFunctionMode):
             self.told[node.index] = result
         return self.values.note_result(node, result, args, kwargs)
 
-    def _do(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _do(self, function: Function, args: Args, kwargs: Kwargs) -> Any:
         self.inside = True
         try:
             return function(*args, **kwargs)
         finally:
             self.inside = False
 
-    def _stand_in(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _stand_in(self, node: Node, args: Args, kwargs: Kwargs) -> Any:
         """What a node of another stage returns."""
-        if self.observers.reads is not None:
-            self._note_sizes(self.observers.reads, node, leaves((args, kwargs)))
+        reads = self.observers.reads
+        if reads is not None:
+            arguments = leaves((args, kwargs))
+            self._note_sizes(reads, node, arguments)
         if node.tells and not self.is_probe:
             return self.told[node.index]
-        if node.free and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
+        if node.free and _has_generator(args, kwargs):
             node.function(*args, **kwargs)  # a generator of the step's own goes on from here on each stage
         if node.rebinds:
             self.values.rebind(node, args, kwargs, done=False)
-        skeleton, sources = node.returned.skeleton, node.returned.sources
-        if skeleton is ... and sources[0][0] == "value":
-            return self.values.tensor(sources[0][1])
+        # Nearly all results are one tensor, whose skeleton is `...`.
+        returned = node.returned
+        if returned.skeleton is ...:
+            kind, source = returned.sources[0]
+            if kind == "value":
+                return self.values.tensor(source)
         found = self.values.stand_ins(node, args, kwargs)
         with self:  # containers may ask what they are given
-            return rebuild(skeleton, found)
+            return rebuild(returned.skeleton, found)
 
     def _note_sizes(self, reads: list[str], node: Node, arguments: list[Any]) -> None:
         """Take down what the size of a node's result depends on besides the sizes of tensors."""
-        known = [None if type(leaf) is RemoteTensor else leaf for leaf in arguments]
+        known = []
+        sizes = []
+        for leaf in arguments:
+            known.append(None if type(leaf) is RemoteTensor else leaf)
+            if isinstance(leaf, (int, slice)):
+                sizes.append(str(leaf))
         masks = deciding_tensors(name_of(node.function), known)
         if self.random is not None or masks:
-            sizes = [str(leaf) for leaf in arguments if isinstance(leaf, (int, slice))]
             counts = [int(mask.sum()) for mask in masks]
             reads.append(f"{node.name}{sizes}{counts}")
 
@@ -457,23 +514,28 @@ class Run(TorchFunctionMode):
         reads = self.observers.reads
         if reads is None:
             return result
-        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        if not made:
-            reads.append(f"{result!r}, which Python reads at {user_location()}")
-        else:  # whose size may depend on the batch's values, or on what is drawn
-            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in made)
-            reads.append(f"a result of shape {shapes} from {name_of(function)} at {user_location()}")
+        # A probe writes down what may be different with another batch, and so may lead to another path: numbers that
+        # Python reads, and sizes, which may depend on the batch's values or on what is drawn.
+        location = user_location()
+        made = tensors(result)
+        if made:
+            sizes = [str(tuple(tensor.shape)) for tensor in made]
+            reads.append(f"a result of shape {', '.join(sizes)} from {name_of(function)} at {location}")
+        else:
+            reads.append(f"{result!r}, which Python reads at {location}")
         return result
 
     def _answer(self, function: Any, args: Any, kwargs: Any) -> Any:
         """What ``function`` returns; if that are numbers, and another run has asked for them, without asking again."""
         if self.answers is None:
             return function(*args, **kwargs)
-        result = self.answers.find(self.asked, function, (args, kwargs))
-        if result is NOTHING:
-            result = function(*args, **kwargs)
-            self.asked += self.answers.note(self.asked, function, (args, kwargs), result)
-        else:
+        arguments = (args, kwargs)
+        result = self.answers.find(self.asked, function, arguments)
+        if result is not NOTHING:
+            self.asked += 1
+            return result
+        result = function(*args, **kwargs)
+        if self.answers.note(self.asked, function, arguments, result):
             self.asked += 1
         return result
 
@@ -482,7 +544,7 @@ class Run(TorchFunctionMode):
 def patched_units(root: nn.Module, units: Sequence[str]) -> Iterator[None]:
     """Let calls of ``units`` go through the replay that runs; outside of one they are what they were."""
 
-    def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(name: str, forward: Function) -> Function:
         def unit(*args: Any, **kwargs: Any) -> Any:
             run: Run | None = getattr(_active, "run", None)
             if run is None or run.inside:
@@ -498,6 +560,21 @@ def patched_units(root: nn.Module, units: Sequence[str]) -> Iterator[None]:
         yield
 
 
+def _behind_first(args: Args, kwargs: Kwargs) -> Sequence[Any]:
+    """The arguments of ``zeros_like`` and its kind behind the tensor in whose likeness another one is made."""
+    if args:
+        return args[1:]
+    return list(kwargs.values())[1:]
+
+
+def _has_generator(args: Args, kwargs: Kwargs) -> bool:
+    return any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs)))
+
+
 def _plainly_saved() -> saved_tensors_hooks:
     """Within the user's own checkpoint: keep saved tensors, as its function cannot be run again for one stage alone."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+    def as_it_is(tensor: Tensor) -> Tensor:
+        return tensor
+
+    return saved_tensors_hooks(as_it_is, as_it_is)

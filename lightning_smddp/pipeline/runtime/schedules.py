@@ -167,7 +167,10 @@ def fit_microbatches(schedule: Schedule, pipeline_parallel_size: int, num_stages
 
 
 def for_microbatches(
-    schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int
+    schedule: Schedule,
+    pipeline_parallel_size: int,
+    num_stages: int,
+    num_microbatches: int,
 ) -> Schedule:
     """The schedule that runs a step of ``num_microbatches``: ``schedule``, or its substitute where its rule forbids it.
 
@@ -181,7 +184,10 @@ def for_microbatches(
 
 
 def orders(
-    schedule: Schedule, pipeline_parallel_size: int, num_stages: int, num_microbatches: int
+    schedule: Schedule,
+    pipeline_parallel_size: int,
+    num_stages: int,
+    num_microbatches: int,
 ) -> dict[int, list[str]]:
     """Rank -> the compute actions of one training step in the order in which that rank performs them.
 

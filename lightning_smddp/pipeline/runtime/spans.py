@@ -27,7 +27,8 @@ class SpanRecorder:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self.rank, self.device = rank, device
+        self.rank = rank
+        self.device = device
         self._spans: list[Span] = []
         self._actions: list[tuple[int, SpanKind, int, Any, Any]] = []
         self._start: Any = None
@@ -43,7 +44,8 @@ class SpanRecorder:
         self._actions.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._start, self._start_seconds = self.mark(), time.perf_counter()
+        self._start = self.mark()
+        self._start_seconds = time.perf_counter()
 
     def action(self, stage: int, kind: SpanKind, microbatch: int) -> AbstractContextManager[object]:
         """Record what is done inside ``with``."""
@@ -91,7 +93,10 @@ class _Action:
         self._start = self._recorder.mark()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._recorder.add(*self._what, self._start, self._recorder.mark())
 
@@ -100,7 +105,10 @@ _NOTHING = nullcontext()
 
 
 def action(
-    recorder: SpanRecorder | None, stage: int, kind: SpanKind, microbatch: int
+    recorder: SpanRecorder | None,
+    stage: int,
+    kind: SpanKind,
+    microbatch: int,
 ) -> AbstractContextManager[object]:
     """:meth:`SpanRecorder.action`, or nothing without a recorder."""
     return _NOTHING if recorder is None else recorder.action(stage, kind, microbatch)

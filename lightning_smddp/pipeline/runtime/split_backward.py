@@ -60,7 +60,8 @@ class SplitBackward:
     """
 
     def __init__(self, roots: Roots, inputs: Sequence[Tensor]) -> None:
-        self._roots, self._inputs = list(roots), list(inputs)
+        self._roots = list(roots)
+        self._inputs = list(inputs)
         self._parts: list[_Part] | None = None
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
 
@@ -95,7 +96,8 @@ class SplitBackward:
         else:
             for part in self._parts:
                 self._weights_of(part)
-        self._roots, self._parts = [], []
+        self._roots = []
+        self._parts = []
         self._arrived.clear()
 
     def _weights_of(self, part: _Part) -> None:
@@ -167,7 +169,11 @@ def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], list[_Pa
 
 
 def _collect(
-    roots: Roots, union: _Union, to_inputs: set[Node], to_leaves: set[Node], leaves: Mapping[Node, Tensor]
+    roots: Roots,
+    union: _Union,
+    to_inputs: set[Node],
+    to_leaves: set[Node],
+    leaves: Mapping[Node, Tensor],
 ) -> list[_Part]:
     """What :func:`_survey` has found, by part."""
     parts: dict[Node, _Part] = {}

@@ -68,7 +68,8 @@ class ReplayedStage:
     """
 
     def __init__(self, stage: int, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
-        self.stage, self.device = stage, device
+        self.stage = stage
+        self.device = device
         self.module = nn.ParameterList(parameters)
         self.running: RunningStep | None = None
 
@@ -90,17 +91,25 @@ class ReplayedStage:
             running.failures.setdefault(microbatch, str(error))
         if replay.stage.is_last:
             return ()
-        return without_meaning(staged.boundary(self.stage, shapes, running.train), self.device)
+        boundary = staged.boundary(self.stage, shapes, running.train)
+        return without_meaning(boundary, self.device)
 
     def _replay(
-        self, running: RunningStep, replay: Replay, index: int, received: tuple[Tensor, ...]
+        self,
+        running: RunningStep,
+        replay: Replay,
+        index: int,
+        received: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        microbatch, is_last = running.microbatches[index], replay.stage.is_last
+        """What goes to the next stage for micro-batch ``index``; on the last one also note what the step returned."""
+        microbatch = running.microbatches[index]
         staged, shapes = running.paths[index]
+        is_last = replay.stage.is_last
         tail: Tail | None = None
         if is_last and running.tails is not None:
             tail = Tail(Replay.run.__code__)
-        observers = Observers(running.observe, tail=tail, write=write_watch(running.writes, running.step, index))
+        watch = write_watch(running.writes, running.step, index)
+        observers = Observers(running.observe, tail=tail, write=watch)
         with running.step.around(index, microbatch, keep=is_last):
             step = functools.partial(running.step, microbatch)
             sent, result = replay.run(step, received, shapes, observers, microbatch.answers)
@@ -111,6 +120,7 @@ class ReplayedStage:
         loss: Tensor | None = None
         if running.train:
             loss = running.step.loss(microbatch, result)
+        # The results of all micro-batches wait for the batch's end: they must not keep their graphs until then.
         running.results[index] = map_leaves(_detached, result)
         if loss is None:
             return ()
@@ -167,19 +177,25 @@ class Stage:
         recorder: SpanRecorder | None = None,
     ) -> None:
         self.stage_index, self.num_stages = index, len(rank_of_stage)
-        self.group, self.group_rank, self.group_size = group, group.rank(), group.size()
+        self.group = group
+        self.group_rank = group.rank()
+        self.group_size = group.size()
         self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
         self.is_first, self.is_last = index == 0, index == self.num_stages - 1
-        self.device, self.submod = device, body.module
+        self.device = device
+        self.submod = body.module
         self.has_backward = False
-        self._body, self.recorder = body, recorder
+        self._body = body
+        self.recorder = recorder
         self._incoming: list[Boundary] = []
         self._outgoing: list[Boundary] = []
         self._microbatches: list[_Microbatch] = []
 
     def begin_step(self, incoming: list[Boundary], outgoing: list[Boundary], has_backward: bool) -> None:
         """Prepare for a step: what is received and sent for each micro-batch (empty at the ends of the pipeline)."""
-        self._incoming, self._outgoing, self.has_backward = incoming, outgoing, has_backward
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self.has_backward = has_backward
         self._microbatches = [_Microbatch() for _ in incoming]
 
     def end_step(self) -> None:
@@ -190,28 +206,33 @@ class Stage:
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The receives of a forward's inputs."""
-        specs = self._incoming[fwd_chunk_id]
         # Sender and receiver work from the same boundaries, so the numbers, sizes and order of messages agree without a
         # word.
-        self._microbatches[fwd_chunk_id].received = tuple(spec.empty(self.device) for spec in specs)
-        return self._ops(dist.irecv, self._microbatches[fwd_chunk_id].received, self.stage_index - 1)
+        room = tuple(spec.empty(self.device) for spec in self._incoming[fwd_chunk_id])
+        self._microbatches[fwd_chunk_id].received = room
+        return self._ops(dist.irecv, room, self.stage_index - 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: tuple[Tensor, ...], mb_index: int) -> None:
         """In place of a receive, when the stage before is on this rank."""
         self._microbatches[mb_index].received = prev_stage_outputs
 
     def forward_one_chunk(
-        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+        self,
+        fwd_chunk_id: int,
+        args: Any,
+        kwargs: Any = None,
+        save_forward_output: bool = True,
     ) -> Tensor | tuple[Tensor, ...]:
         """Run the body; return what goes to a next stage on this rank, or the loss (0 if there is none)."""
         state = self._microbatches[fwd_chunk_id]
         # Nobody here may hold on to activations: what was received lives as long as the graph of the body needs it, and
         # what is sent until its message is gone.
-        received, state.received = state.received, ()
+        received = state.received
+        state.received = ()
         with action(self.recorder, self.stage_index, "forward", fwd_chunk_id):
-            specs = self._incoming[fwd_chunk_id]
-            inputs = tuple(self._as_input(*pair, state) for pair in zip(received, specs, strict=True))
-            del received
+            pairs = zip(received, self._incoming[fwd_chunk_id], strict=True)
+            inputs = tuple(self._as_input(tensor, spec, state) for tensor, spec in pairs)
+            del received, pairs
             with _computing():
                 outputs = self._body(fwd_chunk_id, inputs)
         if self.is_last and not (self.has_backward and len(outputs)):
@@ -225,15 +246,17 @@ class Stage:
         if self.is_last:
             state.output_gradients = [torch.ones_like(sent[0])]
             return sent[0]
-        if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
+        next_rank = self.stage_index_to_group_rank[self.stage_index + 1]
+        if next_rank != self.group_rank:  # else the schedule hands over what is returned
             state.outgoing = sent
         return sent
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """The sends of a forward's outputs."""
         state = self._microbatches[fwd_chunk_id]
-        outgoing, state.outgoing = state.outgoing, ()
-        return self._ops(dist.isend, [tensor.contiguous() for tensor in outgoing], self.stage_index + 1)
+        outgoing = [tensor.contiguous() for tensor in state.outgoing]
+        state.outgoing = ()
+        return self._ops(dist.isend, outgoing, self.stage_index + 1)
 
     def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
         """Nothing: the messages themselves hold what is sent. Called by torch from 2.15 on, when they have arrived."""
@@ -253,7 +276,11 @@ class Stage:
         self._microbatches[mb_index].output_gradients = next_stage_bwd_outputs
 
     def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
     ) -> None:
         """The backward, or its first part; the loss is the one that the forward has kept."""
         if not self.has_backward:
@@ -268,6 +295,7 @@ class Stage:
             with action(self.recorder, self.stage_index, "backward_input", bwd_chunk_id), _computing():
                 state.split = SplitBackward(roots, leaves)
                 gradients = state.split.inputs()
+        # One entry for each input of the stage: its gradient, or None where it has no leaf that asks for one.
         remaining = iter(gradients)
         state.input_gradients = [None if leaf is None else next(remaining) for leaf in state.leaves]
         state.leaves = []
@@ -277,7 +305,8 @@ class Stage:
         if not self.has_backward:
             return
         state = self._microbatches[bwd_chunk_id]
-        split, state.split = state.split, None
+        split = state.split
+        state.split = None
         assert split is not None, f"stage {self.stage_index}, micro-batch {bwd_chunk_id}: W before I"
         with action(self.recorder, self.stage_index, "backward_weight", bwd_chunk_id), _computing():
             split.weights()
@@ -299,7 +328,8 @@ class Stage:
     def get_local_bwd_output(self, mb_index: int) -> list[Tensor | None]:
         """The inputs' gradients, when the stage before is on this rank."""
         state = self._microbatches[mb_index]
-        gradients, state.input_gradients = state.input_gradients, []
+        gradients = state.input_gradients
+        state.input_gradients = []
         return gradients
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -308,6 +338,7 @@ class Stage:
     # ---- the rest is ours ----------------------------------------------------------------------------------------
 
     def _as_input(self, tensor: Tensor, spec: TensorSpec, state: _Microbatch) -> Tensor:
+        """What the body gets for a received ``tensor``; the leaf that its gradient arrives at is noted in ``state``."""
         if not (self.has_backward and spec.requires_grad):
             state.leaves.append(None)
             return tensor
@@ -317,15 +348,20 @@ class Stage:
 
     def _roots(self, state: _Microbatch) -> Roots:
         """Where a backward starts, and with which gradients."""
-        pairs = list(zip(state.edges, state.output_gradients, strict=True))
-        state.edges, state.output_gradients = [], []
-        return [(edge, gradient) for edge, gradient in pairs if edge is not None and gradient is not None]
+        roots: list[tuple[GradientEdge, Tensor]] = []
+        for edge, gradient in zip(state.edges, state.output_gradients, strict=True):
+            if edge is not None and gradient is not None:
+                roots.append((edge, gradient))
+        state.edges = []
+        state.output_gradients = []
+        return roots
 
     def _check_outputs(self, outputs: Sequence[Tensor], microbatch: int) -> None:
         """Refuse outputs that the next stage does not expect: received as announced they would be silently wrong."""
         what = f"stage {self.stage_index}, micro-batch {microbatch}"
         if self.is_last:
-            if len(outputs) != 1 or not isinstance(outputs[0], Tensor) or outputs[0].dim() != 0:
+            is_one_tensor = len(outputs) == 1 and isinstance(outputs[0], Tensor)
+            if not is_one_tensor or outputs[0].dim() != 0:
                 raise ValueError(f"{what}: the last stage returns (loss,) with a 0-d tensor, not {_describe(outputs)}")
             return
         specs = self._outgoing[microbatch]
@@ -344,16 +380,18 @@ class Stage:
 
     def _ops(self, op: Any, tensors: Sequence[Tensor | None], peer_stage: int) -> list[dist.P2POp]:
         """Sends or receives of ``tensors``, for torch's schedule to start."""
-        # Both sides leave out a tensor without elements: not every backend takes an empty message.
         peer: int | None = None
         if 0 <= peer_stage < self.num_stages:
             peer = self.stage_index_to_group_rank[peer_stage]
+        # Both sides leave out a tensor without elements: not every backend takes an empty message.
         sent = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
         return [dist.P2POp(op, tensor, group=self.group, group_peer=peer) for tensor in sent]
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    return leaf
 
 
 def _edge_of(output: Tensor) -> GradientEdge | None:
@@ -370,6 +408,7 @@ def _computing() -> Iterator[None]:
 
 
 def _matches(output: Any, spec: TensorSpec, has_backward: bool) -> bool:
+    """Whether ``output`` is the tensor that was announced. One that needs no gradient may stand for one that does."""
     if not isinstance(output, Tensor):
         return False
     if tuple(output.shape) != spec.shape or output.dtype != spec.dtype:
@@ -379,5 +418,10 @@ def _matches(output: Any, spec: TensorSpec, has_backward: bool) -> bool:
 
 
 def _describe(outputs: Sequence[Any]) -> str:
-    texts = [str(TensorSpec.of(output)) if isinstance(output, Tensor) else type(output).__name__ for output in outputs]
+    texts = []
+    for output in outputs:
+        if isinstance(output, Tensor):
+            texts.append(str(TensorSpec.of(output)))
+        else:
+            texts.append(type(output).__name__)
     return ", ".join(texts) or "nothing"

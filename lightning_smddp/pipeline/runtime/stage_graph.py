@@ -60,7 +60,9 @@ class StageGraph:
     """
 
     def __init__(self, graph: StepGraph, plan: StagePlan, root: nn.Module) -> None:
-        self.graph, self.plan, self.nodes = graph, plan, graph.nodes
+        self.graph = graph
+        self.plan = plan
+        self.nodes = graph.nodes
         self.is_last = plan.end == len(graph.nodes)
         self.is_probe = plan.stage == _PROBE
         self.own = frozenset(range(plan.begin, plan.end)) | plan.again

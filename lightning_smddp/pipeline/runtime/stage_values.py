@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ from lightning_smddp.pipeline.runtime.remote import AS_TRACED, OTHER_COURSE, Rem
 from lightning_smddp.pipeline.runtime.stage_graph import StageGraph
 from lightning_smddp.wire.pytree import leaves, map_leaves
 from lightning_smddp.wording import counted
+
+Function: TypeAlias = Callable[..., Any]
+"""What a mode of torch, or the forward of a module, is called for: a torch function, or the module's own forward."""
+
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 
 _FROM_PATTERN = {"shape", "size", "dtype", "dim", "ndim", "__len__", "stride"}  # the usual questions
 
@@ -43,9 +49,16 @@ class StageValues:
     """
 
     def __init__(
-        self, stage: StageGraph, received: dict[int, Tensor], shapes: Shapes, record: Shapes | None = None
+        self,
+        stage: StageGraph,
+        received: dict[int, Tensor],
+        shapes: Shapes,
+        record: Shapes | None = None,
     ) -> None:
-        self.stage, self.here, self.shapes, self.record = stage, received, shapes, record
+        self.stage = stage
+        self.here = received
+        self.shapes = shapes
+        self.record = record
         # By id, as comparing tensors compares numbers. The weak reference tells an object from a later one whose
         # memory, and so whose id, is the same.
         self._tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -87,38 +100,40 @@ class StageValues:
 
     def made_and_left(self) -> dict[int, Tensor]:
         """The values that this stage has made, of those that the step leaves in attributes."""
-        left = self.stage.graph.left
-        return {value: self.here[value] for value in left if value in self.here and self.stage.makes(value)}
+        found: dict[int, Tensor] = {}
+        for value in self.stage.graph.left:
+            if value in self.here and self.stage.makes(value):
+                found[value] = self.here[value]
+        return found
 
     # ---- arguments of a node that is done here ----
 
-    def present(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def present(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """The arguments, with the tensor that is here for each :class:`RemoteTensor` or outdated object."""
-        if not any(self._is_outdated(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+        # Nearly always the user's code has the right tensors in its hands: then its containers stay the objects that
+        # they are.
+        is_current = all(self._current(leaf) is leaf for leaf in leaves((args, kwargs)))
+        if is_current:
             return args, kwargs
-
-        def real(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            value = self.value_of(leaf)
-            if value is None:
-                return leaf
-            return self.here.get(value, leaf)
-
-        changed: tuple[tuple[Any, ...], dict[str, Any]] = map_leaves(real, (args, kwargs))
+        changed: tuple[Args, Kwargs] = map_leaves(self._current, (args, kwargs))
         return changed
 
-    def _is_outdated(self, tensor: Tensor) -> bool:
-        """Whether another object has the numbers of this value: one that was received, or changed in place."""
-        value = self.value_of(tensor)
-        return value is not None and self.here.get(value, tensor) is not tensor
+    def _current(self, leaf: Any) -> Any:
+        """The object that has the numbers of the value that ``leaf`` is: one that was received, or changed in place."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        value = self.value_of(leaf)
+        if value is None:
+            return leaf
+        return self.here.get(value, leaf)
 
     # ---- results of a node that is done here ----
 
-    def note_result(self, node: Node, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def note_result(self, node: Node, result: Any, args: Args, kwargs: Kwargs) -> Any:
         """Remember which values are which tensors in the result of ``node``; return it."""
         sources = node.returned.sources
-        if len(sources) == 1 and sources[0][0] == "value" and isinstance(result, Tensor):
+        is_bare_tensor = len(sources) == 1 and isinstance(result, Tensor)
+        if is_bare_tensor and sources[0][0] == "value":
             value = sources[0][1]
             if self.stage.changing_memories:
                 result = self._with_own_memory(result, value, args)
@@ -129,50 +144,60 @@ class StageValues:
             self.rebind(node, args, kwargs, done=True)
         return result
 
-    def _note_leaves(self, node: Node, found: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_leaves(self, node: Node, found: list[Any], args: Args, kwargs: Kwargs) -> None:
+        """The same for the leaves of a result of several: tensors, arguments that come back, and constants."""
         sources = node.returned.sources
         if len(found) != len(sources):
             was = f"it returned {len(sources)} when the step was traced"
             raise ReplayError(f"{node.name} returned {counted(len(found), 'thing')}; {was}. {OTHER_COURSE}")
         has_constants = False
         for leaf, (kind, source) in zip(found, sources, strict=True):
-            has_constants |= kind == "constant"
-            if isinstance(leaf, Tensor) != (kind == "value") and kind != "argument":
+            is_tensor = isinstance(leaf, Tensor)
+            if kind == "argument":
+                if is_tensor and self.value_of(leaf) is None:
+                    argument = leaves((args, kwargs))[source]
+                    self._track_as(leaf, argument)
+                continue
+            if is_tensor != (kind == "value"):
                 raise ReplayError(
                     f"{node.name} returned a {type(leaf).__name__} in a place of another kind. {OTHER_COURSE}"
                 )
-            if kind == "value":
+            if is_tensor:
                 self._track(leaf, source)
-            elif kind == "argument" and isinstance(leaf, Tensor) and self.value_of(leaf) is None:
-                self._track_as(leaf, leaves((args, kwargs))[source])
+            else:
+                has_constants = True
         if self.record is not None and has_constants:
             constants = [None if isinstance(leaf, Tensor) else leaf for leaf in found]
             self.record.constants[node.index] = tuple(constants)
 
     def _track_as(self, leaf: Tensor, argument: Any) -> None:
         """Where the trace got the argument itself back, this run may have got a copy, which is the same value."""
-        if isinstance(argument, Tensor):
-            value = self.value_of(argument)
-            if value is not None:
-                self._track(leaf, value)
+        if not isinstance(argument, Tensor):
+            return
+        value = self.value_of(argument)
+        if value is not None:
+            self._track(leaf, value)
 
-    def _with_own_memory(self, result: Tensor, value: int, args: tuple[Any, ...]) -> Tensor:
+    def _with_own_memory(self, result: Tensor, value: int, args: Args) -> Tensor:
         """What had memory of its own in the trace must have so here, if its memory or the original's is changed.
 
         A received tensor may be contiguous where the original was not: ``contiguous()`` then makes no copy.
         """
         if not args or not isinstance(args[0], Tensor):
             return result
-        original = self.value_of(args[0])
+        argument = args[0]
+        original = self.value_of(argument)
         if original is None:
             return result
-        values, changing = self.stage.graph.values, self.stage.changing_memories
-        memory, other = values[value].memory, values[original].memory
+        values = self.stage.graph.values
+        memory = values[value].memory
+        other = values[original].memory
         if memory == other:
             return result
+        changing = self.stage.changing_memories
         if memory not in changing and other not in changing:
             return result
-        if result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
+        if _storage_of(result) == _storage_of(argument):
             return result.clone()
         return result
 
@@ -188,7 +213,8 @@ class StageValues:
             return
         known = self.shapes.values[value]
         if tensor.shape != known.shape:
-            maker = self.stage.nodes[self.stage.graph.producers[value]].name
+            producer = self.stage.graph.producers[value]
+            maker = self.stage.nodes[producer].name
             raise ReplayError(
                 f"{maker} made a tensor of shape {tuple(tensor.shape)} where {known.shape} was expected: other stages "
                 "count on that. Sizes that depend on the batch's values, not on its shapes, cannot cross stages: pad, "
@@ -196,6 +222,7 @@ class StageValues:
             )
 
     def _mark(self, tensor: Tensor, value: int) -> None:
+        """``tensor`` stands for ``value`` from here on; whether it has numbers is another matter."""
         reference = weakref.ref(tensor)
         self._tracked[id(tensor)] = (reference, value)
         if value in self.stage.changing:
@@ -203,18 +230,19 @@ class StageValues:
 
     # ---- results of a node that another stage does ----
 
-    def stand_ins(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def stand_ins(self, node: Node, args: Args, kwargs: Kwargs) -> list[Any]:
         """What stands for each leaf of the result of ``node``: tensors without numbers, arguments, constants."""
         sources = node.returned.sources
+        # Constants of this kind of micro-batch, where they were found; else those of the trace.
         constants = self.shapes.constants.get(node.index)
-        arguments: list[Any] = []
-        if any(kind == "argument" for kind, _ in sources):
-            arguments = leaves((args, kwargs))
+        arguments: list[Any] | None = None
         found: list[Any] = []
         for position, (kind, source) in enumerate(sources):
             if kind == "value":
                 found.append(self.tensor(source))
             elif kind == "argument":
+                if arguments is None:
+                    arguments = leaves((args, kwargs))
                 found.append(arguments[source])
             elif constants is None or constants[position] == AS_TRACED:
                 found.append(source)
@@ -232,7 +260,7 @@ class StageValues:
 
     # ---- changes in place ----
 
-    def rebind(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], done: bool) -> None:
+    def rebind(self, node: Node, args: Args, kwargs: Kwargs, done: bool) -> None:
         """Follow the changes in place of ``node``: objects that were the old value are the new one from here on.
 
         That are all objects of the old value, not just the argument: ``y = x.view(-1); x.add_(1)`` changes ``y``, too.
@@ -260,8 +288,12 @@ class StageValues:
         """All tensor objects that still are ``value``, which is about to end."""
         if value is None:
             return []
-        found = [reference() for reference in self._holders.pop(value, [])]
-        return [tensor for tensor in found if tensor is not None and self.value_of(tensor) == value]
+        found: list[Tensor] = []
+        for reference in self._holders.pop(value, []):
+            tensor = reference()
+            if tensor is not None and self.value_of(tensor) == value:
+                found.append(tensor)
+        return found
 
 
 class Metadata:
@@ -275,9 +307,10 @@ class Metadata:
     """
 
     def __init__(self, values: StageValues, device: torch.device) -> None:
-        self.values, self.device = values, device
+        self.values = values
+        self.device = device
 
-    def ask(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def ask(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """What a function that asks for no numbers answers."""
         if not args or not isinstance(args[0], Tensor):
             return _call_with_patterns(function, args, kwargs)
@@ -287,42 +320,47 @@ class Metadata:
         if len(args) > 1:
             args = map_leaves(_pattern, args)
         answer = function(*args, **kwargs)
+        if answer is not None or name_of(function) != "grad_fn":
+            return answer
         # Where shapes are found a received tensor is a leaf, which it is not in one process.
-        is_leaf_here = answer is None and name_of(function) == "grad_fn" and subject.requires_grad
-        if is_leaf_here and self.values.is_elsewhere(subject):
+        if subject.requires_grad and self.values.is_elsewhere(subject):
             return idle_node()
-        return answer
+        return None
 
-    def _of_remote(self, function: Any, subject: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _of_remote(self, function: Any, subject: Tensor, args: Args, kwargs: Kwargs) -> Any:
         name = name_of(function)
+        pattern = _pattern(subject)
         if name in _FROM_PATTERN and len(args) == 1:
             self.values.value_of(subject)  # refuses one of an earlier micro-batch
-            return function(_pattern(subject))
+            return function(pattern)
         if asks_for_device(name):
-            return device_answer(name, _pattern(subject).dtype, self.device)
+            return device_answer(name, pattern.dtype, self.device)
         if name in ("__repr__", "__format__", "__str__"):
-            return f"<tensor of shape {tuple(_pattern(subject).shape)} on another stage>"
+            return f"<tensor of shape {tuple(pattern.shape)} on another stage>"
         value = self.values.value_of(subject)
-        if value is not None and name in ("requires_grad", "is_leaf", "grad_fn"):
-            requires_grad = self.values.shapes.values[value].requires_grad and torch.is_grad_enabled()
-            if name == "requires_grad":
-                return requires_grad
-            if name == "is_leaf":
-                return not requires_grad
-            if requires_grad:
-                return idle_node()
-            return None
-        return _call_with_patterns(function, args, kwargs)
+        if value is None or name not in ("requires_grad", "is_leaf", "grad_fn"):
+            return _call_with_patterns(function, args, kwargs)
+        # As where the value is made: it requires a gradient there if it did when shapes were found, and gradients are
+        # on. Of its graph there is a node that does nothing.
+        requires_grad = self.values.shapes.values[value].requires_grad and torch.is_grad_enabled()
+        if name == "requires_grad":
+            return requires_grad
+        if name == "is_leaf":
+            return not requires_grad
+        if requires_grad:
+            return idle_node()
+        return None
 
-    def watch(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def watch(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """Register a hook on a gradient where the value is made: elsewhere it would act a second time."""
-        if not isinstance(args[0], Tensor) or not self.values.is_elsewhere(args[0]):
+        subject = args[0]
+        if not isinstance(subject, Tensor) or not self.values.is_elsewhere(subject):
             return function(*args, **kwargs)
         if name_of(function) == "retain_grad":
             return None
         return RemovableHandle(OrderedDict())
 
-    def like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def like(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
         """A new tensor in the likeness of another one, as ``zeros_like`` makes it: on this rank's device."""
         subject = args[0] if args else next(iter(kwargs.values()))
         if _is_without_numbers(subject) and kwargs.get("device") is None:
@@ -330,13 +368,21 @@ class Metadata:
         return _call_with_patterns(function, args, kwargs)
 
 
+def _storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _is_without_numbers(tensor: Tensor) -> bool:
     return type(tensor) is RemoteTensor or tensor.device.type == "meta"
 
 
-def _call_with_patterns(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*map_leaves(_pattern, args), **map_leaves(_pattern, kwargs))
+def _call_with_patterns(function: Any, args: Args, kwargs: Kwargs) -> Any:
+    args = map_leaves(_pattern, args)
+    kwargs = map_leaves(_pattern, kwargs)
+    return function(*args, **kwargs)
 
 
 def _pattern(leaf: Any) -> Any:
-    return leaf.pattern if type(leaf) is RemoteTensor else leaf
+    if type(leaf) is RemoteTensor:
+        return leaf.pattern
+    return leaf

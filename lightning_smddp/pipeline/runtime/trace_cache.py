@@ -42,7 +42,12 @@ History: TypeAlias = tuple[str, ...] | None
 
 
 def infer_shapes(
-    runtime: PipelineRuntime, staged: StagedStep, step: Step, microbatch: MicroBatch, train: bool, index: int = 0
+    runtime: PipelineRuntime,
+    staged: StagedStep,
+    step: Step,
+    microbatch: MicroBatch,
+    train: bool,
+    index: int = 0,
 ) -> Shapes | None:
     """What values look like for micro-batch ``index`` on the path ``staged``. Collective over the pipeline.
 
@@ -172,7 +177,11 @@ class TraceCache:
         return paths
 
     def learn(
-        self, step: Step, microbatches: Sequence[MicroBatch], paths: Sequence[TracedPath], failures: Mapping[int, str]
+        self,
+        step: Step,
+        microbatches: Sequence[MicroBatch],
+        paths: Sequence[TracedPath],
+        failures: Mapping[int, str],
     ) -> None:
         """Find the path of a micro-batch that left the one that was found for it, behind its last module. Collective.
 

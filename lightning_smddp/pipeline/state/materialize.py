@@ -95,10 +95,17 @@ class _Initialisation:
     """
 
     def __init__(
-        self, root: nn.Module, name: str, parameters: dict[str, nn.Parameter], local: list[str], buffers: list[str]
+        self,
+        root: nn.Module,
+        name: str,
+        parameters: dict[str, nn.Parameter],
+        local: list[str],
+        buffers: list[str],
     ) -> None:
         self.root, self.name, self.module = root, name, root.get_submodule(name)
-        self.parameters, self.local, self.buffers = parameters, local, buffers
+        self.parameters = parameters
+        self.local = local
+        self.buffers = buffers
 
     def run(self, device: torch.device, seed: int) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters that this rank holds, with their values. Buffers have theirs set."""

@@ -49,7 +49,9 @@ class OptimizerPartition:
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str], ownership: Ownership, rank: int) -> None:
         require_divisible(optimizer)
-        self.optimizer, self.ownership, self.rank = optimizer, ownership, rank
+        self.optimizer = optimizer
+        self.ownership = ownership
+        self.rank = rank
         self.placeholder: nn.Parameter | None = None
         self._names = names
         self._groups: list[list[nn.Parameter]] = []  # of the whole model
@@ -271,7 +273,11 @@ class OptimizerPartition:
             self.optimizer.state = real
 
     def _gather_states(
-        self, states: Mapping[Any, Any], group: dist.ProcessGroup, to_all: bool, device: torch.device
+        self,
+        states: Mapping[Any, Any],
+        group: dist.ProcessGroup,
+        to_all: bool,
+        device: torch.device,
     ) -> dict[str, Any]:
         """For each parameter its state, from its owner."""
         local: dict[str, Any] = {}

@@ -30,7 +30,9 @@ class SharedBuffers:
     """
 
     def __init__(self, view: GlobalView, ownership: Ownership, rank_of_stage: Sequence[int]) -> None:
-        self.view, self.ownership, self.rank_of_stage = view, ownership, rank_of_stage
+        self.view = view
+        self.ownership = ownership
+        self.rank_of_stage = rank_of_stage
         self.trained = False
         self._changed_in_hooks = view.changed_buffers
         self._used_elsewhere: set[str] = set()

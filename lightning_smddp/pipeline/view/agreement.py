@@ -43,9 +43,14 @@ class Agreement:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, serve: Callable[[Ask, Sequence[int]], None]
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        serve: Callable[[Ask, Sequence[int]], None],
     ) -> None:
-        self.group, self.device, self.rank = group, device, group.rank()
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
         self._serve = serve
         self.alike = True
 
@@ -99,7 +104,8 @@ class SharedRandomState:
     """The first rank's generators on all ranks, from the first draw in a hook to its end."""
 
     def __init__(self, view: View, agreement: Agreement) -> None:
-        self.view, self.agreement = view, agreement
+        self.view = view
+        self.agreement = agreement
         self._own: list[Tensor] | None = None  # this rank's states meanwhile
 
     def share(self) -> None:

@@ -53,7 +53,10 @@ class GlobalView:
         device: torch.device,
         host: Channel | None = None,
     ) -> None:
-        self.module, self.group, self.device, self.rank = module, group, device, group.rank()
+        self.module = module
+        self.group = group
+        self.device = device
+        self.rank = group.rank()
         self.operations = Operations(self)
         self.serial = 0  # of the next tensor that is made
         self.writes = 0  # a digest of the names of what was written, in order

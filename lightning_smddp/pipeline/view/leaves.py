@@ -100,7 +100,9 @@ class ViewGradients:
     """
 
     def __init__(self, view: View, leaves: Leaves, agreement: Agreement) -> None:
-        self.view, self.leaves, self.agreement = view, leaves, agreement
+        self.view = view
+        self.leaves = leaves
+        self.agreement = agreement
         self.loaded = False
 
     def get(self, parameter: Tensor) -> Tensor | None:

@@ -360,7 +360,9 @@ class Operations:
                 return arg
 
             returned = self.run(
-                function, tuple(part(arg) for arg in args), {key: part(value) for key, value in kwargs.items()}
+                function,
+                tuple(part(arg) for arg in args),
+                {key: part(value) for key, value in kwargs.items()},
             )
             if returned is not None:
                 for index, value in zip(chosen, returned, strict=True):
@@ -369,7 +371,10 @@ class Operations:
 
 
 def _call_with_locals(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], copies: dict[int, Tensor]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    copies: dict[int, Tensor],
 ) -> Any:
     """On the home: with the values that are here, and ``copies`` of those from other ranks."""
 

@@ -32,8 +32,11 @@ class Requests:
         random: SharedRandomState,
         agreement: Agreement,
     ) -> None:
-        self.view, self.leaves, self.gradients = view, leaves, gradients
-        self.random, self.agreement = random, agreement
+        self.view = view
+        self.leaves = leaves
+        self.gradients = gradients
+        self.random = random
+        self.agreement = agreement
 
     def serve(self, ask: Ask, ranks: Sequence[int]) -> None:
         """Take part in what ``ranks`` ask for, which do not include this one. Collective."""

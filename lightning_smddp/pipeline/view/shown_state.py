@@ -32,7 +32,9 @@ class ShownState(defaultdict[Any, Any]):
 
     def __init__(self, view: GlobalView, real: defaultdict[Any, Any]) -> None:
         super().__init__(dict)
-        self.view, self.real, self.loaded = view, real, False
+        self.view = view
+        self.real = real
+        self.loaded = False
 
     def load(self) -> None:
         """Fill it with what all ranks have of the state, as global tensors. Collective the first time."""

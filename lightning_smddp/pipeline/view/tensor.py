@@ -54,7 +54,8 @@ class Memory:
     __slots__ = ("copy", "leaf", "version")
 
     def __init__(self, leaf: str | None = None) -> None:
-        self.version, self.leaf = 0, leaf
+        self.version = 0
+        self.leaf = leaf
         self.copy: Tensor | None = None
 
     def written(self) -> None:
@@ -187,7 +188,11 @@ class GlobalTensor(Tensor):
     def __new__(cls, view: View, home: int, meta: Tensor, local: Tensor | None, memory: Memory) -> GlobalTensor:
         """A tensor like ``meta`` with the values ``local``, which ranks other than ``home`` do not have."""
         self: GlobalTensor = wrapper_subclass(cls, meta, view.device)
-        self.global_view, self.home, self.local, self.meta, self.memory = view, home, local, meta, memory
+        self.global_view = view
+        self.home = home
+        self.local = local
+        self.meta = meta
+        self.memory = memory
         self.serial, self.recipe = view.next_serial(self), None
         return self
 
@@ -195,7 +200,11 @@ class GlobalTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls,
+        function: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> Any:
         """Called outside of the view, and inside of it where modes are off."""
         tensor = next(leaf for leaf in _flat((args, kwargs or {})) if isinstance(leaf, GlobalTensor))
