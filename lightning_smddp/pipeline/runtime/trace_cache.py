@@ -26,6 +26,7 @@ from lightning_smddp.pipeline.capture.preserve_state import preserve_state
 from lightning_smddp.pipeline.partition.magnitudes import KeptNumbers
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, signature
 from lightning_smddp.pipeline.partition.same_batch import same_everywhere
+from lightning_smddp.pipeline.runtime.draws import generator_states
 from lightning_smddp.pipeline.runtime.engine import PipelineRuntime
 from lightning_smddp.pipeline.runtime.remote import OTHER_COURSE, ReplayError, Shapes
 from lightning_smddp.pipeline.runtime.replay import Observers, Replay, WriteWatch, patched_units
@@ -59,7 +60,8 @@ def infer_shapes(
     Raises:
         Exception: on every rank, where a stage raises one: its own there, a ``RuntimeError`` elsewhere.
     """
-    group, device = runtime.groups.pipeline, runtime.device
+    group = runtime.groups.pipeline
+    device = runtime.device
     shapes = Shapes(values={})
     received: list[Tensor] = []
     with preserve_state(runtime.root, device), patched_units(runtime.root, staged.graph.units):
@@ -67,12 +69,14 @@ def infer_shapes(
             report: Any = None
             failure: Exception | None = None
             if rank == runtime.groups.pipeline_rank:
+                replay = staged.replays[stage]
                 watch = write_watch(runtime.writes, step, index)
                 try:
                     with torch.set_grad_enabled(train):
-                        report = _run_stage(staged.replays[stage], step, microbatch, index, (received, shapes), watch)
+                        report = _run_stage(replay, step, microbatch, index, received, shapes, watch)
                 except Exception as error:  # of the user's code: the others wait for a word
-                    failure, report = error, {"failed": f"{type(error).__name__}: {error}"}
+                    failure = error
+                    report = {"failed": f"{type(error).__name__}: {error}"}
             # One broadcast for each stage, whatever has happened there: also a stage that failed says so, and nobody is
             # left waiting.
             report = broadcast_structure(report, group, rank, device)
@@ -80,7 +84,8 @@ def infer_shapes(
                 raise failure or RuntimeError(f"Stage {stage} failed with {report['failed']}")
             if report["other_path"]:
                 return None
-            shapes.merge(Shapes.from_json(report["shapes"]))
+            found = Shapes.from_json(report["shapes"])
+            shapes.merge(found)
             received = report["sent"]
             if stage < runtime.num_stages - 1:
                 _require_gradients(received, staged.stage_cuts.live[stage], shapes, train)
@@ -92,11 +97,11 @@ def _run_stage(
     step: Step,
     microbatch: MicroBatch,
     index: int,
-    known: tuple[Sequence[Tensor], Shapes],
+    received: Sequence[Tensor],
+    shapes: Shapes,
     watch: WriteWatch,
 ) -> dict[str, Any]:
-    """A report for all ranks: the shapes that a stage has found, and what it sends. ``known``: of earlier stages."""
-    received, shapes = known
+    """A report for all ranks: the shapes that a stage has found, and what it sends. ``shapes``: of earlier stages."""
     found = Shapes(values={})
     try:
         with step.around(index, microbatch, keep=replay.stage.is_last):
@@ -106,7 +111,11 @@ def _run_stage(
         return {"other_path": True}
     finally:
         step.forget()
-    return {"other_path": False, "shapes": found.to_json(), "sent": [tensor.detach() for tensor in sent]}
+    return {
+        "other_path": False,
+        "shapes": found.to_json(),
+        "sent": [tensor.detach() for tensor in sent],
+    }
 
 
 def _require_gradients(received: Sequence[Tensor], live: Sequence[int], shapes: Shapes, train: bool) -> None:
@@ -154,7 +163,8 @@ class TraceCache:
 
     def remember(self, staged: StagedStep, step: Step, microbatch: MicroBatch, index: int = 0) -> TracedPath:
         """``staged`` was traced with a micro-batch like this."""
-        return self._keep(TracedPath(staged, Shapes.of(staged.graph)), step, microbatch, index)
+        path = TracedPath(staged, Shapes.of(staged.graph))
+        return self._keep(path, step, microbatch, index)
 
     def find(self, step: Step, microbatches: Sequence[MicroBatch]) -> list[TracedPath]:
         """The path that ``step`` takes on each micro-batch of a batch. Collective over the pipeline.
@@ -172,8 +182,10 @@ class TraceCache:
             found = self._find_known(step, microbatches, len(paths))
             self._require_same_paths(found)
             paths += found
-            if len(paths) < len(microbatches):
-                paths.append(self._discover(step, microbatches[len(paths)], len(paths)))
+            index = len(paths)
+            if index < len(microbatches):
+                new_path = self._discover(step, microbatches[index], index)
+                paths.append(new_path)
         return paths
 
     def learn(
@@ -195,17 +207,25 @@ class TraceCache:
             SplitError: on every rank: there is none that stages can follow, or it changes too often.
         """
         index = min(failures)
-        failure, microbatch = failures[index], microbatches[index]
+        failure = failures[index]
+        microbatch = microbatches[index]
         self._left += 1
         if self._left > _OFTEN and self._left * _SELDOM > self._found:
             raise SplitError(failure)
+        # Another known path may be the one, the latest first; a write in place that no trace has seen is on none of
+        # them. Else the step is traced again, which has to show something new: a path that is known already was left,
+        # or did not fit.
         is_new_write = failure.startswith(NEW_WRITE)
         if not is_new_write:
+            path_left = paths[index].staged
             for staged in reversed(self.steps):
-                if staged is not paths[index].staged and self._infer(staged, step, microbatch, index) is not None:
+                if staged is path_left:
+                    continue
+                if self._infer(staged, step, microbatch, index) is not None:
                     return
         staged = self.retrace(step, microbatch, index)
-        if any(staged.graph.digest() == known.graph.digest() for known in self.steps):
+        digest = staged.graph.digest()
+        if any(known.graph.digest() == digest for known in self.steps):
             if is_new_write:
                 return  # nothing that was there before is written
             raise SplitError(failure)
@@ -239,7 +259,8 @@ class TraceCache:
             if history == known:
                 return self._take(kind, path)
             if history is not None:
-                self._reason = f"It comes to {_first_new(history, known or ())}."
+                new = _first_new(history, known or ())
+                self._reason = f"It comes to {new}."
         return None
 
     def _require_same_paths(self, found: Sequence[TracedPath]) -> None:
@@ -247,27 +268,36 @@ class TraceCache:
         group, device = self.runtime.groups.host
         if group.size() == 1:
             return
-        numbers = [self._number_of(path.staged) for path in found]
+        # Paths go by their numbers in `steps`, which are the same on all ranks, as these trace together.
+        number_of = {id(staged): number for number, staged in enumerate(self.steps)}
+        numbers = [number_of[id(path.staged)] for path in found]
         if same_everywhere(numbers, group, device):
             return
         gathered = gather_json([numbers, self._reason], group, device)
-        first = gathered[0][0]
-        rank = next(rank for rank, (remote, _) in enumerate(gathered) if remote != first)
-        remote, reason = gathered[rank]
-        if len(first) < len(remote):
-            rank, reason = 0, gathered[0][1]
-        elif len(first) == len(remote):
-            here, there = next(pair for pair in zip(remote, first, strict=True) if pair[0] != pair[1])
-            reason = self.steps[here].graph.difference_from(self.steps[there].graph)
+        rank, reason = self._difference(gathered)
         raise RuntimeError(
             f"The step takes another course on rank {rank} of the pipeline than on others: {reason} What a step does "
             "may depend on the batch, on random numbers, on the epoch and the step's number, but not on the rank, the "
             "process or the time."
         )
 
-    def _number_of(self, staged: StagedStep) -> int:
-        """The same on all ranks, which trace together."""
-        return next(number for number, known in enumerate(self.steps) if known is staged)
+    def _difference(self, gathered: Sequence[tuple[list[int], str]]) -> tuple[int, str]:
+        """A rank that takes another path than rank 0, or rank 0 itself, and why.
+
+        Args:
+            gathered: of each rank the paths of its micro-batches, up to the first whose path it does not know, and why
+                it does not know that one.
+        """
+        first, first_reason = gathered[0]
+        for rank, (numbers, reason) in enumerate(gathered):
+            if len(numbers) > len(first):
+                return 0, first_reason
+            if len(numbers) < len(first):
+                return rank, reason
+            for here, there in zip(numbers, first, strict=True):
+                if here != there:
+                    return rank, self.steps[here].graph.difference_from(self.steps[there].graph)
+        raise AssertionError("the ranks have found the same paths")
 
     def _take(self, kind: str, path: TracedPath) -> TracedPath:
         """Other micro-batches of this batch take the same, if nothing that differs between them decides."""
@@ -280,8 +310,8 @@ class TraceCache:
 
     def _kind(self, microbatch: MicroBatch) -> str:
         """What shapes follow from: those of the micro-batch, and which parameters are trained."""
-        frozen = "".join("01"[parameter.requires_grad] for parameter in self._parameters)
-        return f"{signature(microbatch)}|{frozen}"
+        trained = "".join("01"[parameter.requires_grad] for parameter in self._parameters)
+        return f"{signature(microbatch)}|{trained}"
 
     # ---- new paths ----
 
@@ -324,14 +354,16 @@ class TraceCache:
 
     def _require_probed(self, history: History) -> None:
         """Raise ``SplitError`` on every rank if the path that was just found cannot be found again. Collective."""
-        group, device = self.runtime.groups.pipeline, self.runtime.device
-        reasons = gather_json(self._reason if history is None else None, group, device)
-        reason = next((reason for reason in reasons if reason is not None), None)
-        if reason is not None:
-            raise SplitError(
-                "The step takes another course each time that it is run on the same batch, so that stages cannot "
-                f"agree: {reason} What it does between modules may depend on the batch, not on other random numbers."
-            )
+        reason_here: str | None = None
+        if history is None:
+            reason_here = self._reason
+        for reason in gather_json(reason_here, self.runtime.groups.pipeline, self.runtime.device):
+            if reason is not None:
+                raise SplitError(
+                    "The step takes another course each time that it is run on the same batch, so that stages cannot "
+                    f"agree: {reason} What it does between modules may depend on the batch, not on other random "
+                    "numbers."
+                )
 
     # ---- probes ----
 
@@ -348,24 +380,18 @@ class TraceCache:
                 patched_units(self.runtime.root, staged.graph.units),
                 step.around(index, microbatch, keep=False),
             ):
-                before = self._torch_states()
+                before = generator_states(self.runtime.device)
                 staged.probe.run(lambda: step(microbatch), (), shapes, observers, microbatch.answers)
                 if not staged.graph.shares_draws:
-                    self._draws_anew = not _are_equal(before, self._torch_states())
+                    after = generator_states(self.runtime.device)
+                    self._draws_anew = not _are_equal(before, after)
         except ReplayError as error:
-            self._reason = str(error).partition(f" {OTHER_COURSE}")[0]
+            self._reason, _, _ = str(error).partition(f" {OTHER_COURSE}")
             return None
         if self._draws_anew:
             self._reason = "It draws random numbers where it drew none."
             return None
         return tuple(reads)
-
-    def _torch_states(self) -> list[Tensor]:
-        device = self.runtime.device
-        states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        return states
 
 
 def _are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -374,5 +400,7 @@ def _are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 def _first_new(history: Sequence[str], known: Sequence[str]) -> str:
     """The first read in ``history`` that is another one in ``known``."""
-    pairs = zip_longest(history, known, fillvalue="the end")
-    return next((here for here, there in pairs if here != there), "the end")
+    for here, there in zip_longest(history, known, fillvalue="the end"):
+        if here != there:
+            return here
+    return "the end"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.pipeline.runtime.draws import first_ranks_states, generator_states, set_generator_states
 from lightning_smddp.pipeline.view.tensor import SharedViewError, View
 from lightning_smddp.wire.gather import gather_json
 
@@ -71,33 +72,43 @@ class Agreement:
         Raises:
             SharedViewError: on every rank, if a rank alone asks for what others cannot give.
         """
-        words = [int(ask), zlib.crc32(f"{detail} {exactly}".encode()), serial]
-        local = from_numbers(words, torch.int64, self.device)
-        # One row a rank: (what it asks for, digest of the detail, serial). All ranks read the same rows and decide
-        # alike. In the loop this rank serves what is asked first, and says its own again:
+        digest = zlib.crc32(f"{detail} {exactly}".encode())
+        local = from_numbers([int(ask), digest, serial], torch.int64, self.device)
+        # All ranks read the same rows and decide alike. In the loop this rank serves what is asked first, and says its
+        # own again:
         #     rank 0: VALUES of w     rank 1: END           -> 1 serves 0, and says END again
         #     rank 0: VALUES of w     rank 1: GRADIENTS     -> 1 serves 0, and asks again
         while True:
-            gathered = [torch.empty_like(local) for _ in range(self.group.size())]
-            dist.all_gather(gathered, local, group=self.group)
-            rows = torch.stack(gathered).tolist()
-            self.alike = all(row[1] == rows[0][1] for row in rows)
-            highest = max(row[2] for row in rows)
-            asking = [rank for rank, row in enumerate(rows) if row[0] != Ask.END]
+            asks, digests, serials = self._gather(local)
+            self.alike = len(set(digests)) == 1
+            highest = max(serials)
+            asking = [rank for rank, asked in enumerate(asks) if asked != Ask.END]
             if not asking:
                 return Ask.END, [], highest
-            kind, digest, _ = rows[asking[0]]
-            ranks = [rank for rank in asking if rows[rank][:2] == [kind, digest]]
+            first = asking[0]
+            kind = Ask(asks[first])
+            ranks = []
+            for rank in asking:
+                if asks[rank] == kind and digests[rank] == digests[first]:
+                    ranks.append(rank)
             if self.rank in ranks or self.rank not in asking:
-                return Ask(kind), ranks, highest
-            self._serve(Ask(kind), ranks)
+                return kind, ranks, highest
+            self._serve(kind, ranks)
+
+    def _gather(self, local: Tensor) -> tuple[list[int], list[int], list[int]]:
+        """Of each rank what it asks for, the digest of the detail, and the serial. Collective."""
+        gathered = [torch.empty_like(local) for _ in range(self.group.size())]
+        dist.all_gather(gathered, local, group=self.group)
+        columns = torch.stack(gathered, dim=1)
+        asks, digests, serials = columns.tolist()
+        return asks, digests, serials
 
     def tell(self, problem: str | None) -> None:
         """Raise ``SharedViewError`` on every rank if one of them has a problem. Collective."""
         problems: Sequence[str | None] = gather_json(problem, self.group, self.device)
-        first = next((text for text in problems if text is not None), None)
-        if first is not None:
-            raise SharedViewError(first)
+        for text in problems:
+            if text is not None:
+                raise SharedViewError(text)
 
 
 class SharedRandomState:
@@ -113,30 +124,19 @@ class SharedRandomState:
         if self._own is not None:
             return
         self.agreement.meet(Ask.RANDOM, "random numbers", self.view.serial)
-        own = self._states()
-        self._set(self.send(own))
+        own = generator_states(self.view.device)
+        states = first_ranks_states(own, self.view.group, self.view.device)
+        set_generator_states(states, self.view.device)
         self._own = own
 
-    def send(self, own: list[Tensor] | None = None) -> list[Tensor]:
-        """The first rank's states. Collective."""
-        states = [state.to(self.view.device) for state in own or self._states()]
-        for state in states:
-            dist.broadcast(state, group=self.view.group, group_src=0)
-        return [state.cpu() for state in states]
+    def send(self) -> None:
+        """Take part where other ranks take over the first rank's states. Collective."""
+        states = generator_states(self.view.device)
+        first_ranks_states(states, self.view.group, self.view.device)
 
     def give_back(self) -> None:
         """On the first rank random numbers go on from here; other ranks' go on from where they were."""
-        own, self._own = self._own, None
+        own = self._own
+        self._own = None
         if own is not None and self.view.rank != 0:
-            self._set(own)
-
-    def _states(self) -> list[Tensor]:
-        states = [torch.get_rng_state()]
-        if self.view.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.view.device))
-        return states
-
-    def _set(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if len(states) > 1:
-            torch.cuda.set_rng_state(states[1], self.view.device)
+            set_generator_states(own, self.view.device)
