@@ -16,7 +16,7 @@ from lightning_smddp._compat.torch import swap_contents, without_torch_function
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.pipeline.view.agreement import Agreement, Ask, SharedRandomState
-from lightning_smddp.pipeline.view.leaves import Leaves, ViewGradients
+from lightning_smddp.pipeline.view.leaves import Leaf, Leaves, ViewGradients
 from lightning_smddp.pipeline.view.operations import (
     Operations,
     ViewFunctions,
@@ -27,7 +27,7 @@ from lightning_smddp.pipeline.view.operations import (
     refuse_new_parameter,
 )
 from lightning_smddp.pipeline.view.requests import Requests
-from lightning_smddp.pipeline.view.tensor import GlobalTensor, GlobalViewError, Memory
+from lightning_smddp.pipeline.view.tensor import Call, GlobalTensor, GlobalViewError, Memory
 from lightning_smddp.wire.broadcast import Channel, broadcast_json
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.pytree import map_leaves
@@ -67,19 +67,26 @@ class GlobalView:
         self._copied: list[Memory] = []  # those with a copy
         self._parts: dict[tuple[int, int], Tensor] = {}  # by serial and version, copies of views
         self.leaves = Leaves(module, ownership, self)
-        self.agreement = Agreement(*(host or Channel(group, device)), self._serve)
+        meetings = host or Channel(group, device)
+        self.agreement = Agreement(meetings.group, meetings.device, self._serve)
         self.gradients = ViewGradients(self, self.leaves, self.agreement)
         self.random = SharedRandomState(self, self.agreement)
-        self.requests = Requests(self, self.leaves, self.gradients, self.random, self.agreement)
+        self.requests = Requests(
+            self,
+            self.leaves,
+            self.gradients,
+            self.random,
+            self.agreement,
+        )
         self._modes: ExitStack | None = None
 
     def _serve(self, ask: Ask, ranks: Sequence[int]) -> None:
         """Take part in what ``ranks`` ask for at a meeting, which do not include this one. Collective."""
         self.requests.serve(ask, ranks)
 
-    def run_operator(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, call: Call) -> Any:
         """The result of one operator call, on this rank."""
-        return self.operations.run(function, args, kwargs)
+        return self.operations.run(call)
 
     # ---- entering ----
 
@@ -156,19 +163,21 @@ class GlobalView:
             self._serve(ask, ranks)
         self.serial = highest
         if not self.agreement.alike:
-            texts = gather_json(self.last_write or "none", self.group, self.device)
-            lines = "; ".join(f"on rank {rank} the last change so far is that of {t}" for rank, t in enumerate(texts))
+            lines = []
+            for rank, write in enumerate(gather_json(self.last_write or "none", self.group, self.device)):
+                lines.append(f"on rank {rank} the last change so far is that of {write}")
             raise GlobalViewError(
-                f"The ranks of a pipeline changed different parameters in a hook or callback: {lines}. What changes "
-                "parameters has to run on all ranks, not under `if trainer.is_global_zero:`."
+                f"The ranks of a pipeline changed different parameters in a hook or callback: {'; '.join(lines)}. What "
+                "changes parameters has to run on all ranks, not under `if trainer.is_global_zero:`."
             )
         for leaf in self.leaves.shared():
-            if leaf.memory.version != versions[leaf.name]:
-                values = None
-                if self.rank in leaf.holders:
-                    values = [leaf.tensor.detach()]
-                specs = [Spec(tuple(leaf.tensor.shape), leaf.tensor.dtype)]
-                broadcast_tensors(specs, values, self.group, leaf.home, self.device)
+            if leaf.memory.version == versions[leaf.name]:
+                continue
+            values: list[Tensor] | None = None
+            if self.rank in leaf.holders:
+                values = [leaf.tensor.detach()]
+            spec = Spec(tuple(leaf.tensor.shape), leaf.tensor.dtype)
+            broadcast_tensors([spec], values, self.group, leaf.home, self.device)
         self.gradients.write_back()
         self._forget()
 
@@ -229,8 +238,9 @@ class GlobalView:
 
     def note_operation(self, name: str, tensors: Sequence[GlobalTensor]) -> None:
         """What ranks do has to be the same, or they would take each other's values for their own."""
-        on = ",".join(str(tensor.memory.leaf) for tensor in tensors)
-        self._trail = zlib.crc32(f"{name} {on}".encode(), self._trail)
+        names = [str(tensor.memory.leaf) for tensor in tensors]
+        operation = f"{name} {','.join(names)}"
+        self._trail = zlib.crc32(operation.encode(), self._trail)
 
     def note_change(self, memory: Memory) -> None:
         """What ``memory`` holds has changed."""
@@ -250,9 +260,9 @@ class GlobalView:
         Raises:
             GlobalViewError: ``value`` has another shape or dtype, or is no global tensor for a ``target`` that is one.
         """
-        shown = self.leaves.find(target)
-        if shown is not None:
-            self._set_leaf(target, value)
+        leaf = self.leaves.find(target)
+        if leaf is not None:
+            self._set_leaf(leaf, value)
             return
         assert isinstance(target, GlobalTensor)
         if not isinstance(value, GlobalTensor) or value.shape != target.shape or value.dtype != target.dtype:
@@ -260,11 +270,14 @@ class GlobalView:
                 f"`.data` of {target.describe()} is set at {user_location()} to a tensor of another kind: in a "
                 "pipeline it has to keep its shape and dtype, and be made of parameters. Use `.copy_()`."
             )
-        target.home, target.local, target.meta, target.memory = value.home, value.local, value.meta, value.memory
+        target.home = value.home
+        target.local = value.local
+        target.meta = value.meta
+        target.memory = value.memory
 
-    def _set_leaf(self, target: Tensor, value: Tensor) -> None:
-        leaf = self.leaves.find(target)
-        assert leaf is not None
+    def _set_leaf(self, leaf: Leaf, value: Tensor) -> None:
+        """The values of a parameter or buffer become ``value``; one of another rank is fetched. Collective then."""
+        target = leaf.tensor
         if value.shape != target.shape or value.dtype != target.dtype:
             raise GlobalViewError(
                 f"`.data` of {leaf.name!r} is set at {user_location()} from shape {tuple(target.shape)}, "
@@ -325,11 +338,12 @@ class GlobalView:
         map_tensors(found.append, structure)
         if not found:
             return structure
-        values = {id(t): v for t, v in zip(found, self.fetch(found), strict=True)}
+        fetched = self.fetch(found)
+        values = {id(tensor): value for tensor, value in zip(found, fetched, strict=True)}
 
         def value_of(tensor: GlobalTensor) -> Tensor:
-            value = values[id(tensor)]
-            return value.detach().requires_grad_(tensor.requires_grad)
+            value = values[id(tensor)].detach()
+            return value.requires_grad_(tensor.requires_grad)
 
         return map_tensors(value_of, structure)
 
@@ -377,37 +391,45 @@ class GlobalView:
     def _ask(self, missing: list[GlobalTensor]) -> None:
         # Serials, versions and the trail of operations are the same on ranks that have run the same code. Where they
         # are, every rank knows which tensors the others mean, and the values need no further words.
-        detail = f"the values of {', '.join(t.describe() for t in missing[:3])}"
-        exactly = [(t.serial, t.memory.version) for t in missing]
-        _, ranks, _ = self.agreement.meet(Ask.VALUES, detail, self.serial, f"{exactly} {self._trail}")
+        names = [tensor.describe() for tensor in missing[:3]]
+        versions = [(tensor.serial, tensor.memory.version) for tensor in missing]
+        _, ranks, _ = self.agreement.meet(
+            Ask.VALUES,
+            f"the values of {', '.join(names)}",
+            self.serial,
+            f"{versions} {self._trail}",
+        )
         if len(ranks) < self.group.size():
             self.requests.ask_alone(ranks, missing)
             return
-        for home in sorted({tensor.home for tensor in missing}):
-            chosen = [tensor for tensor in missing if tensor.home == home]
+        by_home: dict[int, list[GlobalTensor]] = {}
+        for tensor in missing:
+            by_home.setdefault(tensor.home, []).append(tensor)
+        for home, chosen in sorted(by_home.items()):
+            values = [self._to_broadcast(tensor) for tensor in chosen]
             specs = [Spec((tensor.numel(),), tensor.dtype) for tensor in chosen]
-            if home == self.rank:
-                values = [self._to_send(tensor) for tensor in chosen]
-            else:
-                values = [self._room(tensor) for tensor in chosen]
             broadcast_tensors(specs, values, self.group, home, self.device)
             for tensor, value in zip(chosen, values, strict=True):
                 self.keep_copy(tensor, value)
 
-    @staticmethod
-    def _to_send(tensor: GlobalTensor) -> Tensor:
-        local = tensor.local
-        assert local is not None
+    def _to_broadcast(self, tensor: GlobalTensor) -> Tensor:
+        """A flat tensor: on the home of ``tensor`` its values, elsewhere room for them."""
+        if tensor.home != self.rank:
+            return torch.empty(tensor.numel(), dtype=tensor.dtype, device=self.device)
+        assert tensor.local is not None
+        local = tensor.local.detach()
         if tensor.is_whole:  # in the order of its memory, which is the same for all of its views
-            return local.detach().as_strided((local.numel(),), (1,), local.storage_offset())
-        return local.detach().reshape(-1)
-
-    def _room(self, tensor: GlobalTensor) -> Tensor:
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, device=self.device)
+            return local.as_strided((local.numel(),), (1,), local.storage_offset())
+        return local.reshape(-1)
 
     def tell(self, value: Any, home: int, function: Any) -> Any:
         """What ``home`` has found out, on every rank. Collective."""
-        _, ranks, _ = self.agreement.meet(Ask.VALUES, f"the result of {function}", self.serial, str(self._trail))
+        _, ranks, _ = self.agreement.meet(
+            Ask.VALUES,
+            f"the result of {function}",
+            self.serial,
+            str(self._trail),
+        )
         if len(ranks) < self.group.size():
             self.requests.refuse(ranks, f"{function} at {user_location()}")
         return broadcast_json(value, self.group, self.device, home)
@@ -418,30 +440,42 @@ class GlobalView:
         """Give all global tensors that still exist their values, as plain tensors. Collective."""
         # Which objects Python has kept alive may differ among ranks, so the ranks go through all serials that any home
         # has, in one order; a rank without the object takes part and throws the values away.
-        alive = [[t.serial, t.home] for t in self._alive.values() if self.rank == t.home]
-        shown = {id(leaf.shown) for leaf in self.leaves.by_name.values()}
+        alive = [[tensor.serial, tensor.home] for tensor in self._alive.values() if tensor.home == self.rank]
         homes: dict[int, int] = {}
         for part in gather_json(alive, self.group, self.device):
             homes.update(part)
+        stand_ins = {id(leaf.shown) for leaf in self.leaves.by_name.values()}
         for serial, home in sorted(homes.items()):
             tensor = self._alive.get(serial)
-            facts = None
-            if tensor is not None and tensor.home == self.rank and id(tensor) not in shown:
-                facts = Spec.of(tensor).to_json()
-            facts = broadcast_json(facts, self.group, self.device, home)
-            if facts is None:
-                continue
-            spec = Spec.from_json(facts)
-            value = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-            if tensor is not None and tensor.local is not None:
-                value = tensor.local.detach().contiguous()
-            broadcast_tensors([spec], [value], self.group, home, self.device)
-            if tensor is not None and tensor.local is None:
-                _make_plain(tensor, value.clone())
-            elif tensor is not None and tensor.local is not None:
-                _make_plain(tensor, tensor.local.detach())
+            self._end_life(tensor, home, id(tensor) in stand_ins)
         for leaf in self.leaves.by_name.values():
             leaf.shown = None
+
+    def _end_life(self, tensor: GlobalTensor | None, home: int, is_stand_in: bool) -> None:
+        """Turn a tensor that has its values on ``home`` into a plain one. Collective.
+
+        Args:
+            tensor: None where this rank has no such object.
+            home: its rank.
+            is_stand_in: whether it stands for one of the module's own, and is let go as it is.
+        """
+        facts = None
+        if tensor is not None and tensor.home == self.rank and not is_stand_in:
+            facts = Spec.of(tensor).to_json()
+        facts = broadcast_json(facts, self.group, self.device, home)
+        if facts is None:
+            return
+        spec = Spec.from_json(facts)
+        value = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        if tensor is not None and tensor.local is not None:
+            value = tensor.local.detach().contiguous()
+        broadcast_tensors([spec], [value], self.group, home, self.device)
+        if tensor is None:
+            return
+        if tensor.local is None:
+            _make_plain(tensor, value.clone())
+        else:
+            _make_plain(tensor, tensor.local.detach())
 
 
 def _make_plain(tensor: GlobalTensor, value: Tensor) -> None:

@@ -59,7 +59,8 @@ class Leaves:
 
     def _add(self, name: str, tensor: Tensor, holders: tuple[int, ...]) -> None:
         leaf = Leaf(name, tensor, holders[0], holders, Memory(name))
-        self.by_name[name] = self.by_id[id(tensor)] = leaf
+        self.by_name[name] = leaf
+        self.by_id[id(tensor)] = leaf
 
     def find(self, tensor: object) -> Leaf | None:
         """The leaf that ``tensor`` is; None for any other object."""
@@ -70,15 +71,16 @@ class Leaves:
 
     def show(self, leaf: Leaf) -> GlobalTensor:
         """Its stand-in, up to date: the module's tensor may have got other memory since."""
-        tensor, is_local = leaf.tensor, leaf.home == self.view.rank
+        tensor = leaf.tensor
+        is_local = leaf.home == self.view.rank
         shown = leaf.shown
         if shown is None or shown.shape != tensor.shape or shown.dtype != tensor.dtype:
-            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             with torch.inference_mode(False):  # it stays when a validation is over
                 local: Tensor | None = None
                 if is_local:
                     local = tensor.detach()
-                shown = GlobalTensor(self.view, leaf.home, shape, local, leaf.memory)
+                shown = GlobalTensor(self.view, leaf.home, meta, local, leaf.memory)
                 shown.requires_grad_(tensor.requires_grad)
             leaf.shown = shown
         elif is_local:
@@ -87,9 +89,13 @@ class Leaves:
                 shown.local = tensor.detach()
         return shown
 
+    def in_order(self) -> list[Leaf]:
+        """All of them, in an order that is the same on all ranks, as collectives need it."""
+        return [self.by_name[name] for name in sorted(self.by_name)]
+
     def shared(self) -> list[Leaf]:
-        """Those that several ranks hold, in an order that is the same everywhere."""
-        return [leaf for _, leaf in sorted(self.by_name.items()) if len(leaf.holders) > 1]
+        """Those that several ranks hold, in that order."""
+        return [leaf for leaf in self.in_order() if len(leaf.holders) > 1]
 
 
 class ViewGradients:
@@ -120,7 +126,8 @@ class ViewGradients:
         assert leaf is not None
         shown = self.leaves.show(leaf)
         # A stand-in's gradient has to be where its parameter is: autograd and the optimizer's step work there.
-        if value is not None and not (isinstance(value, GlobalTensor) and value.home == leaf.home):
+        is_there = isinstance(value, GlobalTensor) and value.home == leaf.home
+        if value is not None and not is_there:
             value = self._moved(leaf, value)
         shown.grad = value
 
@@ -131,37 +138,44 @@ class ViewGradients:
         local: Tensor | None = None
         if leaf.home == self.view.rank:
             local = value.detach().clone()
-        shape = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        return GlobalTensor(self.view, leaf.home, shape, local, Memory())
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return GlobalTensor(self.view, leaf.home, meta, local, Memory())
 
     def _load(self) -> None:
+        """Give the stand-ins the gradients that parameters have on their homes. Collective the first time."""
         if self.loaded:
             return
-        _, ranks, _ = self.agreement.meet(Ask.GRADIENTS, "gradients", self.view.serial)
-        present = self.announce()
+        self.agreement.meet(Ask.GRADIENTS, "gradients", self.view.serial)
+        # A gradient may have other strides than its parameter; all else of it follows from the parameter.
+        strides_of = self.announce()
         for name, leaf in self.leaves.by_name.items():
-            if name in present and leaf.tensor.requires_grad:
-                local: Tensor | None = None
-                if leaf.home == self.view.rank and leaf.tensor.grad is not None:
-                    local = leaf.tensor.grad.detach()
-                shape = torch.empty_strided(leaf.tensor.shape, present[name], dtype=leaf.tensor.dtype, device="meta")
-                shown = self.leaves.show(leaf)
-                shown.grad = GlobalTensor(self.view, leaf.home, shape, local, Memory(GRADIENT + name))
+            tensor = leaf.tensor
+            if name not in strides_of or not tensor.requires_grad:
+                continue
+            local: Tensor | None = None
+            if leaf.home == self.view.rank and tensor.grad is not None:
+                local = tensor.grad.detach()
+            meta = torch.empty_strided(tensor.shape, strides_of[name], dtype=tensor.dtype, device="meta")
+            shown = self.leaves.show(leaf)
+            shown.grad = GlobalTensor(self.view, leaf.home, meta, local, Memory(GRADIENT + name))
         self.loaded = True
 
     def announce(self) -> dict[str, list[int]]:
         """Names of the parameters that have a gradient, and its strides. Collective."""
         local = {}
         for name, leaf in self.leaves.by_name.items():
-            if leaf.home == self.view.rank and leaf.tensor.grad is not None:
-                local[name] = list(leaf.tensor.grad.stride())
-        gathered = gather_json(local, self.view.group, self.view.device)
-        return {name: strides for part in gathered for name, strides in part.items()}
+            gradient = leaf.tensor.grad
+            if leaf.home == self.view.rank and gradient is not None:
+                local[name] = list(gradient.stride())
+        strides_of: dict[str, list[int]] = {}
+        for part in gather_json(local, self.view.group, self.view.device):
+            strides_of.update(part)
+        return strides_of
 
     def write_back(self) -> None:
         """Parameters get the gradients that their stand-ins have now. Collective if some have to be sent."""
         self._bring_home()
-        for _, leaf in sorted(self.leaves.by_name.items()):
+        for leaf in self.leaves.in_order():
             if leaf.shown is None:
                 continue
             gradient = leaf.shown.grad
@@ -169,19 +183,24 @@ class ViewGradients:
                 continue
             if self.view.rank in leaf.holders:
                 self._write(leaf, gradient)
-            # All holders of a tied parameter have its gradient; the view has changed it on the home alone.
+            # All holders of a tied parameter have its gradient; the view has changed it on the home alone. Versions are
+            # the same on all ranks, so all of them know that it is sent.
             changed = isinstance(gradient, GlobalTensor) and gradient.memory.version > 0
             if changed and len(leaf.holders) > 1:
-                values = None
-                if leaf.tensor.grad is not None:
-                    values = [leaf.tensor.grad]
-                spec = Spec(tuple(leaf.tensor.shape), leaf.tensor.dtype)
-                broadcast_tensors([spec], values, self.view.group, leaf.home, self.view.device)
+                self._send(leaf)
+
+    def _send(self, leaf: Leaf) -> None:
+        """Give all holders the gradient that the home of ``leaf`` has. Collective."""
+        values: list[Tensor] | None = None
+        if leaf.tensor.grad is not None:
+            values = [leaf.tensor.grad]
+        spec = Spec(tuple(leaf.tensor.shape), leaf.tensor.dtype)
+        broadcast_tensors([spec], values, self.view.group, leaf.home, self.view.device)
 
     def _bring_home(self) -> None:
         """Gradients that a backward pass made on other ranks than their parameters'."""
         away: list[tuple[Leaf, GlobalTensor]] = []
-        for _, leaf in sorted(self.leaves.by_name.items()):
+        for leaf in self.leaves.in_order():
             if leaf.shown is None:
                 continue
             gradient = leaf.shown.grad
@@ -189,6 +208,7 @@ class ViewGradients:
                 away.append((leaf, gradient))
         if not away:
             return
+        # All are fetched at once; `_moved` then finds the copies.
         self.view.fetch([gradient for _, gradient in away])
         for leaf, gradient in away:
             assert leaf.shown is not None
@@ -210,7 +230,8 @@ class ViewGradients:
             return
         local = gradient.local
         assert local is not None
-        if leaf.tensor.grad is None or leaf.tensor.grad.data_ptr() != local.data_ptr():
+        before = leaf.tensor.grad
+        if before is None or before.data_ptr() != local.data_ptr():
             leaf.tensor.grad = local.detach()
 
     def forget(self) -> None:

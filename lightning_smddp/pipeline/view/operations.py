@@ -5,6 +5,7 @@ Above autograd parameters become what all ranks see, and values that leave torch
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,12 +26,12 @@ from lightning_smddp._compat.torch_steps import mode_within_backwards
 from lightning_smddp.pipeline.capture.ops import Kind, asks_for_device, kind_of, name_of
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.view.tensor import (
+    Call,
     GlobalTensor,
     GlobalViewError,
     Memory,
     Recipe,
     View,
-    globals_in,
     map_arguments,
 )
 from lightning_smddp.wire.pytree import leaves, map_leaves
@@ -57,25 +58,27 @@ class ViewFunctions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        view = self.view
         name = name_of(function)
         # Some calls have a rule of their own; all others run on stand-ins, and their operators come to ViewOperations.
         # First, values that leave torch: they are fetched, and the function gets plain tensors.
         if name in _READERS:
-            args, kwargs = self.view.plain((self.view.stand_in(args), self.view.stand_in(kwargs)))
+            shown = (view.stand_in(args), view.stand_in(kwargs))
+            args, kwargs = view.plain(shown)
             return function(*args, **kwargs)
         attribute = getattr(function, "__name__", None)
         # `.data`, `.grad` and `.requires_grad` of a parameter are those of its stand-in, too.
         if attribute in ("__set__", "__delete__"):
             return self._set(name, attribute, function, args)
         if name == "__deepcopy__":
-            shown = self.view.stand_in(args[0])
+            shown = view.stand_in(args[0])
             if isinstance(shown, GlobalTensor):
                 return shown.__deepcopy__(args[1])
             return function(*args, **kwargs)
-        if name == "requires_grad_" and self.view.knows(args[0]):
+        if name == "requires_grad_" and view.knows(args[0]):
             return self._flag(args[0], function, args, kwargs)
-        if name == "grad" and attribute == "__get__" and self.view.knows(args[0]):
-            return self.view.gradient(args[0])
+        if name == "grad" and attribute == "__get__" and view.knows(args[0]):
+            return view.gradient(args[0])
         # What needs no values (a shape, a hook for gradients, which fires where the parameter is): the module's own.
         kind = kind_of(function, args)
         if kind is Kind.WATCHER or (kind is Kind.METADATA and not asks_for_device(name)):
@@ -84,12 +87,13 @@ class ViewFunctions(TorchFunctionMode):
         if kind is Kind.BACKWARD:
             within = mode_within_backwards(self)
         with within:
-            result = function(*self.view.stand_in(args), **self.view.stand_in(kwargs))
+            result = function(*view.stand_in(args), **view.stand_in(kwargs))
         if isinstance(result, GlobalTensor):  # in-place operations give the user's own object back
-            return self.view.own_object(result)
+            return view.own_object(result)
         return result
 
     def _set(self, name: str, attribute: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """What setting or deleting the attribute ``name`` of a tensor does."""
         target = args[0]
         known = self.view.knows(target)
         if name == "grad" and known:
@@ -104,6 +108,7 @@ class ViewFunctions(TorchFunctionMode):
         return function(*args)
 
     def _flag(self, parameter: Tensor, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Set ``requires_grad`` of a parameter, and of its stand-in."""
         result = function(*args, **kwargs)
         self.view.stand_in_for(parameter).requires_grad_(parameter.requires_grad)
         return result
@@ -117,7 +122,8 @@ class ViewOperations(DispatchMode):
         self.view = view
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.view.run_operator(function, tuple(args), dict(kwargs or {}))
+        call = Call(function, tuple(args), dict(kwargs or {}))
+        return self.view.run_operator(call)
 
 
 def any_leaf(predicate: Callable[[Any], bool], structure: Any) -> bool:
@@ -180,244 +186,268 @@ class Operations:
     def __init__(self, view: View) -> None:
         self.view = view
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Call) -> Any:
         """The result of one operator call, on this rank."""
-        found = globals_in((args, kwargs))
-        facts = operator_facts(function)
+        found = call.global_tensors()
+        facts = operator_facts(call.function)
         if not found:
-            if facts.draws and not _own_generator(kwargs):
-                self.view.share_random_state()
-            return function(*args, **kwargs)
+            self._share_draws(call, facts)
+            return call.function(*call.args, **call.kwargs)
         self.view.note_operation(facts.name, found)
-        if function in WITHOUT_MARKS:  # memory does not tell the mark: values that are sent would lose it
-            return self._at_home(WITHOUT_MARKS[function], args, kwargs, found, facts)
+        if call.function in WITHOUT_MARKS:  # memory does not tell the mark: values that are sent would lose it
+            unmarked = call._replace(function=WITHOUT_MARKS[call.function])
+            return self._at_home(unmarked, found, facts)
         if facts.changes_shape:
             raise GlobalViewError(
                 f"{facts.name} at {user_location()} changes the shape of {found[0].describe()} in place, which a "
                 "pipeline cannot do for a tensor of another rank. Make a new tensor instead."
             )
-        written = facts.written(args, kwargs)
-        if facts.is_foreach and _is_mixed(args):
-            return self._each(function, args, kwargs)
+        if facts.is_foreach and _is_mixed(call):
+            return self._each(call)
         if facts.name in _TOLD:
-            return self._told(function, args, kwargs, found)
-        is_everywhere = any(isinstance(t, Tensor) and not isinstance(t, GlobalTensor) for t in written)
-        if is_everywhere and any(isinstance(t, GlobalTensor) for t in written):
+            return self._told(call, found)
+        # What is written says where it is done: a plain tensor is one of every rank's, so all of them write it.
+        has_global = False
+        has_plain = False
+        for written in facts.written(call.args, call.kwargs):
+            if isinstance(written, GlobalTensor):
+                has_global = True
+            elif isinstance(written, Tensor):
+                has_plain = True
+        if has_plain and has_global:
             raise GlobalViewError(
                 f"{facts.name} at {user_location()} writes a tensor of one rank and a tensor of all ranks at once."
             )
-        if is_everywhere or not facts.makes_tensors or facts.name in _DRAW_BY_VALUE:
-            return self._everywhere(function, args, kwargs, found, facts)
-        return self._at_home(function, args, kwargs, found, facts)
+        if has_plain or not facts.makes_tensors or facts.name in _DRAW_BY_VALUE:
+            return self._everywhere(call, found, facts)
+        return self._at_home(call, found, facts)
+
+    def _share_draws(self, call: Call, facts: OperatorFacts) -> None:
+        """Before an operator that draws from torch's default generators: these are the first rank's on all ranks."""
+        if facts.draws and call.kwargs.get("generator") is None:
+            self.view.share_random_state()
 
     # ---- at one rank ----
 
-    def _at_home(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: Sequence[GlobalTensor],
-        facts: OperatorFacts,
-    ) -> Any:
-        written = [t for t in facts.written(args, kwargs) if isinstance(t, GlobalTensor)]
+    def _at_home(self, call: Call, found: Sequence[GlobalTensor], facts: OperatorFacts) -> Any:
+        """The home of what is written, or of what is read, does it; the other ranks get a result without values."""
+        all_written = facts.written(call.args, call.kwargs)
+        written = [tensor for tensor in all_written if isinstance(tensor, GlobalTensor)]
         home = _home_of(written or found)
         shapes: Any = None
         if not facts.only_writes:
             try:
                 # Every rank works the result's shape out on the meta device, so that ranks without values have the same
                 # tensor in hand without a message. Where that fails, all of them do the operation on fetched values.
-                shapes = function(*map_arguments(_meta, args), **map_arguments(_meta_keyword, kwargs))
-            except (
-                Exception
-            ):  # the result's shape depends on values, or there is no such kernel, or it is the user's error
-                return self._everywhere(function, args, kwargs, found, facts)
+                shapes = _on_meta(call)
+            except Exception:
+                # The shape depends on values, or there is no such kernel, or it is the user's error.
+                return self._everywhere(call, found, facts)
         copies = self._fetch_from_others(found, home)
-        if facts.draws and not _own_generator(kwargs):
-            self.view.share_random_state()
-
+        self._share_draws(call, facts)
         real = None
         if self.view.rank == home:
-            real = _call_with_locals(function, args, kwargs, copies)
+            real = _with_locals(call, copies)
         elif facts.draws:  # every rank's generator goes on alike
-
-            def stand_in(leaf: Any) -> Any:
-                return self._ones(leaf) if isinstance(leaf, GlobalTensor) else leaf
-
-            function(*map_arguments(stand_in, args), **map_arguments(stand_in, kwargs))
+            call.run(self._something_to_draw_by)
         for tensor in written:
             self.view.note_write(tensor)
         if facts.only_writes:
             return _in_order_of_returns(facts, written)
         result = self._wrap(shapes, real, home, found)
         if home != self.view.rank and not facts.draws and not written:
-            self._keep_recipe(result, function, args, kwargs, found)
+            _keep_recipe(result, call, found)
         return result
 
     def _fetch_from_others(self, found: Sequence[GlobalTensor], home: int) -> dict[int, Tensor]:
+        """By id, the values of those that are not at ``home``. Collective if there are any."""
         elsewhere = [tensor for tensor in found if tensor.home != home]
         if not elsewhere:
             return {}
-        return {id(t): copy for t, copy in zip(elsewhere, self.view.fetch(elsewhere), strict=True)}
+        return self._fetch(elsewhere)
 
-    def _ones(self, tensor: GlobalTensor) -> Tensor:
-        """Something to draw by: valid as a probability, a weight and a deviation."""
-        return torch.ones(tensor.shape, dtype=tensor.dtype, device=self.view.device)
+    def _fetch(self, tensors: Sequence[GlobalTensor]) -> dict[int, Tensor]:
+        """By id, the values of ``tensors``."""
+        ids = [id(tensor) for tensor in tensors]
+        values = self.view.fetch(tensors)
+        return dict(zip(ids, values, strict=True))
+
+    def _something_to_draw_by(self, leaf: Any) -> Any:
+        """In place of values of another rank: ones, which are valid as a probability, a weight and a deviation."""
+        if isinstance(leaf, GlobalTensor):
+            return torch.ones(leaf.shape, dtype=leaf.dtype, device=self.view.device)
+        return leaf
 
     def _wrap(self, shapes: Any, real: Any, home: int, found: Sequence[GlobalTensor]) -> Any:
         """Global tensors for the tensors in ``shapes``; ``real`` has their values, on the home."""
         if isinstance(shapes, (tuple, list)):
             members = [None] * len(shapes) if real is None else real
-            return type(shapes)(
-                [self._wrap(shape, member, home, found) for shape, member in zip(shapes, members, strict=True)]
-            )
+            wrapped = []
+            for shape, member in zip(shapes, members, strict=True):
+                wrapped.append(self._wrap(shape, member, home, found))
+            return type(shapes)(wrapped)
         if not isinstance(shapes, Tensor):
             return shapes
         for tensor in found:
             if tensor.meta is shapes:
                 return tensor
-        key = storage_key(shapes)
-        # A view, by the meta tensors: those of a view and of what it shows have one storage, as the real ones have.
-        shared = next((t.memory for t in found if storage_key(t.meta) == key), None)
-        if real is not None and shared is None and real.stride() != shapes.stride():
-            laid_out = torch.empty_strided(shapes.shape, shapes.stride(), dtype=shapes.dtype, device=real.device)
-            real = laid_out.copy_(real)
-        return GlobalTensor(self.view, home, shapes, real, shared or Memory())
-
-    @staticmethod
-    def _keep_recipe(
-        result: Any,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: Sequence[GlobalTensor],
-    ) -> None:
-        if not isinstance(result, GlobalTensor):
-            return
-        large = [False]
-
-        def look(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor) and not isinstance(leaf, GlobalTensor) and leaf.numel() > _SMALL:
-                large[0] = True
-            return leaf
-
-        map_arguments(look, (args, kwargs))
-        if not large[0]:
-            result.recipe = Recipe(function, args, kwargs, tuple(tensor.memory.version for tensor in found))
+        memory = _memory_of(shapes, found)
+        if memory is None:
+            memory = Memory()
+            # Ranks without values go by the strides of the meta tensor, which a kernel need not have kept to.
+            if real is not None and real.stride() != shapes.stride():
+                laid_out = torch.empty_strided(
+                    shapes.shape,
+                    shapes.stride(),
+                    dtype=shapes.dtype,
+                    device=real.device,
+                )
+                real = laid_out.copy_(real)
+        return GlobalTensor(self.view, home, shapes, real, memory)
 
     # ---- at every rank ----
 
-    def _everywhere(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: Sequence[GlobalTensor],
-        facts: OperatorFacts,
-    ) -> Any:
+    def _everywhere(self, call: Call, found: Sequence[GlobalTensor], facts: OperatorFacts) -> Any:
         """All ranks fetch what they lack, and do it."""
-        copies = {id(t): copy for t, copy in zip(found, self.view.fetch(found), strict=True)}
-        if facts.draws and not _own_generator(kwargs):
-            self.view.share_random_state()
+        copies = self._fetch(found)
+        self._share_draws(call, facts)
 
         def fetched(leaf: Any) -> Any:
-            return copies[id(leaf)] if isinstance(leaf, GlobalTensor) else leaf
+            if isinstance(leaf, GlobalTensor):
+                return copies[id(leaf)]
+            return leaf
 
-        return function(*map_arguments(fetched, args), **map_arguments(fetched, kwargs))
+        return call.run(fetched)
 
-    def _told(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        found: Sequence[GlobalTensor],
-    ) -> Any:
+    def _told(self, call: Call, found: Sequence[GlobalTensor]) -> Any:
+        """One rank does it, and tells the others the result, which is no tensor. Collective."""
         home = _home_of(found)
         copies = self._fetch_from_others(found, home)
-
         value = None
         if self.view.rank == home:
-            value = _call_with_locals(function, args, kwargs, copies)
-        return self.view.tell(value, home, function)
+            value = _with_locals(call, copies)
+        return self.view.tell(value, home, call.function)
 
     # ---- lists of tensors ----
 
-    def _each(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _each(self, call: Call) -> Any:
         """A ``_foreach_`` operator whose tensors are on several ranks: once for each of these."""
-        first = next(arg for arg in args if isinstance(arg, (list, tuple)))
+        first = _first_list(call)
         count = len(first)
         places: dict[int | None, list[int]] = {}
         for index, tensor in enumerate(first):
-            home = tensor.home if isinstance(tensor, GlobalTensor) else None
-            places.setdefault(home, []).append(index)
+            places.setdefault(_rank_of(tensor), []).append(index)
+        # Lists of other lengths, and all else, are the same for all places.
         results: list[Any] = [None] * count
         returned: Any = None
         for chosen in places.values():
-
-            def part(arg: Any, chosen: list[int] = chosen) -> Any:
-                if isinstance(arg, (list, tuple)) and len(arg) == count:
-                    return [arg[index] for index in chosen]
-                return arg
-
-            returned = self.run(
-                function,
-                tuple(part(arg) for arg in args),
-                {key: part(value) for key, value in kwargs.items()},
-            )
+            args = tuple(_members(arg, chosen, count) for arg in call.args)
+            kwargs = {key: _members(value, chosen, count) for key, value in call.kwargs.items()}
+            returned = self.run(Call(call.function, args, kwargs))
             if returned is not None:
                 for index, value in zip(chosen, returned, strict=True):
                     results[index] = value
-        return None if returned is None else results
+        if returned is None:
+            return None
+        return results
 
 
-def _call_with_locals(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    copies: dict[int, Tensor],
-) -> Any:
-    """On the home: with the values that are here, and ``copies`` of those from other ranks."""
+def _memory_of(shapes: Tensor, found: Sequence[GlobalTensor]) -> Memory | None:
+    """The memory of the tensor in ``found`` that ``shapes``, on the meta device, is a view of; None if it is none."""
+    # The meta tensors of a view and of what it shows have one storage, as the real ones have.
+    key = storage_key(shapes)
+    for tensor in found:
+        if storage_key(tensor.meta) == key:
+            return tensor.memory
+    return None
+
+
+def _on_meta(call: Call) -> Any:
+    """The result on the meta device: shapes, strides and types."""
+    args = map_arguments(_meta, call.args)
+    kwargs = map_arguments(_meta_keyword, call.kwargs)
+    return call.function(*args, **kwargs)
+
+
+def _with_locals(call: Call, copies: dict[int, Tensor]) -> Any:
+    """The result on the home: with the values that are here, and ``copies`` of those from other ranks."""
 
     def here(leaf: Any) -> Any:
         if not isinstance(leaf, GlobalTensor):
             return leaf
         return copies.get(id(leaf), leaf.local)
 
-    return function(*map_arguments(here, args), **map_arguments(here, kwargs))
+    return call.run(here)
+
+
+def _keep_recipe(result: Any, call: Call, found: Sequence[GlobalTensor]) -> None:
+    """Note how ``result`` was made, on a rank that does not have it, unless that would keep a large tensor alive."""
+    if not isinstance(result, GlobalTensor):
+        return
+    for leaf in call.leaves():
+        is_plain = isinstance(leaf, Tensor) and not isinstance(leaf, GlobalTensor)
+        if is_plain and leaf.numel() > _SMALL:
+            return
+    versions = tuple(tensor.memory.version for tensor in found)
+    result.recipe = Recipe(call, versions)
 
 
 def _home_of(tensors: Sequence[GlobalTensor]) -> int:
     """Where an operation on ``tensors`` is done: with the parameters, as they are used again; else with most bytes."""
     candidates = [tensor for tensor in tensors if tensor.memory.leaf is not None] or tensors
-    sizes: dict[int, int] = {}
+    sizes: dict[int, int] = defaultdict(int)
     for tensor in candidates:
-        sizes[tensor.home] = sizes.get(tensor.home, 0) + tensor.numel() * tensor.dtype.itemsize
+        sizes[tensor.home] += tensor.numel() * tensor.dtype.itemsize
     return max(sizes, key=lambda home: (sizes[home], -home))
 
 
-def _is_mixed(args: tuple[Any, ...]) -> bool:
-    """Whether the first list, of which the others' places follow, has tensors of different ranks."""
-    first = next((arg for arg in args if isinstance(arg, (list, tuple))), ())
-    return len({leaf.home if isinstance(leaf, GlobalTensor) else None for leaf in first}) > 1
+def _first_list(call: Call) -> Sequence[Any]:
+    """The first list among the arguments, of which the others' places follow; empty if there is none."""
+    for arg in call.args:
+        if isinstance(arg, (list, tuple)):
+            return arg
+    return ()
+
+
+def _is_mixed(call: Call) -> bool:
+    """Whether the first list has tensors of different ranks."""
+    ranks = {_rank_of(leaf) for leaf in _first_list(call)}
+    return len(ranks) > 1
+
+
+def _rank_of(leaf: Any) -> int | None:
+    """The home of a global tensor; None for anything else, which every rank has."""
+    if isinstance(leaf, GlobalTensor):
+        return leaf.home
+    return None
+
+
+def _members(arg: Any, chosen: Sequence[int], count: int) -> Any:
+    """The ``chosen`` ones of a list of ``count``; anything else as it is."""
+    if isinstance(arg, (list, tuple)) and len(arg) == count:
+        return [arg[index] for index in chosen]
+    return arg
 
 
 def _meta(leaf: Any) -> Any:
     if isinstance(leaf, GlobalTensor):
         return leaf.meta
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.to("meta")
+    return leaf
 
 
 def _meta_keyword(leaf: Any) -> Any:
     if isinstance(leaf, torch.Generator):
         return None
-    return torch.device("meta") if isinstance(leaf, torch.device) else _meta(leaf)
-
-
-def _own_generator(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("generator") is not None
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    return _meta(leaf)
 
 
 def _in_order_of_returns(facts: OperatorFacts, written: list[GlobalTensor]) -> Any:
     if facts.num_returns == 0:
         return None
-    return written[0] if facts.num_returns == 1 else tuple(written)
+    if facts.num_returns == 1:
+        return written[0]
+    return tuple(written)

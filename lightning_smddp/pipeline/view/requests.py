@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_smddp.pipeline.capture.user_code import user_location
 from lightning_smddp.pipeline.view.agreement import Agreement, Ask, SharedRandomState
 from lightning_smddp.pipeline.view.leaves import GRADIENT, Leaf, Leaves, ViewGradients
-from lightning_smddp.pipeline.view.tensor import GlobalTensor, Recipe, View, globals_in, map_arguments
+from lightning_smddp.pipeline.view.tensor import GlobalTensor, View
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.stream import Spec, broadcast_tensors
 
@@ -66,7 +66,9 @@ class Requests:
         # tell each other before anything is sent, so that a refusal is an error everywhere and no rank waits for
         # values.
         request = broadcast_json(request, view.group, view.device, ranks[0])
-        problem = request.get("problem") or self._outdated(request["versions"], ranks[0], request["place"])
+        problem = request.get("problem")
+        if problem is None:
+            problem = self._outdated(request["versions"], ranks[0], request["place"])
         self.agreement.tell(problem)
         received: dict[str, Tensor] = {}
         for name in request["versions"]:
@@ -74,7 +76,8 @@ class Requests:
         if wanted is None:
             return
         for tensor in wanted:
-            view.keep_copy(tensor, _in_memory_order(tensor, self._make(tensor, received)))
+            values = self._make(tensor, received)
+            view.keep_copy(tensor, _in_memory_order(tensor, values))
 
     def _request(self, wanted: Sequence[GlobalTensor]) -> dict[str, Any]:
         versions: dict[str, int] = {}
@@ -93,11 +96,12 @@ class Requests:
             versions[tensor.memory.leaf] = tensor.memory.version
             return None
         recipe = tensor.recipe
-        if recipe is None or (tensor.memory.leaf is None and tensor.memory.version > 0):
+        is_overwritten = tensor.memory.leaf is None and tensor.memory.version > 0
+        if recipe is None or is_overwritten:
             return _alone(f"{tensor.describe()} at {user_location()}", self.view.rank)
         # The operation can be done again only with what it was given: another version of that has other values. What it
         # wrote itself (the same memory) has a later version by that.
-        for given, version in zip(globals_in((recipe.args, recipe.kwargs)), recipe.versions, strict=True):
+        for given, version in zip(recipe.call.global_tensors(), recipe.versions, strict=True):
             if given.memory is not tensor.memory and given.memory.version != version:
                 what = f"{tensor.describe()} at {user_location()}, made of {given.describe()} as it was before"
                 return _alone(what, self.view.rank)
@@ -126,7 +130,9 @@ class Requests:
             return leaf.memory.version
         if not self.gradients.loaded:
             return 0
-        gradient = None if leaf.shown is None else leaf.shown.grad
+        gradient: Tensor | None = None
+        if leaf.shown is not None:
+            gradient = leaf.shown.grad
         if not isinstance(gradient, GlobalTensor) or gradient.memory.leaf != name:
             return None
         return gradient.memory.version
@@ -137,24 +143,32 @@ class Requests:
         leaf = self.leaves.by_name[name.removeprefix(GRADIENT)]
         values = torch.empty(leaf.tensor.shape, dtype=leaf.tensor.dtype, device=view.device)
         if leaf.home == view.rank:
-            source = leaf.tensor.grad if name.startswith(GRADIENT) else leaf.tensor
-            values = torch.zeros_like(values) if source is None else source.detach().contiguous()
+            source: Tensor | None = leaf.tensor
+            if name.startswith(GRADIENT):
+                source = leaf.tensor.grad
+            if source is None:
+                values.zero_()
+            else:
+                values = source.detach().contiguous()
         broadcast_tensors([Spec.of(values)], [values], view.group, leaf.home, view.device)
         return values
 
     def _make(self, tensor: GlobalTensor, received: dict[str, Tensor]) -> Tensor:
+        """The values of ``tensor``: those that are here, those received, or what its recipe makes of such."""
         if tensor.local is not None:
             return tensor.local
         if self._is_leaf(tensor):
             assert tensor.memory.leaf is not None
             return received[tensor.memory.leaf]
-        assert isinstance(tensor.recipe, Recipe)
+        recipe = tensor.recipe
+        assert recipe is not None
 
         def made(leaf: Any) -> Any:
-            return self._make(leaf, received) if isinstance(leaf, GlobalTensor) else leaf
+            if isinstance(leaf, GlobalTensor):
+                return self._make(leaf, received)
+            return leaf
 
-        recipe = tensor.recipe
-        result: Tensor = recipe.function(*map_arguments(made, recipe.args), **map_arguments(made, recipe.kwargs))
+        result: Tensor = recipe.call.run(made)
         return result
 
 
@@ -169,6 +183,11 @@ def _in_memory_order(tensor: GlobalTensor, values: Tensor) -> Tensor:
     """``values`` as a copy of the memory of ``tensor`` lies, or just contiguous if it shows a part of it."""
     if not tensor.is_whole:
         return values.contiguous()
-    laid_out = torch.empty_strided(tensor.shape, tensor.meta.stride(), dtype=values.dtype, device=values.device)
+    laid_out = torch.empty_strided(
+        tensor.shape,
+        tensor.meta.stride(),
+        dtype=values.dtype,
+        device=values.device,
+    )
     laid_out.copy_(values)
     return laid_out.as_strided((laid_out.numel(),), (1,), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,26 +45,22 @@ class ShownState(defaultdict[Any, Any]):
         _, ranks, _ = self.view.agreement.meet(Ask.VALUES, what, self.view.serial)
         if len(ranks) < self.view.group.size():
             self.view.requests.refuse(ranks, what)
-        local = {name: self._described(leaf) for name, leaf in self.view.leaves.by_name.items()}
-        local = {name: described for name, described in local.items() if described is not None}
-        gathered = gather_json(local, self.view.group, self.view.device)
-        found = {name: described for part in gathered for name, described in part.items()}
-        for name, leaf in self.view.leaves.by_name.items():
+        # Each home tells what the state of its parameters looks like, so that all ranks can make stand-ins for it.
+        leaves = self.view.leaves.by_name
+        local: dict[str, Any] = {}
+        for name, leaf in leaves.items():
+            if leaf.home == self.view.rank and leaf.tensor in self.real:
+                local[name] = _described(self.real[leaf.tensor])
+        found: dict[str, Any] = {}
+        for part in gather_json(local, self.view.group, self.view.device):
+            found.update(part)
+        for name, leaf in leaves.items():
             if name in found:
-                super().__setitem__(leaf.tensor, self._shown(leaf, found[name]))
-
-    def _described(self, leaf: Leaf) -> dict[str, Any] | None:
-        if leaf.home != self.view.rank or leaf.tensor not in self.real:
-            return None
-        described: dict[str, Any] = {}
-        for key, value in self.real[leaf.tensor].items():
-            if isinstance(value, Tensor):
-                described[key] = {"tensor": Spec.of(value).to_json(), "stride": list(value.stride())}
-            elif isinstance(value, _PLAIN):
-                described[key] = {"value": value}
-        return described
+                shown = self._shown(leaf, found[name])
+                super().__setitem__(leaf.tensor, shown)
 
     def _shown(self, leaf: Leaf, described: dict[str, Any]) -> dict[str, Any]:
+        """The state of ``leaf`` as its home has ``described`` it, with global tensors."""
         shown: dict[str, Any] = {}
         for key, fact in described.items():
             if "value" in fact:
@@ -72,28 +68,40 @@ class ShownState(defaultdict[Any, Any]):
                 continue
             spec = Spec.from_json(fact["tensor"])
             meta = torch.empty_strided(spec.shape, fact["stride"], dtype=spec.dtype, device="meta")
-            local = self.real[leaf.tensor][key].detach() if leaf.home == self.view.rank else None
+            local: Tensor | None = None
+            if leaf.home == self.view.rank:
+                local = self.real[leaf.tensor][key].detach()
             shown[key] = GlobalTensor(self.view, leaf.home, meta, local, Memory())
         return shown
 
     def write_back(self) -> None:
         """The state of this rank's parameters becomes what the hook has left. Collective if some has to be sent."""
+        if not self.loaded:
+            return
         for leaf in self.view.leaves.by_name.values():
-            shown = super().get(leaf.tensor) if self.loaded else None
+            shown = super().get(leaf.tensor)
             if shown is None:
                 continue
+            # What a hook has put there may be on another rank than the parameter: all ranks fetch that.
             away = [v for v in shown.values() if isinstance(v, GlobalTensor) and v.home != leaf.home]
-            copies = {id(v): copy for v, copy in zip(away, self.view.fetch(away), strict=True)}
-            if self.view.rank not in leaf.holders:
-                continue
-            own = self.real[leaf.tensor]
-            for key, value in shown.items():
-                if not isinstance(value, GlobalTensor):
-                    own[key] = value.detach().clone() if isinstance(value, Tensor) else value
-                elif id(value) in copies:
+            fetched = self.view.fetch(away)
+            copies = {id(value): copy for value, copy in zip(away, fetched, strict=True)}
+            if self.view.rank in leaf.holders:
+                self._write(leaf, shown, copies)
+
+    def _write(self, leaf: Leaf, shown: dict[str, Any], copies: dict[int, Tensor]) -> None:
+        """The real state of ``leaf``, which this rank holds, becomes ``shown``; ``copies`` are from other ranks."""
+        own = self.real[leaf.tensor]
+        for key, value in shown.items():
+            if isinstance(value, GlobalTensor):
+                if id(value) in copies:
                     own[key] = copies[id(value)].clone()
                 elif value.local is not None and not _is_same(own.get(key), value.local):
                     own[key] = value.local
+            elif isinstance(value, Tensor):
+                own[key] = value.detach().clone()
+            else:
+                own[key] = value
 
     # ---- every way to read loads the state of all ranks first ----
 
@@ -133,8 +141,21 @@ class ShownState(defaultdict[Any, Any]):
         return super().values()
 
 
+def _described(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state as JSON: plain values, and what tensors look like; nothing else of it is shown."""
+    described: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            described[key] = {"tensor": Spec.of(value).to_json(), "stride": list(value.stride())}
+        elif isinstance(value, _PLAIN):
+            described[key] = {"value": value}
+    return described
+
+
 def _is_same(before: Any, after: Tensor) -> bool:
-    return isinstance(before, Tensor) and before.data_ptr() == after.data_ptr() and before.shape == after.shape
+    if not isinstance(before, Tensor):
+        return False
+    return before.data_ptr() == after.data_ptr() and before.shape == after.shape
 
 
 @contextmanager

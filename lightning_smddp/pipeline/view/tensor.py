@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,18 +26,38 @@ class SharedViewError(GlobalViewError):
     """The same one on every rank of the pipeline, wherever each is in the hook."""
 
 
+class Call(NamedTuple):
+    """An operator with its arguments: global tensors and others, also in tuples, lists and dicts."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def global_tensors(self) -> list[GlobalTensor]:
+        """Those among the arguments, in order."""
+        return [leaf for leaf in self.leaves() if isinstance(leaf, GlobalTensor)]
+
+    def leaves(self) -> list[Any]:
+        """The arguments, with those in containers each for itself."""
+        return _flat((self.args, self.kwargs))
+
+    def run(self, change: Callable[[Any], Any]) -> Any:
+        """The result, with what ``change`` makes of each of the :meth:`leaves` in its place."""
+        args = map_arguments(change, self.args)
+        kwargs = map_arguments(change, self.kwargs)
+        return self.function(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a value was made of others: for a rank that asks for it alone, when its home never made it.
 
     Attributes:
-        function, args, kwargs: the operation.
+        call: the operation.
         versions: of the memory of each :class:`GlobalTensor` among the arguments at that time.
     """
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: Call
     versions: tuple[int, ...]
 
 
@@ -85,7 +105,7 @@ class View(Protocol):
         """Whether user code runs within it now."""
         ...
 
-    def run_operator(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_operator(self, call: Call) -> Any:
         """The result of one operator call, on this rank."""
         ...
 
@@ -193,7 +213,8 @@ class GlobalTensor(Tensor):
         self.local = local
         self.meta = meta
         self.memory = memory
-        self.serial, self.recipe = view.next_serial(self), None
+        self.serial = view.next_serial(self)
+        self.recipe = None
         return self
 
     __torch_function__ = disabled_torch_function
@@ -207,11 +228,13 @@ class GlobalTensor(Tensor):
         kwargs: Any = None,
     ) -> Any:
         """Called outside of the view, and inside of it where modes are off."""
-        tensor = next(leaf for leaf in _flat((args, kwargs or {})) if isinstance(leaf, GlobalTensor))
-        if tensor.global_view.is_entered:
-            return tensor.global_view.run_operator(function, tuple(args), dict(kwargs or {}))
+        call = Call(function, tuple(args), dict(kwargs or {}))
+        tensor = call.global_tensors()[0]
+        view = tensor.global_view
+        if view.is_entered:
+            return view.run_operator(call)
         if function is torch.ops.aten.detach.default:  # autograd's own, which reads nothing
-            return tensor.global_view.alias(tensor)
+            return view.alias(tensor)
         raise OutsideViewError(
             f"{function} at {user_location()} uses {tensor.describe()}, whose values are on rank {tensor.home} of the "
             "pipeline. Other ranks' tensors can be used in hooks and callbacks, where all ranks run the same code, but "
@@ -234,12 +257,14 @@ class GlobalTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with memory of its own, where this one's values are."""
-        if id(self) not in memo:
-            copy: Any = self.detach().clone().requires_grad_(self.requires_grad)
-            if isinstance(self, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy, self.requires_grad)
-            memo[id(self)] = copy
-        return memo[id(self)]
+        if id(self) in memo:
+            return memo[id(self)]
+        copy: Any = self.detach().clone()
+        copy.requires_grad_(self.requires_grad)
+        if isinstance(self, nn.Parameter):
+            copy = nn.Parameter(copy, self.requires_grad)
+        memo[id(self)] = copy
+        return copy
 
     @property
     def is_whole(self) -> bool:
@@ -249,24 +274,23 @@ class GlobalTensor(Tensor):
 
 def _flat(structure: Any) -> list[Any]:
     """Leaves of what operators take: tuples, lists and dicts."""
-    if isinstance(structure, (tuple, list)):
-        return [leaf for child in structure for leaf in _flat(child)]
     if isinstance(structure, dict):
-        return [leaf for child in structure.values() for leaf in _flat(child)]
-    return [structure]
+        structure = list(structure.values())
+    if not isinstance(structure, (tuple, list)):
+        return [structure]
+    found: list[Any] = []
+    for child in structure:
+        found += _flat(child)
+    return found
 
 
 def map_arguments(function: Callable[[Any], Any], structure: Any) -> Any:
     """``structure`` of tuples, lists and dicts with ``function`` applied to all that is none of these."""
-    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
-        return type(structure)(*(map_arguments(function, child) for child in structure))
-    if isinstance(structure, (tuple, list)):
-        return type(structure)([map_arguments(function, child) for child in structure])
     if isinstance(structure, dict):
         return {key: map_arguments(function, child) for key, child in structure.items()}
-    return function(structure)
-
-
-def globals_in(structure: Any) -> list[GlobalTensor]:
-    """The global tensors among the arguments of an operator, in order."""
-    return [leaf for leaf in _flat(structure) if isinstance(leaf, GlobalTensor)]
+    if not isinstance(structure, (tuple, list)):
+        return function(structure)
+    members = [map_arguments(function, child) for child in structure]
+    if hasattr(structure, "_fields"):  # a named tuple takes its members one by one
+        return type(structure)(*members)
+    return type(structure)(members)
