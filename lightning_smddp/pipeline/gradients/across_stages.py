@@ -43,13 +43,17 @@ def create_tied_groups(
     if not shared:
         return {}
     assert dist.group.WORLD is not None
-    name, rank = new_name(dist.group.WORLD, device), dist.get_rank()
-    replica = next(number for number, pipeline in enumerate(pipelines) if rank in pipeline)
+    name = new_name(dist.group.WORLD, device)
+    rank = dist.get_rank()
     local: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for ranks in shared:
-        members = [pipelines[replica][pipeline_rank] for pipeline_rank in ranks]
-        if rank in members:
-            local[ranks] = create_group(members, f"{name}-tied-{replica}-{ranks}", timeout, device)
+    for replica, pipeline in enumerate(pipelines):
+        if rank not in pipeline:
+            continue
+        # Only the members of a group create it, all of them in the order of `shared`.
+        for ranks in shared:
+            members = [pipeline[pipeline_rank] for pipeline_rank in ranks]
+            if rank in members:
+                local[ranks] = create_group(members, f"{name}-tied-{replica}-{ranks}", timeout, device)
     return local
 
 
@@ -71,7 +75,8 @@ class TiedGradients:
         self._sets: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
         for ranks, names in ownership.shared().items():
             if rank in ranks:
-                self._sets.append((groups[ranks], [named[name] for name in names]))
+                parameters = [named[name] for name in names]
+                self._sets.append((groups[ranks], parameters))
 
     @torch.no_grad()
     def sum(self) -> None:
@@ -80,9 +85,12 @@ class TiedGradients:
         A holder without a gradient counts as zero; if none has one, it stays None.
         """
         for group, parameters in self._sets:
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
-                _sum(group, [parameter for parameter in trained if parameter.dtype == dtype])
+            by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    by_dtype.setdefault(parameter.dtype, []).append(parameter)
+            for alike in by_dtype.values():
+                _sum(group, alike)
 
 
 def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
@@ -92,15 +100,17 @@ def _sum(group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> None:
 
         gradient of p0 | gradient of p1 | ... | how many holders have one: p0, p1, ...
     """
+    first = parameters[0]
     has_one = [parameter.grad is not None for parameter in parameters]
-    holders = from_numbers(has_one, parameters[0].dtype, parameters[0].device)
     gradients = [_gradient(parameter).flatten() for parameter in parameters]
+    holders = from_numbers(has_one, first.dtype, first.device)
     flat = torch.cat([*gradients, holders])
     dist.all_reduce(flat, group=group)
     sizes = [parameter.numel() for parameter in parameters]
     *sums, holders = flat.split([*sizes, len(parameters)])
+    # Reading the counts waits for the device. Where this rank has all gradients, each has a holder anyway.
     counts = [1.0] * len(parameters)
-    if not all(has_one):  # only then: reading the counts waits for the device
+    if not all(has_one):
         counts = holders.tolist()
     for parameter, total, count in zip(parameters, sums, counts, strict=True):
         if count == 0:
@@ -150,11 +160,10 @@ def clip_by_norm(
     # A tied parameter has the same summed gradient on several ranks, so its owner alone counts it; all of its holders
     # scale it by the same factor.
     rank = group.rank()
-    counted = [
-        parameter.grad
-        for name, parameter in parameters.items()
-        if parameter.grad is not None and ownership.owner(name) == rank
-    ]
+    counted: list[Tensor] = []
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and ownership.owner(name) == rank:
+            counted.append(parameter.grad)
     total = norm_over_ranks(counted, group, norm_type, device, error_if_nonfinite)
     clip_grads_with_norm_(parameters.values(), max_norm, total)
     return total
@@ -162,14 +171,17 @@ def clip_by_norm(
 
 def clip_by_value(optimizer: Optimizer, clip_val: float) -> None:
     """``torch.nn.utils.clip_grad_value_`` of this stage's gradients; torch's raises where there are none."""
-    gradients = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if gradients:
-        clip_grad_value_(gradients, clip_val)
+    trained: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        trained += [parameter for parameter in group["params"] if parameter.grad is not None]
+    if trained:
+        clip_grad_value_(trained, clip_val)
 
 
 def take_over_clipping(plugin: Any, by_norm: Callable[[Any, float], None]) -> None:
     """Let Lightning's precision ``plugin`` clip by norm with ``by_norm``, and by value with :func:`clip_by_value`."""
-    plugin.clip_grad_by_norm, plugin.clip_grad_by_value = by_norm, clip_by_value
+    plugin.clip_grad_by_norm = by_norm
+    plugin.clip_grad_by_value = clip_by_value
 
 
 def give_back_clipping(plugin: Any) -> None:
@@ -189,14 +201,18 @@ def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter
         placeholder: see ``OptimizerPartition.add_placeholder``; its gradient becomes 0 or inf.
         group: the ranks of this pipeline.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None and p is not placeholder]
-    dense = []
-    for gradient in gradients:
+    dense: list[Tensor] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or parameter is placeholder:
+            continue
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
         dense.append(gradient)
+    # The largest absolute value is finite if all are. The flag stays on the device: reading it would wait.
     norm = get_total_norm(dense, inf)
-    flag = (~norm.isfinite()).to(placeholder).view(1, 1)
+    is_spoiled = ~norm.isfinite()
+    flag = is_spoiled.to(placeholder).view(1, 1)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     # `GradScaler` finds the inf in this gradient on every rank, so all skip the step, and all scales stay equal.
     placeholder.grad = torch.where(flag > 0, inf, 0.0).to(flag)

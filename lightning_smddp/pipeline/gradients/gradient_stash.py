@@ -70,8 +70,10 @@ class GradientStash:
         # was there: it starts from zero, and `restore` adds the earlier batches after the hooks were called.
         hooked = self.hooks.take(self.parameters) and self.replicas is None
         if hooked or self.hooks.from_start:
-            continues, may_drop = False, may_drop and not continues
-            accumulates = accumulates and not self.hooks.from_start  # alike on all ranks, which meet if it is False
+            may_drop = may_drop and not continues
+            continues = False
+        if self.hooks.from_start:  # alike on all ranks, which meet in `restore` unless the batch accumulates
+            accumulates = False
         self._accumulates = accumulates
         self._keeps = continues
         self._old = None
@@ -79,12 +81,15 @@ class GradientStash:
         # has to look untouched until `backward`, while the schedule needs an empty one (copy).
         if not continues and not may_drop:
             self._old = {name: _copied(parameter.grad) for name, parameter in self.parameters.items()}
-        if self.replicas is None:
-            if not continues:
-                self._set({})
-        else:
-            counts = {name: num_microbatches * len(stages) for name, stages in self.stages.items()}
-            self.replicas.begin(None if accumulates else counts, keep=continues)
+        if self.replicas is not None:
+            # Buckets start to be averaged when their gradients are complete: after a backward pass for each micro-batch
+            # and stage. What only accumulates is not averaged.
+            backwards: dict[str, int] | None = None
+            if not accumulates:
+                backwards = {name: num_microbatches * len(stages) for name, stages in self.stages.items()}
+            self.replicas.begin(backwards, keep=continues)
+        elif not continues:
+            self._set({})
 
     def drop(self) -> None:
         """Throw away what the schedule has made of a batch that did not continue another one."""
@@ -97,7 +102,7 @@ class GradientStash:
             self.replicas.stash()
         else:
             # References, no copies: `.grad` gets other tensors below, and `zero_grad` reaches only those.
-            self._made = {name: p.grad for name, p in self.parameters.items()}
+            self._made = self._gradients()
         self._set(self._old or {})
 
     @torch.no_grad()
@@ -119,7 +124,7 @@ class GradientStash:
         # parameter, seen by hooks, and only then added to those of earlier batches.
         before: dict[str, Tensor | None] = {}
         if self._old is not None:  # the Trainer may have zeroed it since, so `.grad` counts and not the copy
-            before = {name: parameter.grad for name, parameter in self.parameters.items()}
+            before = self._gradients()
         if self.replicas is not None:
             self._set({})  # else what was there before would be taken for what was made
             self.replicas.finish(average=not self._accumulates)
@@ -148,6 +153,10 @@ class GradientStash:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """What ``.grad`` is now, by parameter."""
+        return {name: parameter.grad for name, parameter in self.parameters.items()}
 
     def _set(self, gradients: Mapping[str, Tensor | None]) -> None:
         """Let each parameter's ``.grad`` be the one of its name, or None where there is none."""

@@ -41,21 +41,24 @@ class ParameterHooks:
         """Set aside what was registered on these since. Returns whether there are any."""
         with without_torch_function():
             for name, parameter in parameters.items():
-                for is_post, hooks in enumerate(hooks_of(parameter)):
-                    if hooks:
-                        self._take(name, hooks, bool(is_post))
-        return any(kept.left() for name in parameters for kept in self._kept.get(name, ()))
+                before, post = hooks_of(parameter)
+                if before:
+                    self._take(name, before, is_post=False)
+                if post:
+                    self._take(name, post, is_post=True)
+        return any(self._left(name) for name in parameters)
 
     def _take(self, name: str, hooks: Hooks, is_post: bool) -> None:
         # torch keeps hooks in dicts of its own, and the handle that a user holds removes a key from such a dict. So
         # the dict and its keys stay, and each function in it is exchanged for one that does nothing.
-        known = self._kept.get(name, [])
-        kept = next((kept for kept in known if kept.hooks is hooks), None)
-        if kept is None:
-            kept = _Kept(hooks, is_post)
+        for kept in self._kept.get(name, ()):
+            if kept.hooks is hooks:
+                kept.take()
+                return
+        kept = _Kept(hooks, is_post)
         kept.take()
-        if kept.functions and kept not in known:
-            self._kept[name] = [*known, kept]
+        if kept.functions:
+            self._kept.setdefault(name, []).append(kept)
 
     def give_back(self) -> None:
         """The module is whole: autograd calls the hooks again."""
@@ -73,7 +76,11 @@ class ParameterHooks:
     @property
     def has_any(self) -> bool:
         """Whether a user's hook has been registered on a parameter of this rank."""
-        return any(kept.left() for dicts in self._kept.values() for kept in dicts)
+        return any(self._left(name) for name in self._kept)
+
+    def _left(self, name: str) -> bool:
+        """Whether a hook on this parameter was not removed since."""
+        return any(kept.left() for kept in self._kept.get(name, ()))
 
     def on_gradients(self, parameters: Mapping[str, Tensor]) -> None:
         """Call those of ``register_hook``: ``.grad`` is the batch's."""
@@ -87,16 +94,19 @@ class ParameterHooks:
     def behind_accumulation(self, parameters: Mapping[str, Tensor]) -> None:
         """Call hooks of ``register_post_accumulate_grad_hook`` where there is a gradient, last parameters first."""
         for name, function in self._calls(parameters, post=True):
-            if parameters[name].grad is not None:
-                function(parameters[name])
+            parameter = parameters[name]
+            if parameter.grad is not None:
+                function(parameter)
 
     def _calls(self, parameters: Mapping[str, Tensor], post: bool) -> list[tuple[str, Callable[[Tensor], Any]]]:
         """The last parameters first, as a backward pass comes to them."""
-        found = []
+        found: list[tuple[str, Callable[[Tensor], Any]]] = []
         for name in reversed(list(parameters)):
             for kept in self._kept.get(name, ()):
-                if kept.is_post is post:
-                    found += [(name, function) for function in kept.left()]
+                if kept.is_post is not post:
+                    continue
+                for function in kept.left():
+                    found.append((name, function))
         return found
 
 
@@ -112,7 +122,8 @@ class _Kept:
         """Exchange each of the users' functions for one that does nothing, under the same key."""
         for key, function in self.hooks.items():
             if not isinstance(function, OwnHook) and function is not _nothing:
-                self.functions[key], self.hooks[key] = function, _nothing
+                self.functions[key] = function
+                self.hooks[key] = _nothing
 
     def left(self) -> list[Callable[[Tensor], Any]]:
         """Those that were not removed since."""
@@ -120,7 +131,9 @@ class _Kept:
 
     def give_back(self) -> None:
         """Let autograd call the functions again, under the keys that their handles remove."""
-        self.hooks.update({key: function for key, function in self.functions.items() if key in self.hooks})
+        for key, function in self.functions.items():
+            if key in self.hooks:
+                self.hooks[key] = function
 
 
 def _nothing(_: Tensor) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -32,6 +33,23 @@ from lightning_smddp.communication.stats import recorder_for
 from lightning_smddp.pipeline.gradients.parameter_hooks import OwnHook
 
 
+@dataclass
+class _Slot:
+    """One parameter's part of a bucket.
+
+    Attributes:
+        parameter: whose gradient it has.
+        view: of the flat memory, in the parameter's own strides.
+        kept: whether it began with what ``.grad`` held.
+        written: the count of writes to ``view`` then: it tells whether a backward pass has come to it since.
+    """
+
+    parameter: nn.Parameter
+    view: Tensor
+    kept: bool = False
+    written: int = 0
+
+
 class GradientBucket:
     """Has what ``GradientSynchronizer.average`` asks of DDP's ``GradBucket``.
 
@@ -50,14 +68,12 @@ class GradientBucket:
         self._last = last
         sizes = [parameter.numel() for parameter in parameters]
         self._flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        # Each gradient is a slice of the flat memory, in its parameter's own strides. `used` tells by the count of
-        # writes whether backward has come to a slice; `.data` gives each a count of its own (views share one).
-        self._views = []
+        # flat:  gradient of p0 | gradient of p1 | ...
+        # `.data` gives each view a count of writes of its own: those of one tensor share one.
+        self._slots: list[_Slot] = []
         for parameter, part in zip(parameters, self._flat.split(sizes), strict=True):
             view = part.as_strided(parameter.shape, _strides(parameter))
-            self._views.append(view.data)
-        self._kept = [False] * len(parameters)
-        self._written = [0] * len(parameters)
+            self._slots.append(_Slot(parameter, view.data))
 
     def index(self) -> int:
         """Its position in the order of launches."""
@@ -77,39 +93,48 @@ class GradientBucket:
 
     def begin(self, keep: bool) -> None:
         """Let gradients flow in: added to what ``.grad`` holds, or to zero."""
-        self._kept = [keep and parameter.grad is not None for parameter in self._parameters]
-        keeps_some = any(self._kept)
+        keeps_some = False
+        for slot in self._slots:
+            slot.kept = keep and slot.parameter.grad is not None
+            keeps_some |= slot.kept
         if keeps_some:
             self.collect()
         else:
             self._flat.zero_()  # one kernel instead of one for each parameter
-        for parameter, view, kept in zip(self._parameters, self._views, self._kept, strict=True):
-            if keeps_some and not kept:
-                view.zero_()
-            parameter.grad = view
-        self._written = [write_count(view) for view in self._views]
+        for slot in self._slots:
+            if keeps_some and not slot.kept:
+                slot.view.zero_()
+            slot.parameter.grad = slot.view
+            slot.written = write_count(slot.view)
 
     def collect(self) -> None:
         """Take in gradients that someone put elsewhere, as ``backward(create_graph=True)`` does."""
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is not None and not _same_memory(parameter.grad, view):
-                view.copy_(parameter.grad)
-                parameter.grad = view
+        for slot in self._slots:
+            gradient = slot.parameter.grad
+            if gradient is not None and not _same_memory(gradient, slot.view):
+                slot.view.copy_(gradient)
+                slot.parameter.grad = slot.view
 
     def used(self) -> list[bool]:
         """Which parameters have a gradient, be it zero."""
-        used = []
-        for view, before, kept in zip(self._views, self._written, self._kept, strict=True):
-            used.append(kept or write_count(view) != before)
-        return used
+        return [slot.kept or write_count(slot.view) != slot.written for slot in self._slots]
 
     def hand_out(self, used: Iterable[bool]) -> None:
         """Set ``.grad``: the view, or None for parameters without a gradient."""
-        for parameter, view, is_used in zip(self._parameters, self._views, used, strict=True):
+        for slot, is_used in zip(self._slots, used, strict=True):
             if is_used:
-                parameter.grad = view
+                slot.parameter.grad = slot.view
             else:
-                parameter.grad = None
+                slot.parameter.grad = None
+
+
+@dataclass
+class _Filling:
+    """A bucket to be."""
+
+    members: list[nn.Parameter] = field(default_factory=list)
+    size: int = 0  # bytes
+    end: int = 0  # of the last member its position in the order of backward
 
 
 def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[GradientBucket]:
@@ -117,22 +142,25 @@ def assign_buckets(parameters: list[nn.Parameter], cap_bytes: int) -> list[Gradi
 
     That is taken to be the reverse of the module's.
     """
-    filling: dict[torch.dtype, list[tuple[int, nn.Parameter]]] = {}  # the open bucket of each dtype
-    full: list[list[tuple[int, nn.Parameter]]] = []
+    filled: list[_Filling] = []
+    filling: dict[torch.dtype, _Filling] = {}  # the open bucket of each dtype
     for position, parameter in enumerate(reversed(parameters)):
-        members = filling.setdefault(parameter.dtype, [])
-        elements = parameter.numel() + sum(member.numel() for _, member in members)
-        if members and elements * parameter.dtype.itemsize > cap_bytes:
-            full.append(members)
-            members = filling[parameter.dtype] = []
-        members.append((position, parameter))
+        size = parameter.numel() * parameter.dtype.itemsize
+        bucket = filling.get(parameter.dtype)
+        if bucket is None or bucket.size + size > cap_bytes:
+            bucket = _Filling()
+            filled.append(bucket)
+            filling[parameter.dtype] = bucket
+        bucket.members.append(parameter)
+        bucket.size += size
+        bucket.end = position
     # A bucket can start when its last gradient is there, so buckets are numbered by their last members. Launches
     # follow the numbers on all replicas: collectives in another order on another rank would never match.
-    contents = sorted([*full, *filling.values()], key=lambda members: members[-1][0])
+    filled.sort(key=lambda bucket: bucket.end)
     buckets = []
-    for number, members in enumerate(contents):
-        is_last = number == len(contents) - 1
-        buckets.append(GradientBucket(number, [parameter for _, parameter in members], is_last))
+    for number, bucket in enumerate(filled):
+        is_last = number == len(filled) - 1
+        buckets.append(GradientBucket(number, bucket.members, is_last))
     return buckets
 
 
@@ -187,8 +215,17 @@ class ReplicaGradients:
         self._compression = compression
         self._device = device
         self.recorder = recorder_for(device)
-        size = sum(p.numel() * p.dtype.itemsize for p in self._trained().values())
-        self.communicator = Communicator(group, device, timeout, self.recorder.on_wait, size, apart=True)
+        size = 0
+        for parameter in self._trained().values():
+            size += parameter.numel() * parameter.dtype.itemsize
+        self.communicator = Communicator(
+            group,
+            device,
+            timeout,
+            self.recorder.on_wait,
+            size,
+            apart=True,
+        )
         check_same_model(_Held(self._parameters), group, device, self.communicator.topology)
         if compression is not None:
             for name, parameter in self._trained().items():
@@ -216,22 +253,24 @@ class ReplicaGradients:
             keep: add to what ``.grad`` holds; else start from zero.
         """
         self._wait()
-        if [id(p) for p in self._trained().values()] != self._built_for:
+        trained = self._trained()
+        if [id(parameter) for parameter in trained.values()] != self._built_for:
             self._rebuild()
         self._launched = 0
-        self._remaining = {}
-        if backwards is not None:
-            if isinstance(backwards, int):
-                self._remaining = dict.fromkeys(self._trained(), backwards)
-            else:
-                self._remaining = {name: backwards[name] for name in self._trained()}
+        if backwards is None:
+            self._remaining = {}
+        elif isinstance(backwards, int):
+            self._remaining = dict.fromkeys(trained, backwards)
+        else:
+            self._remaining = {name: backwards[name] for name in trained}
         for bucket in self.buckets:
             bucket.begin(keep)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Around backward passes that do not belong to a batch: what they make is not counted."""
-        remaining, self._remaining = self._remaining, {}
+        remaining = self._remaining
+        self._remaining = {}
         try:
             yield
         finally:
@@ -258,9 +297,11 @@ class ReplicaGradients:
             self._wait()
             used = self._used_by_any(used)
         self._remaining = {}
-        flags = iter(used)
+        begin = 0
         for bucket in self.buckets:
-            bucket.hand_out([next(flags) for _ in bucket.parameters()])
+            end = begin + len(bucket.parameters())
+            bucket.hand_out(used[begin:end])
+            begin = end
 
     def take_nonfinite(self) -> dict[str, str] | None:
         """What was not finite in this rank's own gradients, by parameter; None if no replica's, nor their mean, was.
@@ -323,8 +364,11 @@ class ReplicaGradients:
     def _build(self) -> None:
         trained = self._trained()
         self._built_for = [id(parameter) for parameter in trained.values()]
-        if not trained:  # perhaps later: groups are made now, as the ranks of a step do not wait for each other
-            for name in dict.fromkeys(name for _, name in self.plan.table):
+        if not trained:
+            # Perhaps some are later. The groups of the algorithms are made now, where all ranks come: within a step
+            # they do not wait for each other.
+            names = [name for _, name in self.plan.table]
+            for name in dict.fromkeys(names):
                 self.communicator.algorithm(name, self._compression).close()
             return
         self._synchronizer = GradientSynchronizer(
@@ -334,13 +378,15 @@ class ReplicaGradients:
             self._compression,
             self.recorder,
         )
-        cap = self.plan.bucket_cap_mb or DEFAULT_BUCKET_MB
-        self.buckets = assign_buckets(list(trained.values()), int(cap * 2**20))
-        self._names = {id(parameter): name for name, parameter in trained.items()}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(OwnHook(self._accumulated, name))
-            for name, parameter in trained.items()
-        ]
+        cap_mb = self.plan.bucket_cap_mb or DEFAULT_BUCKET_MB
+        cap_bytes = int(cap_mb * 2**20)
+        self.buckets = assign_buckets(list(trained.values()), cap_bytes)
+        self._names = {}
+        self._hooks = []
+        for name, parameter in trained.items():
+            self._names[id(parameter)] = name
+            hook = OwnHook(self._accumulated, name)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _unbuild(self) -> None:
         for hook in self._hooks:
@@ -401,11 +447,14 @@ class ReplicaGradients:
     def _launch(self, bucket: GradientBucket) -> None:
         assert self._synchronizer is not None
         bucket.collect()
-        self._synchronizer.watch.on, self._synchronizer.watch.marks = self.watching, self.marking
+        watch = self._synchronizer.watch
+        watch.on = self.watching
+        watch.marks = self.marking
         # On a CPU an average blocks until all replicas have come. Backward must not wait there: its pipeline would
         # stand still, and with it the replica that it waits for. So a thread of this object waits, one bucket after the
         # other.
-        average, as_ddp = self._synchronizer.average, cast(GradBucket, bucket)
+        average = self._synchronizer.average
+        as_ddp = cast(GradBucket, bucket)
         if self._device.type == "cpu":
             self._pending.append(self._thread.submit(average, as_ddp))
         else:  # queued on the device: does not wait for anyone
@@ -415,7 +464,8 @@ class ReplicaGradients:
 
     def _wait(self) -> None:
         """Wait for everything under way; raises what went wrong."""
-        pending, self._pending = self._pending, []
+        pending = self._pending
+        self._pending = []
         for launched in pending:
             launched.result().wait()
 

@@ -6,8 +6,7 @@ There is no bucket, nor overlap: it serves steps that cannot be cut, which may s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from itertools import groupby
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from lightning_smddp._compat.torch import write_count
 from lightning_smddp.communication.nonfinite import bad_gradients
 
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_BYTES = 25 * 2**20  # as of DDP
 
 
 class WholeGradients:
@@ -37,7 +36,7 @@ class WholeGradients:
         self.group = group
         self.device = device
         self.watching = False  # for NaN and inf
-        self._found: dict[str, str] | None = None
+        self._found: dict[str, str] = {}
         self._spoiled = False
         self._count = 0  # of averages
         self._seen = self._state()
@@ -48,21 +47,29 @@ class WholeGradients:
         Raises:
             ValueError: on every rank: a gradient is sparse, or ranks are at other backward passes.
         """
-        every = dict(self.module.named_parameters())
-        grown = set()
-        for name, parameter in every.items():
-            if parameter.grad is not None and not self._is_seen(name, parameter.grad):
-                grown.add(name)
+        parameters = list(self.module.named_parameters())
+        flags = []
+        sparse = 0.0
+        for name, parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or self._is_seen(name, gradient):
+                flags.append(0.0)
+                continue
+            flags.append(1.0)
+            if gradient.is_sparse:
+                sparse = 1.0
         self._count += 1
-        flags = [float(name in grown) for name in every]
-        sparse = float(any(_is_sparse(every[name]) for name in grown))
         # One MAX tells all ranks which gradients somebody's backward has changed, and whether all are at the same
         # backward pass: the lowest count is minus the highest of the negated ones.
-        message = torch.tensor([*flags, sparse, self._count, -self._count], dtype=torch.float64, device=self.device)
+        numbers = [*flags, sparse, self._count, -self._count]
+        message = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group)
         *answers, any_sparse, highest, lowest = message.tolist()
         self._require_together(highest, -lowest, any_sparse)
-        chosen = {name: every[name] for name, flag in zip(every, answers, strict=True) if flag > 0}
+        chosen: list[tuple[str, nn.Parameter]] = []
+        for named, flag in zip(parameters, answers, strict=True):
+            if flag > 0:
+                chosen.append(named)
         for bucket in _buckets(chosen):
             self._average(bucket)
         self._seen = self._state()
@@ -81,17 +88,16 @@ class WholeGradients:
             )
 
     def _average(self, bucket: Mapping[str, nn.Parameter]) -> None:
-        gradients = [_flat(p) for p in bucket.values()]
+        """Average the gradients of ``bucket``, of one type, in one flat tensor. Collective."""
+        gradients = [_flat(parameter) for parameter in bucket.values()]
         total = torch.cat(gradients)
         dist.all_reduce(total, group=self.group)
         total.div_(self.group.size())
         if self.watching and not bool(total.sum().isfinite()):
             self._spoiled = True
-            self._found = {**(self._found or {}), **(bad_gradients(bucket.items()) or {})}
-        begin = 0
-        for parameter, flat in zip(bucket.values(), gradients, strict=True):
-            part = total[begin : begin + flat.numel()]
-            begin += flat.numel()
+            self._found.update(bad_gradients(bucket.items()) or {})
+        sizes = [flat.numel() for flat in gradients]
+        for parameter, part in zip(bucket.values(), total.split(sizes), strict=True):
             if parameter.is_complex():
                 part = torch.view_as_complex(part.view(-1, 2))
             if parameter.grad is None:
@@ -100,25 +106,28 @@ class WholeGradients:
 
     def take_nonfinite(self) -> dict[str, str] | None:
         """What was not finite in this rank's own gradients since the last call; None if no rank has found anything."""
-        found, self._found = self._found, None
-        spoiled, self._spoiled = self._spoiled, False
-        if not spoiled:
+        if not self._spoiled:
             return None
-        return found or {}
+        found = self._found
+        self._found = {}
+        self._spoiled = False
+        return found
 
     def _state(self) -> dict[str, tuple[weakref.ref[Tensor], int]]:
         """Each gradient, and how often it was written."""
-        held = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
-        return {name: (weakref.ref(gradient), write_count(gradient)) for name, gradient in held}
+        state: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        for name, parameter in self.module.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                state[name] = (weakref.ref(gradient), write_count(gradient))
+        return state
 
     def _is_seen(self, name: str, gradient: Tensor) -> bool:
         """Whether it is what it was behind the last average."""
-        reference, count = self._seen.get(name, (None, 0))
-        return reference is not None and reference() is gradient and write_count(gradient) == count
-
-
-def _is_sparse(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None and parameter.grad.is_sparse
+        if name not in self._seen:
+            return False
+        reference, count = self._seen[name]
+        return reference() is gradient and write_count(gradient) == count
 
 
 def _flat(parameter: nn.Parameter) -> Tensor:
@@ -132,17 +141,20 @@ def _flat(parameter: nn.Parameter) -> Tensor:
     return gradient.reshape(-1)
 
 
-def _buckets(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, nn.Parameter]]:
-    """Parts of one type each, and not much larger than a bucket."""
-    ordered = sorted(parameters.items(), key=lambda item: str(item[1].dtype))  # stable: the same on all ranks
-    for _, alike in groupby(ordered, key=lambda item: item[1].dtype):
+def _buckets(parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[dict[str, nn.Parameter]]:
+    """Parts of one type each, and not much larger than a bucket, in the same order on all ranks."""
+    by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append((name, parameter))
+    for dtype in sorted(by_dtype, key=str):
         bucket: dict[str, nn.Parameter] = {}
         size = 0
-        for name, parameter in alike:
+        for name, parameter in by_dtype[dtype]:
             bucket[name] = parameter
             size += parameter.numel() * parameter.dtype.itemsize
             if size >= _BUCKET_BYTES:
                 yield bucket
-                bucket, size = {}, 0
+                bucket = {}
+                size = 0
         if bucket:
             yield bucket
