@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from lightning_smddp.bridge.attribute_counts import UNKNOWN
 from lightning_smddp.bridge.batch_cutting import BatchCutter
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.metrics import PipelineMetrics
 from lightning_smddp.bridge.partitioned_module import PartitionedModule
 from lightning_smddp.bridge.run_setup import RunSetup, warn_on_first_rank
 from lightning_smddp.bridge.step import LightningStep
-from lightning_smddp.bridge.step_attributes import UNKNOWN, AttrPath
+from lightning_smddp.bridge.step_attributes import AttrPath
 from lightning_smddp.bridge.step_results import StepResults, broadcast_results
 from lightning_smddp.pipeline.capture.constant_random import without_chance
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError

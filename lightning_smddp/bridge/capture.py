@@ -26,6 +26,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torchmetrics import Metric
 
 from lightning_smddp._compat.torch import forward_cache, without_torch_functions
+from lightning_smddp.bridge.attribute_counts import (
+    UNKNOWN,
+    Moved,
+    doubtful_counts,
+    settle_counts,
+    unsettled_counts,
+)
+from lightning_smddp.bridge.combined_changes import combine_changes
 from lightning_smddp.bridge.left_behind import LeftBehind, without_remote
 from lightning_smddp.bridge.logged_values import (
     Log,
@@ -48,18 +56,7 @@ from lightning_smddp.bridge.metrics import (
     owners,
     patched,
 )
-from lightning_smddp.bridge.step_attributes import (
-    UNKNOWN,
-    AttributeWatch,
-    AttrPath,
-    Changes,
-    Moved,
-    combine_changes,
-    detached,
-    doubtful_counts,
-    settle_counts,
-    unsettled_counts,
-)
+from lightning_smddp.bridge.step_attributes import AttributeWatch, AttrPath, Changes, detached
 from lightning_smddp.bridge.step_results import Observed, StepResults
 from lightning_smddp.pipeline.partition.microbatches import UncombinableError, combine
 from lightning_smddp.wire.pytree import Path, copied, leaves, map_leaves

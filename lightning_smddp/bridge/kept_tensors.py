@@ -8,7 +8,7 @@ change in place is like an assignment of another tensor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -24,6 +24,8 @@ _SMALL = 2**16  # elements; larger tensors are copied where a trace has seen a c
 
 @dataclass(frozen=True)
 class _StandIn:
+    """A tensor of an attribute, the copy that is there in its place, and how often the copy was written at first."""
+
     original: Tensor
     copy: Tensor
     writes: int
@@ -34,47 +36,59 @@ class _StandIn:
 
 
 class StandIns:
-    """Replaces tensors in one container by copies.
+    """Replaces tensors among an object's attributes by copies.
 
     Args:
-        container: attributes of an object, or a dict among them.
-        keys: which members may be changed.
-        is_sought: whether a key's tensor is copied however large it is.
+        own: the object's attributes.
+        names: which of them may be changed.
+        large: names of tensors that are copied however large they are; None: all are.
     """
 
-    def __init__(self, container: dict[Any, Any], keys: Iterable[Hashable], is_sought: Callable[[Any], bool]) -> None:
-        self.container = container
-        self._stand_ins: dict[Any, _StandIn] = {}
-        candidates = {key: container[key] for key in keys if _can_be_copied(container[key])}
-        candidates = {key: found for key, found in candidates.items() if found.numel() <= _SMALL or is_sought(key)}
-        memories = Counter(map(storage_key, candidates.values()))
-        for key, found in candidates.items():
-            if memories[storage_key(found)] > 1:
-                continue  # a change of one shows in the other
+    def __init__(self, own: dict[str, Any], names: Iterable[str], large: Collection[str] | None) -> None:
+        self.own = own
+        self._stand_ins: dict[str, _StandIn] = {}
+        candidates: dict[str, Tensor] = {}
+        for name in names:
+            value = own[name]
+            if not _can_be_copied(value):
+                continue
+            if large is None or value.numel() <= _SMALL or name in large:
+                candidates[name] = value
+        memories = Counter(storage_key(original) for original in candidates.values())
+        for name, original in candidates.items():
+            # Of two attributes that share memory a write to one shows in the other, which copies would not.
+            if memories[storage_key(original)] > 1:
+                continue
             with torch.inference_mode(False), torch.no_grad():  # writes to inference tensors are not counted
-                copy = found.clone()
-            self._stand_ins[key] = _StandIn(found, copy, write_count(copy))
-            container[key] = copy
+                copy = original.clone()
+            self._stand_ins[name] = _StandIn(original, copy, write_count(copy))
+            own[name] = copy
 
-    def changed(self) -> list[Any]:
-        """Keys of what was changed in place."""
-        return [key for key, one in self._stand_ins.items() if one.is_changed and self.container.get(key) is one.copy]
+    def changed(self) -> list[str]:
+        """Names of what was changed in place."""
+        names = []
+        for name, stand_in in self._stand_ins.items():
+            if stand_in.is_changed and self.own.get(name) is stand_in.copy:
+                names.append(name)
+        return names
 
     def have(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one of the copies, or a view of one."""
         memory = storage_key(tensor)
-        return any(storage_key(one.copy) == memory for one in self._stand_ins.values())
+        return any(storage_key(stand_in.copy) == memory for stand_in in self._stand_ins.values())
 
-    def is_untouched(self, key: Any) -> bool:
+    def is_untouched(self, name: str) -> bool:
         """Whether there is a copy that nobody has changed or replaced."""
-        one = self._stand_ins.get(key)
-        return one is not None and self.container.get(key) is one.copy and not one.is_changed
+        stand_in = self._stand_ins.get(name)
+        if stand_in is None:
+            return False
+        return self.own.get(name) is stand_in.copy and not stand_in.is_changed
 
     def take_away(self) -> None:
         """Put the originals back where nothing has changed; changed copies are what the step has assigned."""
-        for key, one in self._stand_ins.items():
-            if self.container.get(key) is one.copy and not one.is_changed:
-                self.container[key] = one.original
+        for name, stand_in in self._stand_ins.items():
+            if self.is_untouched(name):
+                self.own[name] = stand_in.original
 
 
 def _can_be_copied(value: Any) -> bool:
@@ -83,7 +97,7 @@ def _can_be_copied(value: Any) -> bool:
 
 Kept: TypeAlias = dict[str, list[tuple[Tensor, int]]]  # by attribute: tensors, and how often they were written
 
-_OWN = frozenset(vars(nn.Module()))
+_OWN = frozenset(vars(nn.Module()))  # torch's attributes of a module, parameters and buffers among them
 
 
 def tensor_attributes(module: nn.Module) -> Kept:
@@ -98,8 +112,12 @@ def tensor_attributes(module: nn.Module) -> Kept:
             if not isinstance(value, (Tensor, list, tuple, dict)):
                 continue
             written = [(tensor, _writes(tensor)) for tensor in tensors(value)]
-            if written:
-                found[".".join(["self", *filter(None, path.split(".")), name])] = written
+            if not written:
+                continue
+            owner = "self"
+            if path:
+                owner = f"self.{path}"
+            found[f"{owner}.{name}"] = written
     return found
 
 
@@ -112,7 +130,11 @@ def _writes(tensor: Tensor) -> int:
 
 def changed_attributes(before: Kept, now: Kept) -> list[str]:
     """Names of those that have other tensors now, or in which one was written."""
-    return [name for name, found in now.items() if not _same(before.get(name), found)]
+    names = []
+    for name, found in now.items():
+        if not _same(before.get(name), found):
+            names.append(name)
+    return names
 
 
 def _same(before: list[tuple[Tensor, int]] | None, now: list[tuple[Tensor, int]]) -> bool:

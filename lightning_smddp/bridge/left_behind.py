@@ -28,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_functions
+from lightning_smddp.bridge.attribute_counts import UNKNOWN, Moved, settle_counts, unsettled_counts
+from lightning_smddp.bridge.combined_changes import combine_changes
 from lightning_smddp.bridge.owner_watch import (
-    MISSING,
     Found,
     OwnerWatch,
     has_remote,
@@ -42,17 +43,7 @@ from lightning_smddp.bridge.owner_watch import (
     set_at,
     value_at,
 )
-from lightning_smddp.bridge.step_attributes import (
-    UNKNOWN,
-    AttrPath,
-    Changes,
-    Moved,
-    combine_changes,
-    detached,
-    in_words,
-    settle_counts,
-    unsettled_counts,
-)
+from lightning_smddp.bridge.step_attributes import MISSING, AttrPath, Changes, detached, in_words
 from lightning_smddp.pipeline.capture.patches import set_within
 from lightning_smddp.pipeline.capture.tracer import note_left
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor

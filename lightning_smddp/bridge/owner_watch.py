@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_smddp._compat.torch import write_count
-from lightning_smddp.bridge.step_attributes import AttrPath, is_plain
+from lightning_smddp.bridge.step_attributes import MISSING, MOST_MEMBERS, AttrPath, is_plain
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.wire.pytree import leaves, tensors
 
-MISSING = object()
-_MOST_MEMBERS = 1000  # of a dict; one with more is data
 _OF_MODULES = frozenset(vars(nn.Module()))
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_smddp", "torchmetrics")
 
@@ -50,7 +48,7 @@ class OwnerWatch:
         self.members = {
             name: dict(value)
             for name, value in self.before.items()
-            if isinstance(value, dict) and len(value) <= _MOST_MEMBERS
+            if isinstance(value, dict) and len(value) <= MOST_MEMBERS
         }
         lists: list[tuple[AttrPath, Any]] = [((name,), value) for name, value in self.before.items()]
         lists += [((name, key), value) for name, members in self.members.items() for key, value in members.items()]
@@ -88,7 +86,7 @@ class OwnerWatch:
         found = []
         for where, (known, length) in self.lengths.items():
             tail = known[length:]
-            if tail and value_at(self.own, where) is known and _is_plain(tail):
+            if tail and value_at(self.own, where) is known and is_plain(tail):
                 found.append(Found(where, None, tail, grows=True))
         for name, after in list(self.own.items()):
             if name in self.ignored:
@@ -101,7 +99,7 @@ class OwnerWatch:
             if now is self.before[name]:
                 changed = [(key, value) for key, value in now.items() if value is not members.get(key, MISSING)]
                 found += [Found((name, key), members.get(key, MISSING), value) for key, value in changed]
-        return [change for change in found if _is_plain(change.after) and _is_key(change.where[-1])]
+        return [change for change in found if is_plain(change.after) and _is_key(change.where[-1])]
 
     def restore(self, of_members_alone: bool) -> None:
         """Put back lists, numbers, and what has tensors of other stages. This one's stay: they may be caches.
@@ -169,10 +167,6 @@ def has_remote(structure: Any) -> bool:
     return any(type(leaf) is RemoteTensor for leaf in leaves(structure))
 
 
-def _is_plain(structure: Any) -> bool:
-    return all(map(is_plain, leaves(structure)))
-
-
 def ignored_of(owner: Any) -> frozenset[str]:
     """Names of attributes that are not the user's."""
     if isinstance(owner, nn.Module):
@@ -196,9 +190,9 @@ def _helpers(owners: dict[str, Any]) -> dict[str, Any]:
 
 def _members(value: Any) -> Sequence[Any]:
     if isinstance(value, (list, tuple)):
-        return value[:_MOST_MEMBERS]
+        return value[:MOST_MEMBERS]
     if isinstance(value, dict):
-        return list(value.values())[:_MOST_MEMBERS]
+        return list(value.values())[:MOST_MEMBERS]
     return (value,)
 
 

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_smddp.bridge.attribute_counts import learn_steps
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.logged_values import Rule, is_loss, learn_rules
-from lightning_smddp.bridge.step_attributes import learn_steps
 from lightning_smddp.bridge.step_results import KeptState, Observed
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.loss_weights import path_text

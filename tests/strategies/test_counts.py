@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_smddp.bridge.step_attributes import AttrPath, Changes, Moved, adds_up, settle, unknown_counts
+from lightning_smddp.bridge.attribute_counts import Moved, adds_up, settle, unknown_counts
+from lightning_smddp.bridge.step_attributes import AttrPath, Changes
 
 PLACE: AttrPath = ("n",)
 LAW = adds_up(PLACE)
