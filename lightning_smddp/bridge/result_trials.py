@@ -10,6 +10,7 @@ leaves something in attributes is compared once more, as if it had been run befo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
@@ -20,16 +21,18 @@ from torch import Tensor
 from lightning_smddp.bridge.attribute_counts import learn_steps
 from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.logged_values import Rule, is_loss, learn_rules
-from lightning_smddp.bridge.step_results import KeptState, Observed
+from lightning_smddp.bridge.step_results import KeptState, Observed, StepResults
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.loss_weights import path_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
 from lightning_smddp.wire.pytree import Path, items
 
 Run: TypeAlias = Callable[["Sequence[MicroBatch]", "KeptState | None"], "Observed | None"]
-Differences = dict[str, tuple[str, str]]  # by what differs: for the rows at once, and from their parts
+Differences: TypeAlias = dict[str, tuple[str, str]]  # by what differs: for the rows at once, and from their parts
+Joins: TypeAlias = list[tuple[list[Any], int | None]]  # see ``Findings.joins``
+Shape: TypeAlias = tuple[int, ...]
 RETURNED = "what the step returns"
-_MOST = 4
+_MOST = 4  # differences that a warning names
 EXACT, MIXED = 5e-5, 1e-1  # relative errors that rounding may explain, in fp32 and with 16-bit types
 _NOTHING = 1e-8  # what rounding leaves of what should be zero
 
@@ -49,7 +52,7 @@ class Findings:
 
     rules: dict[str, Any] = field(default_factory=dict)
     doubts: dict[str, Any] = field(default_factory=dict)
-    joins: list[tuple[list[Any], int | None]] = field(default_factory=list)
+    joins: Joins = field(default_factory=list)
     per_row: list[tuple[list[Any], bool]] = field(default_factory=list)
     differences: Differences = field(default_factory=dict)
 
@@ -64,13 +67,16 @@ class Findings:
 
     def after(self, earlier: Findings) -> Findings:
         """These, of a second trial; a name's rule is the ``earlier`` trial's where that left no doubt of it."""
+        rules = dict(self.rules)
+        for name, rule in earlier.rules.items():
+            if name not in earlier.doubts:
+                rules[name] = rule
         doubts = {}
         for name in self.doubts.keys() & earlier.doubts.keys():
             both = [rule for rule in earlier.doubts[name] if rule in self.doubts[name]]
             if len(both) > 1:
                 doubts[name] = both
-        decided = {name: rule for name, rule in earlier.rules.items() if name not in earlier.doubts}
-        return replace(self, rules={**self.rules, **decided}, doubts=doubts)
+        return replace(self, rules=rules, doubts=doubts)
 
     def beside(self, earlier: Findings) -> Findings:
         """These of a later batch together with ``earlier`` ones; where they contradict each other is a difference.
@@ -78,37 +84,60 @@ class Findings:
         A name may have several rules that explain its values. Those that explain both batches are left; if none does,
         the values have no rule.
         """
-        found = replace(self, rules=dict(self.rules), doubts=dict(self.doubts), differences=dict(self.differences))
-        for name, rule in earlier.rules.items():
-            before = now = earlier._possible(name)
-            if name in self.rules:
-                now = self._possible(name)
-            both = [one for one in before if one in now]
-            if not both:
-                found.differences[f"the logged {name!r}"] = (f"the {now[0]} of parts", f"not their {rule}, as before,")
-            found.rules[name] = rule
-            if both and rule not in both:
-                found.rules[name] = both[0]
-            doubted = [*earlier.doubts.get(name, ()), *found.doubts.pop(name, ())]
-            doubts = [one for one in both if one in doubted]
-            if len(doubts) > 1:
-                found.doubts[name] = doubts
-        known, new = ({tuple(path): dimension for path, dimension in one.joins} for one in (earlier, self))
-        if any(known.get(path, dimension) != dimension for path, dimension in new.items()):
-            found.differences[RETURNED] = ("put together in one way", "in another way")
-        found.joins = [(list(path), dimension) for path, dimension in {**new, **known}.items()]
+        found = replace(
+            self,
+            rules=dict(self.rules),
+            doubts=dict(self.doubts),
+            differences=dict(self.differences),
+        )
+        for name in earlier.rules:
+            found._narrow(name, earlier)
+        found._add_joins(earlier)
         paths = [list(where) for where, _ in earlier.per_row]
-        found.per_row = [*earlier.per_row, *(entry for entry in self.per_row if list(entry[0]) not in paths)]
+        found.per_row = list(earlier.per_row)
+        for where, flag in self.per_row:
+            if list(where) not in paths:
+                found.per_row.append((where, flag))
         return found
+
+    def _narrow(self, name: str, earlier: Findings) -> None:
+        """Keep the rules of ``name`` that explain its values here and ``earlier``, which has a rule for it."""
+        rule = earlier.rules[name]
+        before = now = earlier._possible(name)
+        if name in self.rules:
+            now = self._possible(name)
+        both = [one for one in before if one in now]
+        if both:
+            self.rules[name] = both[0]  # the earlier rule, if it is among them
+        else:
+            self.rules[name] = rule
+            self.differences[f"the logged {name!r}"] = (f"the {now[0]} of parts", f"not their {rule}, as before,")
+        doubted = [*earlier.doubts.get(name, ()), *self.doubts.pop(name, ())]
+        doubts = [one for one in both if one in doubted]
+        if len(doubts) > 1:
+            self.doubts[name] = doubts
 
     def _possible(self, name: str) -> list[Rule]:
         """The rules that explain a name's values, its own first, which doubts leave out where it is that of means."""
         return list(dict.fromkeys([self.rules[name], *self.doubts.get(name, ())]))
 
+    def _add_joins(self, earlier: Findings) -> None:
+        """Put tensors together as ``earlier``; a difference where this is done in another way now."""
+        known = earlier._join_of_path()
+        joins = self._join_of_path()
+        for path, dimension in joins.items():
+            if known.get(path, dimension) != dimension:
+                self.differences[RETURNED] = ("put together in one way", "in another way")
+        joins.update(known)
+        self.joins = [(list(path), dimension) for path, dimension in joins.items()]
+
+    def _join_of_path(self) -> dict[Path, int | None]:
+        return {tuple(path): dimension for path, dimension in self.joins}
+
     def teach(self, capture: StepCapture, key: Any) -> None:
         """Let ``capture`` combine results of the step ``key`` so."""
         capture.rules |= self.rules
-        capture.joins[key] = {tuple(path): dimension for path, dimension in self.joins}
+        capture.joins[key] = self._join_of_path()
         capture.per_row |= {tuple(where): flag for where, flag in self.per_row}
 
     def forget_losses(self) -> None:
@@ -121,8 +150,11 @@ class Findings:
 
     def text(self) -> str:
         """What differs between some rows and their parts, in words, for a warning."""
-        texts = [f"{what} is {whole} for some rows, but {made}" for what, (whole, made) in self.differences.items()]
-        words = f"{'; '.join(texts[:_MOST])} from their halves"
+        texts = []
+        for what, (whole, made) in self.differences.items():
+            texts.append(f"{what} is {whole} for some rows, but {made}")
+        listed = "; ".join(texts[:_MOST])
+        words = f"{listed} from their halves"
         if len(texts) > _MOST:
             words += f" ... ({len(texts) - _MOST} more)"
         return words
@@ -159,21 +191,17 @@ def try_results(
         What was found; nothing where ``run`` gives None.
     """
     # The rows at once, twice, and each part alone. What differs between the first two runs is chance.
-    whole, again, *alone = [run([some], None) for some in (rows, rows, *parts)]
+    whole = run([rows], None)
+    again = run([rows], None)
+    alone = [run([part], None) for part in parts]
     findings = Findings()
+    by_chance: set[str] = set()
     if whole is not None:
         results = [part.results for part in alone if part is not None]
-        learned = learn_rules(whole.results.logs, [result.logs for result in results], parts, by_rows)
-        findings.rules, findings.doubts = dict(learned.rules), dict(learned.doubts)
-        findings.joins = _find_joins(whole.results.output, [result.output for result in results])
-        set_to = [result.attributes for result in results]
-        before = {name: getattr(capture.module, name, None) for name in whole.results.attributes}  # or of its class
-        learn_steps(before, whole.results.attributes, set_to, capture.per_row)
-        findings.per_row = [(list(where), flag) for where, flag in capture.per_row.items() if _is_plain(where)]
+        findings = _learned(whole.results, results, parts, capture, by_rows)
         findings.teach(capture, key)
-    by_chance: set[str] = set()
-    if whole is not None and again is not None:
-        by_chance = set(_differences(whole, again, tolerance))
+        if again is not None:
+            by_chance.update(_differences(whole, again, tolerance))
     # Now the parts as micro-batches, combined by what was learned: this has to give what the rows at once gave.
     findings.differences = _compared(run, None, whole, parts, by_chance, tolerance)
     # And once more with attributes as a step leaves them: a running mean is right only for the first batch. The rank
@@ -185,7 +213,29 @@ def try_results(
         kept = kept.moved(capture.module)
     state = share(kept)
     if state is not None:
-        findings.differences = _compared(run, state, run([rows], state), parts, by_chance, tolerance)
+        whole = run([rows], state)
+        findings.differences = _compared(run, state, whole, parts, by_chance, tolerance)
+    return findings
+
+
+def _learned(
+    whole: StepResults,
+    results: Sequence[StepResults],
+    parts: Sequence[MicroBatch],
+    capture: StepCapture,
+    by_rows: bool,
+) -> Findings:
+    """How what the step shows for some rows comes out of the ``results`` for ``parts`` of them."""
+    logs = [result.logs for result in results]
+    learned = learn_rules(whole.logs, logs, parts, by_rows)
+    findings = Findings(rules=dict(learned.rules), doubts=dict(learned.doubts))
+    findings.joins = _find_joins(whole.output, [result.output for result in results])
+    before = {name: getattr(capture.module, name, None) for name in whole.attributes}  # or of its class
+    set_to = [result.attributes for result in results]
+    learn_steps(before, whole.attributes, set_to, capture.per_row)
+    for where, flag in capture.per_row.items():
+        if _is_plain(where):
+            findings.per_row.append((list(where), flag))
     return findings
 
 
@@ -205,18 +255,21 @@ def _compared(
     if whole is None or made is None:
         return {}
     found = _differences(whole, made, tolerance)
-    return {what: texts for what, texts in found.items() if what not in by_chance}
+    for what in by_chance:
+        found.pop(what, None)
+    return found
 
 
-def _find_joins(whole: Any, parts: Sequence[Any]) -> list[tuple[list[Any], int | None]]:
+def _find_joins(whole: Any, parts: Sequence[Any]) -> Joins:
     """Dimensions in which the tensors of parts add up to the whole's; None for what is the same for all rows."""
     pieces: list[Mapping[Path, Any]] = [dict(items(part)) for part in parts]
-    joins: list[tuple[list[Any], int | None]] = []
+    joins: Joins = []
     for path, leaf in items(whole):
         if not _is_plain(path):
             continue
         values = [piece.get(path) for piece in pieces]
-        dimension = _dimension(_shape(leaf), [_shape(value) for value in values])
+        shapes = [_shape(value) for value in values]
+        dimension = _dimension(_shape(leaf), shapes)
         if dimension is not None:
             joins.append((list(path), dimension))
         elif all(_is_constant(leaf, value) for value in values):
@@ -224,7 +277,7 @@ def _find_joins(whole: Any, parts: Sequence[Any]) -> list[tuple[list[Any], int |
     return joins
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _shape(value: Any) -> Shape:
     return tuple(getattr(value, "shape", ()))
 
 
@@ -242,7 +295,9 @@ def _is_constant(whole: Any, part: Any) -> bool:
     if whole.dtype != part.dtype or whole.shape != part.shape:
         return False
     if whole.dim() == 0:
-        return not (whole.is_floating_point() or whole.is_complex()) and bool(whole) and torch.equal(whole, part)
+        is_mean = whole.is_floating_point() or whole.is_complex()
+        if is_mean or not whole:
+            return False
     return torch.equal(whole, part)
 
 
@@ -251,15 +306,22 @@ def _is_plain(path: Path) -> bool:
     return all(isinstance(key, (str, int)) for key in path)
 
 
-def _dimension(whole: tuple[int, ...], parts: Sequence[tuple[int, ...]]) -> int | None:
+def _dimension(whole: Shape, parts: Sequence[Shape]) -> int | None:
+    """The first dimension in which sizes of parts add up to the whole's, all others being the same; None if none."""
     if any(len(shape) != len(whole) for shape in parts):
         return None
     for dimension, size in enumerate(whole):
-        others = (*whole[:dimension], *whole[dimension + 1 :])
-        adds_up = sum(shape[dimension] for shape in parts) == size
-        if adds_up and all((*shape[:dimension], *shape[dimension + 1 :]) == others for shape in parts):
+        total = sum(shape[dimension] for shape in parts)
+        others = _without(whole, dimension)
+        if total == size and all(_without(shape, dimension) == others for shape in parts):
             return dimension
     return None
+
+
+def _without(shape: Shape, dimension: int) -> Shape:
+    sizes = list(shape)
+    del sizes[dimension]
+    return tuple(sizes)
 
 
 def tolerance_of(is_exact: bool, device: torch.device) -> float:
@@ -276,46 +338,49 @@ def tolerance_of(is_exact: bool, device: torch.device) -> float:
 
 def _differences(one: Observed, other: Observed, tolerance: float) -> Differences:
     first, second = dict(_shown(one)), dict(_shown(other))
-    found = {}
+    found: Differences = {}
     for what in dict.fromkeys([*first, *second]):
         if what not in first or what not in second:
             found[what] = (_text(first.get(what), "not there"), _text(second.get(what), "not there"))
-        elif not _same(first[what], second[what], tolerance):
-            texts = _text(first[what]), _text(second[what])
-            if texts[0] == texts[1]:
-                texts = texts[0], "of other values"
-            found[what] = texts
+            continue
+        if _same(first[what], second[what], tolerance):
+            continue
+        before = _text(first[what])
+        after = _text(second[what])
+        if before == after:  # a shape, or numbers that differ in later digits
+            after = "of other values"
+        found[what] = (before, after)
     return found
 
 
 def _shown(observed: Observed) -> Iterator[tuple[str, Any]]:
     """All that is to be seen of a step: paths, in the user's words, and leaves."""
     results = observed.results
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for log in results.logs:
-        counts[log.name] = counts.get(log.name, 0) + 1
+        counts[log.name] += 1
         again = ""
         if counts[log.name] > 1:
             again = f" (call {counts[log.name]})"
         if log.metric is None:
             yield f"the logged {log.name!r}{again}", log.value
-    roots: list[tuple[str, Any]] = []
     for name, (count, _) in results.metrics.items():
-        roots.append((f"the metric {name!r}", count))
-    roots += [(f"the metric {name!r}, in its state", state) for name, state in observed.states.items()]
-    roots += [(_attribute(where), tail) for where, tail in results.appended]
-    roots += [(_attribute((name,)), value) for name, value in results.attributes.items()]
-    roots.append((RETURNED, results.output))
-    for root, structure in roots:
-        for path, leaf in items(structure):
-            if root.startswith("self"):
-                yield f"{root}{path_text(path)}", leaf
-            else:
-                yield f"{root} {path_text(path)}".rstrip(), leaf
+        yield from _leaves_of(f"the metric {name!r}", count)
+    for name, state in observed.states.items():
+        yield from _leaves_of(f"the metric {name!r}, in its state", state)
+    for (attribute, *keys), tail in results.appended:
+        yield from _leaves_of(f"self.{attribute}{path_text(tuple(keys))}", tail)
+    for attribute, value in results.attributes.items():
+        yield from _leaves_of(f"self.{attribute}", value)
+    yield from _leaves_of(RETURNED, results.output)
 
 
-def _attribute(where: Sequence[Any]) -> str:
-    return f"self.{where[0]}{path_text(tuple(where[1:]))}"
+def _leaves_of(root: str, structure: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in items(structure):
+        if root.startswith("self"):
+            yield f"{root}{path_text(path)}", leaf
+        else:
+            yield f"{root} {path_text(path)}".rstrip(), leaf
 
 
 def _same(one: Any, other: Any, tolerance: float) -> bool:
@@ -328,7 +393,8 @@ def _same(one: Any, other: Any, tolerance: float) -> bool:
         if not isinstance(same, bool):  # objects that do not tell
             return True
         return same
-    first, second = torch.as_tensor(one), torch.as_tensor(other)
+    first = torch.as_tensor(one)
+    second = torch.as_tensor(other)
     if first.shape != second.shape or first.is_floating_point() != second.is_floating_point():
         return False
     if first.layout is not torch.strided or first.is_nested or not first.numel():
@@ -343,14 +409,17 @@ def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     finite = one.isfinite()
     if not torch.equal(finite, other.isfinite()):
         return False
-    one, other = one[finite].double(), other[finite].double()
+    one = one[finite].double()
+    other = other[finite].double()
     largest = 0.0
     if one.numel():
         largest = float(one.abs().max())
-    return bool(((one - other).abs() <= tolerance * largest + _NOTHING).all())
+    errors = (one - other).abs()
+    return bool((errors <= tolerance * largest + _NOTHING).all())
 
 
 def _text(value: Any, absent: str = "") -> str:
+    """A value in a few words; ``absent``, if given, where it is None."""
     if absent and value is None:
         return absent
     if isinstance(value, Tensor) and value.numel() == 1:
