@@ -53,7 +53,10 @@ def reduction_name(reduce_fx: Any) -> Rule | None:
     """The name of a ``reduce_fx`` that Lightning accepts, else None."""
     if isinstance(reduce_fx, str):
         return _BY_NAME.get(reduce_fx.lower())
-    return next((rule for function, rule in _REDUCTIONS if function is reduce_fx), None)
+    for function, rule in _REDUCTIONS:
+        if function is reduce_fx:
+            return rule
+    return None
 
 
 def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -69,38 +72,57 @@ def reduce_values(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -
         of_squares: Rule = "sum"
         if rule == "rms":
             of_squares = "mean"
-        return _as_first(values, reduce_values(of_squares, squares, weights) ** 0.5)
-    # A micro-batch of weight 0 (all of its labels ignored, say) has nan for its loss, and nan * 0 is nan: it is left
-    # out. Where all weigh 0, they weigh the same.
-    if rule == "mean" and any(weights) and not all(weights):
-        weighted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-        values, weights = zip(*weighted, strict=True)
-    if rule == "mean" and not any(weights):
-        weights = [1.0] * len(values)
-    if not any(isinstance(value, Tensor) for value in values):
-        return _reduce_numbers(rule, values, weights)
-    device = next(value.device for value in values if isinstance(value, Tensor))
+        root = reduce_values(of_squares, squares, weights) ** 0.5
+        return _as_first(values, root)
+    if rule == "mean":
+        values, weights = _without_weightless(values, weights)
+    devices = [value.device for value in values if isinstance(value, Tensor)]
+    if devices:
+        return _reduce_tensors(rule, values, weights, devices[0])
+    return _reduce_numbers(rule, values, weights)
+
+
+def _without_weightless(values: Sequence[Any], weights: Sequence[float]) -> tuple[Sequence[Any], Sequence[float]]:
+    """Both but for micro-batches of weight 0; where all weigh 0, they weigh the same.
+
+    A micro-batch whose labels are all ignored, say, has weight 0 and nan for its loss, and nan * 0 is nan.
+    """
+    if all(weights):
+        return values, weights
+    if not any(weights):
+        return values, [1.0] * len(values)
+    kept, their_weights = [], []
+    for value, weight in zip(values, weights, strict=True):
+        if weight:
+            kept.append(value)
+            their_weights.append(weight)
+    return kept, their_weights
+
+
+def _reduce_tensors(rule: Rule, values: Sequence[Any], weights: Sequence[float], device: torch.device) -> Tensor:
     parts = [torch.as_tensor(value, device=device).squeeze() for value in values]
     stacked = torch.stack(parts)
     if rule == "sum":
         return stacked.sum()
     if rule == "max":
         return stacked.amax()
-    if rule != "mean":
+    if rule == "min":
         return stacked.amin()
     dtype = torch.float32
     if stacked.dtype == torch.float64:
         dtype = torch.float64
     precise = _most_precise(device)
     shares = from_numbers(weights, precise, device)
-    return ((stacked.to(precise) * shares).sum() / sum(weights)).to(dtype)
+    total = (stacked.to(precise) * shares).sum()
+    return (total / sum(weights)).to(dtype)
 
 
 def _reduce_numbers(rule: Rule, values: Sequence[Any], weights: Sequence[float]) -> Any:
     if rule == "mean":
         if all(value == values[0] for value in values):
             return values[0]
-        return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+        weighted = [value * weight for value, weight in zip(values, weights, strict=True)]
+        return math.fsum(weighted) / sum(weights)
     if rule == "sum":
         return sum(values)
     if rule == "max":
@@ -162,13 +184,15 @@ def whole_batch_size(given: Sequence[int], sizes: Sequence[int], constant: int |
         The sum of ``given``; or ``given`` itself where a number is passed that does not depend on the micro-batch,
         which shows when it is the whole batch's size. And that number, if so.
     """
-    if len(set(given)) == 1 and (given[0] == constant or (given[0] == sum(sizes) and len(sizes) > 1)):
-        return given[0], given[0]
+    first = given[0]
+    is_whole_size = first == sum(sizes) and len(sizes) > 1
+    if len(set(given)) == 1 and (first == constant or is_whole_size):
+        return first, first
     return sum(given), constant
 
 
 _RULES: tuple[Rule, ...] = ("mean", "loss", "sum", "max", "min", "exp", "rms", "norm")
-_TOLERANCE = 1e-5
+_TOLERANCE = 1e-5  # relative: rounding explains as much
 _SAME = 2e-6  # relative: rules that differ by less need not be told from each other
 Doubts: TypeAlias = dict[str, list[Rule]]
 Values: TypeAlias = "tuple[list[Any], list[int], list[float]]"  # of micro-batches: logged values, rows, weights
@@ -196,39 +220,59 @@ def learn_rules(
     learned = Learned()
     if len(parts) < 2:
         return learned  # all rules are the same for one
-    values, sizes = [_numbers(part) for part in parts], [microbatch.size for microbatch in microbatches]
+    values = [_numbers(part) for part in parts]
+    sizes = [microbatch.size for microbatch in microbatches]
     weights = [microbatch.weight for microbatch in microbatches]
     for log in whole:
         expected = _number(log)
         if expected is None or any(log.name not in part for part in values):
             continue
         given = [part[log.name] for part in values]
-        # Each rule makes a number of the parts' numbers; those that make the whole's number are right. Where several
-        # are, as for what is zero at first: a sum is likely a count, anything else a mean.
-        declared: Rule = reduction_name(log.options.get("reduce_fx", "mean")) or "mean"
-        if declared == "mean" and is_loss(log.name):
-            declared = "loss"
-        first: Rule = "mean"
-        if declared in ("sum", "loss"):
-            first = declared
-        made = {rule: _reduced(rule, given, sizes, weights) for rule in _RULES}
-        right = [rule for rule in (first, declared, *_RULES) if _close(expected, made[rule])]
+        # Each rule makes a number of the parts' numbers; those that make the whole's number are right.
+        right = []
+        for rule in _likely_first(log):
+            made = _reduced(rule, given, sizes, weights)
+            if _close(expected, made):
+                right.append(rule)
         if right:
             learned.rules[log.name] = right[0]
-        others = [rule for rule in dict.fromkeys(right) if not (by_rows and rule == "loss")]
-        if len(others) > 1:
-            learned.doubts[log.name] = others
+        if by_rows and "loss" in right:
+            right.remove("loss")  # it is the mean
+        if len(right) > 1:
+            learned.doubts[log.name] = right
     return learned
 
 
-def disagree(rules: Sequence[Rule], values: Values) -> bool:
+def _likely_first(log: Log) -> list[Rule]:
+    """All rules, in the order in which they are preferred where several are right, as for what is zero at first.
+
+    A sum is likely a count, anything else a mean.
+    """
+    declared: Rule = reduction_name(log.options.get("reduce_fx", "mean")) or "mean"
+    if declared == "mean" and is_loss(log.name):
+        declared = "loss"
+    first: Rule = "mean"
+    if declared in ("sum", "loss"):
+        first = declared
+    return list(dict.fromkeys((first, declared, *_RULES)))
+
+
+def disagree(rules: Sequence[Rule], logged: Values) -> bool:
     """Whether it makes a difference which of the rules is right."""
-    numbers = [number for value in values[0] if (number := _plain(value)) is not None]
-    if len(numbers) < 2 or len(numbers) != len(values[0]):
+    values, sizes, weights = logged
+    numbers = []
+    for value in values:
+        number = _plain(value)
+        if number is None:
+            return False
+        numbers.append(number)
+    if len(numbers) < 2:
         return False
-    made = [_reduced(rule, numbers, values[1], values[2]) for rule in rules]
-    spread, largest = max(made) - min(made), max(map(abs, made))
-    return spread > _SAME * largest or any(map(math.isnan, made))
+    made = [_reduced(rule, numbers, sizes, weights) for rule in rules]
+    if any(map(math.isnan, made)):
+        return True
+    largest = max(map(abs, made))
+    return max(made) - min(made) > _SAME * largest
 
 
 def _reduced(rule: Rule, values: Sequence[float], sizes: Sequence[int], weights: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,36 +43,53 @@ class OwnerWatch:
     """Remembers an object's attributes, the members of dicts among them, and the lengths of lists."""
 
     def __init__(self, owner: Any, ignored: frozenset[str]) -> None:
-        self.owner, self.own, self.ignored = owner, vars(owner), ignored
-        self.before = {name: value for name, value in self.own.items() if name not in ignored}
-        self.members = {
-            name: dict(value)
-            for name, value in self.before.items()
-            if isinstance(value, dict) and len(value) <= MOST_MEMBERS
-        }
-        lists: list[tuple[AttrPath, Any]] = [((name,), value) for name, value in self.before.items()]
-        lists += [((name, key), value) for name, members in self.members.items() for key, value in members.items()]
-        self.lengths = {where: (value, len(value)) for where, value in lists if type(value) is list}
-        self.tensors = {
-            name: (value, write_count(value))
-            for name, value in self.before.items()
-            if type(value) is Tensor and not value.is_inference()
-        }
+        self.owner = owner
+        self.own = vars(owner)
+        self.ignored = ignored
+        self.before: dict[str, Any] = {}
+        self.members: dict[str, dict[Any, Any]] = {}
+        self.lengths: dict[AttrPath, tuple[list[Any], int]] = {}
+        self.tensors: dict[str, tuple[Tensor, int]] = {}
+        for name, value in self.own.items():
+            if name in ignored:
+                continue
+            self.before[name] = value
+            if type(value) is list:
+                self.lengths[name,] = (value, len(value))
+            elif type(value) is Tensor and not value.is_inference():  # of which torch counts no writes
+                self.tensors[name] = (value, write_count(value))
+            elif isinstance(value, dict) and len(value) <= MOST_MEMBERS:
+                self._add_dict(name, value)
         self._values = list(self.own.values())
+
+    def _add_dict(self, name: str, value: dict[Any, Any]) -> None:
+        self.members[name] = dict(value)
+        for key, member in value.items():
+            if type(member) is list:
+                self.lengths[name, key] = (member, len(member))
 
     def is_touched(self) -> bool:
         """Whether anything may have changed: about 0.05 us for each attribute."""
-        if len(self.own) != len(self._values) or any(map(operator.is_not, self.own.values(), self._values)):
+        # It is compared which objects are there, not what is in them: a list tells by its length, and a tensor by how
+        # often it was written. What changes deeper inside is not followed.
+        if _are_others(self.own.values(), self._values):
             return True
         for name, members in self.members.items():
             now = self.own[name]  # the same dict
-            if len(now) != len(members) or any(map(operator.is_not, now.values(), members.values())):
+            if _are_others(now.values(), members.values()):
                 return True
-        return any(len(known) != length for known, length in self.lengths.values()) or bool(self.written())
+        for known, length in self.lengths.values():
+            if len(known) != length:
+                return True
+        return bool(self.written())
 
     def written(self) -> list[str]:
         """Attributes whose tensors were written in place."""
-        return [name for name, (tensor, count) in self.tensors.items() if write_count(tensor) != count]
+        names = []
+        for name, (tensor, count) in self.tensors.items():
+            if write_count(tensor) != count:
+                names.append(name)
+        return names
 
     def numbers(self) -> list[Found]:
         """Changes to values without tensors: numbers, text, and lists of these."""
@@ -83,23 +100,30 @@ class OwnerWatch:
 
         Only values that can be followed, see ``is_plain``.
         """
-        found = []
+        found = [*self._grown(), *self._assigned(), *self._assigned_in_dicts()]
+        return [change for change in found if is_plain(change.after) and _is_key(change.where[-1])]
+
+    def _grown(self) -> Iterator[Found]:
         for where, (known, length) in self.lengths.items():
             tail = known[length:]
-            if tail and value_at(self.own, where) is known and is_plain(tail):
-                found.append(Found(where, None, tail, grows=True))
-        for name, after in list(self.own.items()):
-            if name in self.ignored:
-                continue
+            if tail and value_at(self.own, where) is known:  # else another list was set there
+                yield Found(where, None, tail, grows=True)
+
+    def _assigned(self) -> Iterator[Found]:
+        for name, after in self.own.items():
             before = self.before.get(name, MISSING)
-            if after is not before:
-                found.append(Found((name,), before, after))
+            if name not in self.ignored and after is not before:
+                yield Found((name,), before, after)
+
+    def _assigned_in_dicts(self) -> Iterator[Found]:
         for name, members in self.members.items():
             now = self.own.get(name)
-            if now is self.before[name]:
-                changed = [(key, value) for key, value in now.items() if value is not members.get(key, MISSING)]
-                found += [Found((name, key), members.get(key, MISSING), value) for key, value in changed]
-        return [change for change in found if is_plain(change.after) and _is_key(change.where[-1])]
+            if now is not self.before[name]:  # another dict was set, or none is there any more
+                continue
+            for key, after in now.items():
+                before = members.get(key, MISSING)
+                if after is not before:
+                    yield Found((name, key), before, after)
 
     def restore(self, of_members_alone: bool) -> None:
         """Put back lists, numbers, and what has tensors of other stages. This one's stay: they may be caches.
@@ -109,7 +133,9 @@ class OwnerWatch:
         for change in self.found():
             if of_members_alone and not change.is_member:
                 continue
-            if isinstance(change.after, list) or not tensors(change.after) or has_remote(change.after):
+            after = change.after
+            may_be_cache = bool(tensors(after)) and not isinstance(after, list)
+            if not may_be_cache or has_remote(after):
                 self.undo(change)
 
     def undo(self, change: Found) -> None:
@@ -148,18 +174,22 @@ def owners_in(root: nn.Module, with_helpers: bool) -> dict[str, Any]:
 def owner_in_words(name: str) -> str:
     """One of :func:`owners_in`, for messages."""
     name, _, helper = name.partition("->")
+    words = "self"
     if name.startswith("callback "):
         words = name.split(" ")[1]
-    else:
-        words = "self"
-        if name:
-            words += f".{name}"
+    elif name:
+        words += f".{name}"
     attribute, _, index = helper.rpartition(".")
     if attribute:
         words += f".{attribute}"
         if index != "0":
             words += f"[{index}]"
     return words
+
+
+def _are_others(now: Collection[Any], before: Collection[Any]) -> bool:
+    """Whether these are not the same objects in the same order."""
+    return len(now) != len(before) or any(map(operator.is_not, now, before))
 
 
 def has_remote(structure: Any) -> bool:
@@ -183,9 +213,13 @@ def _helpers(owners: dict[str, Any]) -> dict[str, Any]:
             if attribute in ignored or attribute in ("_trainer", "_fabric"):
                 continue
             for index, member in enumerate(_members(value)):
-                if hasattr(member, "__dict__") and not _is_of_a_library(member) and not callable(member):
+                if _is_helper(member):
                     found[f"{name}->{attribute}.{index}"] = member
     return found
+
+
+def _is_helper(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not _is_of_a_library(value) and not callable(value)
 
 
 def _members(value: Any) -> Sequence[Any]:
@@ -212,20 +246,26 @@ def path_to_json(where: AttrPath, root: nn.Module) -> list[Any] | None:
     None if a key is a module that is not in ``root``, a metric of a callback's, say: it has no name.
     """
     names = {id(module): name for name, module in root.named_modules()}
-    if any(isinstance(key, nn.Module) and id(key) not in names for key in where):
-        return None
     keys = []
     for key in where:
-        if isinstance(key, nn.Module):
+        if not isinstance(key, nn.Module):
+            keys.append(["key", key])
+        elif id(key) in names:
             keys.append(["module", names[id(key)]])
         else:
-            keys.append(["key", key])
+            return None
     return keys
 
 
 def path_from_json(keys: list[Any], root: nn.Module) -> AttrPath:
     """The inverse of :func:`path_to_json`."""
-    return tuple(root.get_submodule(key) if kind == "module" else key for kind, key in keys)
+    where = []
+    for kind, key in keys:
+        if kind == "module":
+            where.append(root.get_submodule(key))
+        else:
+            where.append(key)
+    return tuple(where)
 
 
 def value_at(own: dict[str, Any], where: AttrPath) -> Any:
