@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -26,6 +26,7 @@ _NEGLIGIBLE = 5  # nor is one that is slower by as many messages' latencies: tim
 _ROUNDS = 24  # modules opened at most in search of a better balance
 _PATIENCE = 4  # of them without any success,
 _GAIN = 0.98  # which is a slowest stage of less than this share of the best one's time
+_NAMED = 5  # modules that an error message explains
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,22 @@ class StageCuts:
         """What each stage does in a step of ``num_nodes`` nodes."""
         plans = []
         received: tuple[int, ...] = ()
-        for stage, (begin, end) in enumerate(pairwise([0, *self.cuts, num_nodes])):
-            is_last = stage == len(self.cuts)
-            sent = () if is_last else self.live[stage]
-            plans.append(StagePlan(stage, begin, end, frozenset(self.again[stage]), received, sent))
+        for stage, (begin, end) in enumerate(self._bounds(num_nodes)):
+            sent: tuple[int, ...] = ()
+            if stage < len(self.cuts):
+                sent = self.live[stage]
+            repeated = frozenset(self.again[stage])
+            plans.append(StagePlan(stage, begin, end, repeated, received, sent))
             received = sent
         return plans
 
+    def _bounds(self, num_nodes: int) -> Iterator[tuple[int, int]]:
+        """The first node of each stage, and the first one behind it."""
+        return pairwise([0, *self.cuts, num_nodes])
+
     def nodes_by_stage(self, graph: StepGraph) -> Iterator[tuple[int, Node]]:
         """All nodes of ``graph`` in order, each with the stage that it belongs to."""
-        for stage, (begin, end) in enumerate(pairwise([0, *self.cuts, len(graph.nodes)])):
+        for stage, (begin, end) in enumerate(self._bounds(len(graph.nodes))):
             for node in graph.nodes[begin:end]:
                 yield stage, node
 
@@ -75,9 +82,12 @@ class StageCuts:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StageCuts:
         """The inverse of :meth:`to_json`."""
-        live = tuple(tuple(values) for values in data["live"])
-        again = tuple(tuple(nodes) for nodes in data["again"])
-        return cls(tuple(data["units"]), tuple(data["cuts"]), live, again)
+        return cls(
+            units=tuple(data["units"]),
+            cuts=tuple(data["cuts"]),
+            live=tuple(map(tuple, data["live"])),
+            again=tuple(map(tuple, data["again"])),
+        )
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,10 @@ class Resources:
 
 
 def problem_of(
-    graph: StepGraph, resources: Resources, reference: Reference | None, checkpointing: bool
+    graph: StepGraph,
+    resources: Resources,
+    reference: Reference | None,
+    checkpointing: bool,
 ) -> PartitionProblem:
     """What the partition has to solve, from measured times (of the trace alone without a ``reference``)."""
     costs = [_cost(node, reference, checkpointing) for node in graph.nodes]
@@ -124,10 +137,13 @@ def problem_of(
 
 
 def _cost(node: Node, reference: Reference | None, checkpointing: bool) -> NodeCost:
-    is_unit = node.module is not None
-    forward, backward = node.seconds, node.seconds * _BACKWARD_OF_FORWARD
     if reference is not None and reference.forward_seconds:
-        forward, backward = reference.forward_seconds[node.index], reference.backward_seconds[node.index]
+        forward = reference.forward_seconds[node.index]
+        backward = reference.backward_seconds[node.index]
+    else:
+        forward = node.seconds
+        backward = node.seconds * _BACKWARD_OF_FORWARD
+    is_unit = node.module is not None
     kept_bytes = node.activation_bytes
     if checkpointing and is_unit:  # its forward runs again in the backward, and nothing is kept in between
         backward += forward
@@ -146,7 +162,7 @@ def _evened(costs: list[NodeCost], graph: StepGraph, resources: Resources) -> li
         if node.module is not None:
             name = re.sub(r"\d+", "#", node.name)
         sizes = tuple(resources.parameter_bytes.get(parameter, 0) for parameter in node.parameters)
-        shapes = tuple(tuple(graph.values[value].shape) for value in node.outputs)
+        shapes = tuple(graph.values[value].shape for value in node.outputs)
         kinds[name, sizes, shapes, cost.activation_bytes].append(node.index)
     evened = list(costs)
     for alike in kinds.values():
@@ -158,7 +174,11 @@ def _evened(costs: list[NodeCost], graph: StepGraph, resources: Resources) -> li
 
 
 def choose_units(
-    trace: Trace, modules: Modules, resources: Resources, split: Sequence[str] | None, checkpointing: bool
+    trace: Trace,
+    modules: Modules,
+    resources: Resources,
+    split: Sequence[str] | None,
+    checkpointing: bool,
 ) -> StepGraph:
     """Open modules, outermost first, until the stages balance; returns the graph with the units that remain.
 
@@ -167,27 +187,35 @@ def choose_units(
     """
     if split is not None:
         return _units_for(trace, modules, split)
+    # A greedy search: each round cuts the step with the units that there are, and opens the one that stands in the way.
+    # One module more may be no gain, and two may be, as where both halves of a model are one module each: so it goes on
+    # for some rounds without success, and the best graph of all is what counts.
     opened = _first_opened(modules, resources.num_stages)
     best: StepGraph | None = None
-    best_seconds, failures, error = math.inf, 0, None
+    best_seconds = math.inf
+    failures = 0
+    error: PartitionError | None = None
     for _ in range(_ROUNDS):
         graph = build_graph(trace, modules, _is_closed(opened))
         _refuse_readers(graph)
-        partition, slowest = None, math.inf
+        found: Partition | None = None
+        slowest = math.inf
         try:
-            partition = best_partition(problem_of(graph, resources, None, checkpointing))
-            slowest = max(partition.stage_seconds)
-        except PartitionError as failure:
+            found = best_partition(problem_of(graph, resources, None, checkpointing))
+            slowest = max(found.stage_seconds)
+        except PartitionError as failure:  # too few units, say
             error = failure
         if slowest < _GAIN * best_seconds:
-            best, best_seconds, failures = graph, slowest, 0
+            best = graph
+            best_seconds = slowest
+            failures = 0
         else:
             failures += 1
         if best is not None and failures > _PATIENCE:
             break
-        if partition is not None and _is_balanced(partition, resources):
+        if found is not None and _is_balanced(found, resources):
             break
-        candidate = _to_open(graph, partition, modules)
+        candidate = _to_open(graph, found, modules)
         if candidate is None:
             break
         opened = opened | {candidate}
@@ -198,8 +226,9 @@ def choose_units(
 
 def _is_balanced(partition: Partition, resources: Resources) -> bool:
     mean = sum(partition.stage_seconds) / resources.num_stages
-    latency = max([link.latency_s for link in resources.links], default=0.0)
-    return max(partition.stage_seconds) <= max(_BALANCED * mean, mean + _NEGLIGIBLE * latency)
+    latency = max((link.latency_s for link in resources.links), default=0.0)
+    limit = max(_BALANCED * mean, mean + _NEGLIGIBLE * latency)
+    return max(partition.stage_seconds) <= limit
 
 
 def _is_closed(opened: frozenset[str]) -> Callable[[str], bool]:
@@ -208,28 +237,34 @@ def _is_closed(opened: frozenset[str]) -> Callable[[str], bool]:
 
 def _first_opened(modules: Modules, num_stages: int) -> frozenset[str]:
     """Modules that take more than half a stage's share of the time."""
-    outermost = [call.module for call in modules.trace.calls if call.parent is None]
-    share = sum(map(modules.seconds, outermost)) / (2 * num_stages)
+    total = 0.0
+    for call in modules.trace.calls:
+        if call.parent is None:
+            total += modules.seconds(call.module)
+    share = total / (2 * num_stages)
     slow = [name for name in modules.calls if modules.seconds(name) > share]
     return frozenset(name for name in slow if _can_open(name, modules))
 
 
 def _can_open(name: str, modules: Modules) -> bool:
-    inner = any(other.startswith(f"{name}.") for other in modules.calls)
-    return inner and name not in modules.must_be_whole
+    if name in modules.must_be_whole:
+        return False
+    return any(inner.startswith(f"{name}.") for inner in modules.calls)
 
 
 def _to_open(graph: StepGraph, partition: Partition | None, modules: Modules) -> str | None:
     """The unit that stands in the way of a better balance: the longest of the slowest stage, or of all."""
-    candidates = graph.nodes
+    groups = [graph.nodes]
     if partition is not None:
-        slowest = partition.stage_seconds.index(max(partition.stage_seconds))
+        seconds = partition.stage_seconds
+        slowest = seconds.index(max(seconds))
         begin, end = partition.bounds[slowest]
-        candidates = graph.nodes[begin:end]
-    for chosen in (candidates, graph.nodes):
-        units = [node for node in chosen if node.module is not None and _can_open(node.module, modules)]
+        groups = [graph.nodes[begin:end], graph.nodes]
+    for nodes in groups:
+        units = [node for node in nodes if node.module is not None and _can_open(node.module, modules)]
         if units:
-            return max(units, key=lambda node: node.seconds).module
+            longest = max(units, key=lambda node: node.seconds)
+            return longest.module
     return None
 
 
@@ -291,10 +326,10 @@ def _what_forbids(graph: StepGraph) -> str:
     """Where the step cannot be cut, and why: the first such place."""
     last_unit = _last_unit(graph)
     allowed = set(graph.cuts())
-    forbidden = next((cut for cut in range(1, last_unit + 1) if cut not in allowed), None)
-    if forbidden is None:
-        return ""
-    return f" No stage may begin with {graph.nodes[forbidden].name}: {graph.obstacle_to(forbidden)}."
+    for cut in range(1, last_unit + 1):
+        if cut not in allowed:
+            return f" No stage may begin with {graph.nodes[cut].name}: {graph.obstacle_to(cut)}."
+    return ""
 
 
 def _explained(error: PartitionError | None, modules: Modules, graph: StepGraph) -> SplitError:
@@ -302,7 +337,8 @@ def _explained(error: PartitionError | None, modules: Modules, graph: StepGraph)
     reasons += [f"{name!r} is placed whole, as {why}" for name, why in modules.must_be_whole.items()]
     hint = ""
     if reasons:
-        hint = f" Of the modules, {'; '.join(reasons[:5])}."
+        listed = "; ".join(reasons[:_NAMED])
+        hint = f" Of the modules, {listed}."
     return SplitError(f"{error}.{_what_forbids(graph)}{hint}")
 
 
@@ -318,9 +354,10 @@ def homes_of(graph: StepGraph, stage_cuts: StageCuts, all_parameters: Collection
             continue
         twin = _twin(name, homes)
         if twin is not None:
-            placed[name] = (min(homes[twin]),)
+            stage = min(homes[twin])
         else:
-            placed[name] = (neighbour_stage(name, homes),)
+            stage = neighbour_stage(name, homes)
+        placed[name] = (stage,)
     return placed
 
 
@@ -330,14 +367,25 @@ def _twin(name: str, homes: Mapping[str, Collection[int]]) -> str | None:
     A teacher that follows a student, or an average of the weights, is a copy of modules under another name. Beside
     the original nothing has to be sent to update it.
     """
-    reversed_name = name.split(".")[::-1]
-    best, length = None, 1
+    parts = name.split(".")
+    best = None
+    most = 1
     for other in homes:
-        pairs = zip(reversed_name, other.split(".")[::-1], strict=False)
-        common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        if common > length:
-            best, length = other, common
+        common = _common_ending(parts, other.split("."))
+        if common > most:
+            best = other
+            most = common
     return best
+
+
+def _common_ending(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many of the last members are equal."""
+    count = 0
+    for mine, theirs in zip(reversed(one), reversed(other), strict=False):
+        if mine != theirs:
+            break
+        count += 1
+    return count
 
 
 def neighbour_stage(name: str, homes: Mapping[str, Collection[int]]) -> int:
@@ -359,46 +407,60 @@ def follow(graph: StepGraph, homes: Mapping[str, tuple[int, ...]], num_stages: i
     """
     _refuse_readers(graph)
     # Stages only ascend through a step: each node is done by the first stage from here on that has all its parameters.
-    stage, stages = 0, []
+    stages = []
+    stage = 0
     for node in graph.nodes:
         if node.parameters:
-            holders = set(range(num_stages)).intersection(*(homes[name] for name in node.parameters))
+            holders = set(range(num_stages))
+            for name in node.parameters:
+                holders.intersection_update(homes[name])
             later = [holder for holder in holders if holder >= stage]
             if not later:
-                stages_text = ", ".join(map(str, sorted(holders))) or "different ones"
-                raise SplitError(
-                    f"{node.name} is used behind units of stage {stage}, but its parameters are on stage "
-                    f"{stages_text}: this step uses the modules in another order than the one that the model was split "
-                    "by. Use the same order in all steps, or strategy='smddp'."
-                )
+                raise SplitError(_in_another_order(node, stage, holders))
             stage = min(later)
         stages.append(stage)
-    return StageCuts.at(graph, _cheapest_cuts(graph, stages, num_stages))
+    cuts = _cheapest_cuts(graph, stages, num_stages)
+    return StageCuts.at(graph, cuts)
+
+
+def _in_another_order(node: Node, stage: int, holders: Collection[int]) -> str:
+    stages_text = ", ".join(map(str, sorted(holders))) or "different ones"
+    return (
+        f"{node.name} is used behind units of stage {stage}, but its parameters are on stage "
+        f"{stages_text}: this step uses the modules in another order than the one that the model was split "
+        "by. Use the same order in all steps, or strategy='smddp'."
+    )
 
 
 def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> list[int]:
     """First nodes of the stages 1..: between the last node that must be earlier and the first that must not."""
-    cuts: list[int] = []
-    bound = [node.index for node in graph.nodes if node.parameters]
-    if not bound:
+    with_parameters = [node.index for node in graph.nodes if node.parameters]
+    if not with_parameters:
         return [0] * (num_stages - 1)  # a step that uses no parameter is the last stage's alone
+    cuts: list[int] = []
     for stage in range(1, num_stages):
-        earlier = [index for index in bound if stages[index] < stage]
-        later = [index for index in bound if stages[index] >= stage]
-        low, high = 1, len(stages) - 1
+        # Nodes without parameters lie between the last node of an earlier stage and the first of this or a later one,
+        # and may be on either side: the cut is where the fewest bytes cross.
+        earlier = [index for index in with_parameters if stages[index] < stage]
+        later = [index for index in with_parameters if stages[index] >= stage]
+        low = 1
         if earlier:
             low = max(earlier) + 1
+        high = len(stages) - 1
         if later:
             high = min(later)
-        first, last = max([low, *cuts]), max(high, low)
+        first = max([low, *cuts])
+        last = max(high, low)
         allowed = [cut for cut in graph.cuts() if first <= cut <= last]
         if not allowed:
-            before, behind = graph.nodes[low - 1].name, graph.nodes[high].name
+            before = graph.nodes[low - 1].name
+            behind = graph.nodes[high].name
             raise SplitError(
                 f"This step cannot be cut where stage {stage} begins, between {before} and {behind}."
                 f"{_what_forbids(graph)}"
             )
-        cuts.append(min(allowed, key=lambda cut: natural_bytes(graph, cut)))
+        cheapest = min(allowed, key=lambda cut: natural_bytes(graph, cut))
+        cuts.append(cheapest)
     return cuts
 
 

@@ -16,7 +16,7 @@ from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
 
 def natural_bytes(graph: StepGraph, cut: int) -> int:
     """Bytes of the values made before node ``cut`` and used after: an upper bound of the live set's."""
-    return sum(graph.values[v].nbytes for v in graph.needed_after(cut))
+    return sum(graph.values[value].nbytes for value in graph.needed_after(cut))
 
 
 def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ...]], list[frozenset[int]]]:
@@ -42,19 +42,21 @@ def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ..
     again: list[frozenset[int]] = [frozenset()]
     received: tuple[int, ...] = ()
     for cut in cuts:
-        received = _minimum(graph, cut, received)
+        needed = graph.needed_after(cut)
+        received = _minimum(graph, cut, needed, received)
         live.append(received)
-        again.append(_closure(graph, graph.needed_after(cut), set(received), cut))
+        again.append(_closure(graph, needed, received, cut))
     # What a stage only passes on needs no repetition, but what it sends may: values from before its own first node
     # that it did not receive.
     for stage in range(1, len(cuts)):
-        begin, received = cuts[stage - 1], live[stage - 1]
-        wanted = [value for value in live[stage] if graph.producers[value] < begin and value not in received]
-        again[stage] |= _closure(graph, wanted, set(received), begin)
+        begin = cuts[stage - 1]
+        received = live[stage - 1]
+        sent_from_before = [value for value in live[stage] if graph.producers[value] < begin]
+        again[stage] |= _closure(graph, sent_from_before, received, begin)
     return live, again
 
 
-def _minimum(graph: StepGraph, cut: int, received: tuple[int, ...]) -> tuple[int, ...]:
+def _minimum(graph: StepGraph, cut: int, needed: Sequence[int], received: tuple[int, ...]) -> tuple[int, ...]:
     """The cheapest values to send over ``cut``, of those that the stage before received or can make.
 
     Each value is an edge ``in -> out`` whose capacity is its bytes. Flow comes from the source into what the stage has
@@ -63,47 +65,58 @@ def _minimum(graph: StepGraph, cut: int, received: tuple[int, ...]) -> tuple[int
 
         source -> (x in) -x bytes-> (x out) -> (y in) -y bytes-> (y out) -> sink     y = f(x) is needed
     """
-    needed = graph.needed_after(cut)
     if not needed:
         return ()
     flow = nx.DiGraph()
     flow.add_nodes_from(("source", "sink"))
     for value in needed:
         flow.add_edge((value, "out"), "sink")  # no capacity: unlimited
-    pending, seen = list(needed), set(needed)
+    # From what is needed back to what it was made of, as far as nodes can be done again.
+    count = len(graph.values)
+    pending = list(needed)
+    seen = set(needed)
     while pending:
         value = pending.pop()
-        if graph.overwritten.get(value, cut) >= cut:
-            # equal bytes: rather the later value, which spares the next stage the work
-            weight = graph.values[value].nbytes * len(graph.values) + len(graph.values) - value
-            flow.add_edge((value, "in"), (value, "out"), capacity=weight)
+        entry = (value, "in")
+        overwritten_at = graph.overwritten.get(value, cut)
+        if overwritten_at >= cut:
+            # Equal bytes: rather the later value, which spares the next stage the work. Bytes count so many times that
+            # what is added for this is one byte at most.
+            capacity = graph.values[value].nbytes * count + (count - value)
+            flow.add_edge(entry, (value, "out"), capacity=capacity)
         else:
-            flow.add_edge((value, "in"), (value, "out"))  # its memory holds another value by now
+            flow.add_edge(entry, (value, "out"))  # unlimited, so it is not cut: its memory holds another value by now
         node = graph.nodes[graph.producers[value]]
         if value in received or not node.recomputable:
-            flow.add_edge("source", (value, "in"))
+            flow.add_edge("source", entry)
             continue
         for used in node.inputs:
-            flow.add_edge((used, "out"), (value, "in"))
+            flow.add_edge((used, "out"), entry)
             if used not in seen:
                 seen.add(used)
                 pending.append(used)
-    _, (_, behind) = nx.minimum_cut(flow, "source", "sink")
+    _, (before, _) = nx.minimum_cut(flow, "source", "sink")
     sent = []
     for value in sorted(seen):
-        is_cut = (value, "out") in behind and (value, "in") not in behind
+        is_cut = (value, "in") in before and (value, "out") not in before
         if is_cut:
             sent.append(value)
     return tuple(sent)
 
 
-def _closure(graph: StepGraph, wanted: Sequence[int], given: set[int], cut: int) -> frozenset[int]:
+def _closure(graph: StepGraph, wanted: Sequence[int], given: Sequence[int], cut: int) -> frozenset[int]:
     """Nodes before ``cut`` that compute ``wanted`` from ``given``."""
-    pending, repeated = [v for v in wanted if v not in given], set()
+    known = set(given)
+    repeated = set()
+    pending = list(wanted)
     while pending:
-        node = graph.nodes[graph.producers[pending.pop()]]
-        if node.index not in repeated and node.index < cut:
-            assert node.recomputable, f"{node.name} cannot be repeated"
-            repeated.add(node.index)
-            pending += [v for v in node.inputs if v not in given]
+        value = pending.pop()
+        if value in known:
+            continue
+        node = graph.nodes[graph.producers[value]]
+        if node.index in repeated or node.index >= cut:
+            continue
+        assert node.recomputable, f"{node.name} cannot be repeated"
+        repeated.add(node.index)
+        pending += node.inputs
     return frozenset(repeated)
