@@ -23,7 +23,7 @@ from lightning_smddp.bridge.capture import StepCapture
 from lightning_smddp.bridge.logged_values import Rule, is_loss, learn_rules
 from lightning_smddp.bridge.step_results import KeptState, Observed, StepResults
 from lightning_smddp.pipeline.capture.graph import SplitError
-from lightning_smddp.pipeline.partition.loss_weights import path_text
+from lightning_smddp.pipeline.partition.batch_structure import path_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch, UncombinableError
 from lightning_smddp.wire.pytree import Path, items
 

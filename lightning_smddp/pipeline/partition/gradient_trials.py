@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -25,11 +24,12 @@ from lightning_smddp.pipeline.partition.loss_weights import Weighting
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 
 EXACT, MIXED = 5e-5, 5e-2  # what rounding explains, in fp32 and with 16-bit types, of a gradient's norm
+NOISE = 1 / 20  # of the tolerance: errors below it do not tell candidates apart
+_CLEAR = 10.0  # times the error of the best candidate is clearly worse
 _SMALL = 1e-2  # of the largest norm: smaller gradients are compared as if they were that large
-_CLEAR, _NOISE = 10.0, 1 / 20  # see ``weight_trials``
 _FEWEST = 4  # rows: with less, another order has halves of the same rows
 _CHUNK = 1 << 18  # elements that one set of angles is for
-_TURN = 0.7  # the angle between chunks
+_TURN = 0.7  # the angle between chunks, in radians
 
 
 @dataclass
@@ -89,12 +89,14 @@ def _note(found: Gradients, name: str, parameter: Tensor) -> None:
         gradient = torch.view_as_real(gradient)
     # Sums of cos(i) g[i] and sin(i) g[i] over each chunk, and its norm. All chunks have the same angles, turned by
     # another one each, so that what two of them exchange shows. One copy to the host at the end.
-    angles = _angles(gradient.device)
+    angles = _angles(gradient.device)  # (2, _CHUNK)
     numbers = []
     for chunk in gradient.reshape(-1).float().split(_CHUNK):
         sums = angles[:, : len(chunk)] @ chunk
-        numbers.append(torch.cat([sums, chunk.norm()[None]]))
-    total, squares = 0j, 0.0
+        norm = chunk.norm()
+        numbers.append(torch.cat([sums, norm[None]]))
+    total = 0j
+    squares = 0.0
     for index, (cosine, sine, norm) in enumerate(torch.stack(numbers).tolist()):
         total += complex(cosine, sine) * cmath.rect(1.0, _TURN * index)
         squares += norm**2
@@ -104,8 +106,9 @@ def _note(found: Gradients, name: str, parameter: Tensor) -> None:
 
 @functools.cache
 def _angles(device: torch.device) -> Tensor:
-    index = torch.arange(_CHUNK, dtype=torch.float64)
-    return torch.stack([index.cos(), index.sin()]).float().to(device)
+    index = torch.arange(_CHUNK, dtype=torch.float64)  # in 32 bits large angles would be rounded
+    angles = torch.stack([index.cos(), index.sin()])
+    return angles.float().to(device)
 
 
 @dataclass(frozen=True)
@@ -123,8 +126,17 @@ def tolerances_on(device: torch.device) -> tuple[float, float]:
     return 20 * EXACT, MIXED
 
 
+def error_limit(best: float, tolerance: float) -> float:
+    """Up to which error a candidate is kept, where the best one has an error of ``best``."""
+    clearly_worse = _CLEAR * best
+    return min(tolerance, max(clearly_worse, NOISE * tolerance))
+
+
 def misfit_of(
-    whole: Gradients, parts: Sequence[Gradients], weights: Sequence[float], largest: float | None = None
+    whole: Gradients,
+    parts: Sequence[Gradients],
+    weights: Sequence[float],
+    largest: float | None = None,
 ) -> Misfit:
     """The largest difference between the gradients of rows and the weighted ones of their parts; 0 without any.
 
@@ -134,16 +146,21 @@ def misfit_of(
         weights: of ``parts``.
         largest: norm of any parameter's gradient, where some are on other ranks.
     """
+    # A part that counts nothing may have gradients that are not finite: it is left out, not multiplied by zero.
     counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
     runs = [whole, *(part for part, _ in counted)]
     if largest is None:
         largest = max(max(run.norms.values(), default=0.0) for run in runs)
     least = max(_SMALL * largest, 1e-30)
+    names: dict[str, None] = {}  # in order
+    for run in runs:
+        names.update(dict.fromkeys(run.sums))
     worst = Misfit("", 0.0)
-    for name in dict.fromkeys(chain.from_iterable(run.sums for run in runs)):
-        made = sum(weight * part.sums.get(name, 0j) for part, weight in counted)
-        size = max([least, whole.norms.get(name, 0.0)])
+    for name in names:
+        made = 0j
+        size = max(least, whole.norms.get(name, 0.0))
         for part, weight in counted:
+            made += weight * part.sums.get(name, 0j)
             size = max(size, weight * part.norms.get(name, 0.0))
         error = abs(made - whole.sums.get(name, 0j)) / size
         if not error <= worst.error:  # also where it is not a number
@@ -183,13 +200,17 @@ class GradientTrial:
         order = self._order([*candidates, *conceivable])
         if order is not None:
             rows = rows.with_rows_in(order)
-        found = self._attempt(rows, candidates, 2, 1.0)
+        found = self._attempt(rows, candidates, count=2, strictness=1.0)
         if not isinstance(found, Misfit):
             return found
-        first, again = self.run(rows, 0), self.run(rows, 1)
-        if misfit_of(first, [again], [1.0]).error > self._tolerance([first, again]):
-            return None  # by chance
-        confirmed = self._attempt(rows, candidates, 3, 0.5)  # rounding at an activation's kink is elsewhere there
+        # A misfit has to be none of chance: the same rows twice, with other seeds, must not differ as much; and it has
+        # to show with three parts, too, at half the tolerance: rounding at an activation's kink is elsewhere there.
+        first = self.run(rows, 0)
+        again = self.run(rows, 1)
+        by_chance = misfit_of(first, [again], [1.0])
+        if by_chance.error > self._tolerance([first, again]):
+            return None
+        confirmed = self._attempt(rows, candidates, count=3, strictness=0.5)
         if confirmed is None:
             return found
         return confirmed
@@ -197,27 +218,28 @@ class GradientTrial:
     def _attempt(
         self, rows: MicroBatch, candidates: Sequence[Weighting], count: int, strictness: float
     ) -> Verdict | None:
+        """The verdict by ``count`` parts of ``rows``, at a share of the tolerance: ``strictness``."""
         parts = rows.split(count)
         if len(parts) < 2:
             return None
-        runs = [self.run(some, 0) for some in (rows, *parts)]
-        whole, halves = runs[0], runs[1:]
-        known: dict[tuple[float, ...], Misfit] = {}  # by weights
+        whole = self.run(rows, 0)
+        runs = [self.run(part, 0) for part in parts]
+        known: dict[tuple[float, ...], Misfit] = {}  # by weights, as several candidates may mean the same ones
         misfits = []
         for candidate in candidates:
             weights = tuple(part.weight for part in candidate.apply(parts))
-            counted = [half for half, weight in zip(halves, weights, strict=True) if weight]
+            counted = [run for run, weight in zip(runs, weights, strict=True) if weight]
             if not all(run.is_finite() for run in (whole, *counted)):
                 return None
             if weights not in known:
-                known[weights] = misfit_of(whole, halves, weights)
+                known[weights] = misfit_of(whole, runs, weights)
             misfits.append(known[weights])
         best = min(misfits, key=lambda misfit: misfit.error)
-        tolerance = strictness * self._tolerance(runs)
+        tolerance = strictness * self._tolerance([whole, *runs])
         if best.error > tolerance:
             return best
-        limit = min(tolerance, max(_CLEAR * best.error, _NOISE * tolerance))
-        return [c for c, misfit in zip(candidates, misfits, strict=True) if misfit.error <= limit]
+        limit = error_limit(best.error, tolerance)
+        return [candidate for candidate, misfit in zip(candidates, misfits, strict=True) if misfit.error <= limit]
 
     def _tolerance(self, runs: Sequence[Gradients]) -> float:
         exact, mixed = self.tolerances
@@ -238,6 +260,7 @@ class GradientTrial:
                 continue
             counts = [candidate.count(row.value) for row in rows]
             numbers = [float(count) for count in counts if count is not None]
-            if len(numbers) == len(order) and min(numbers) < max(numbers):
+            counts_all_rows = len(numbers) == len(order)
+            if counts_all_rows and min(numbers) < max(numbers):
                 return sorted(order, key=numbers.__getitem__)
         return order

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_smddp.communication.host_numbers import from_numbers
+from lightning_smddp.pipeline.partition.batch_structure import place_text
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.pipeline.runtime.host_values import HostOf
 from lightning_smddp.wire.pytree import Path, items
@@ -62,35 +63,41 @@ class Weighting:
             return list(microbatches)
         if self.kind == "sum":
             return [replace(microbatch, weight=1.0) for microbatch in microbatches]
-        leaves = []
+        tensors = []
         for microbatch in microbatches:
-            leaf = self._counted(microbatch.value)
-            if leaf is None:
+            tensor = self.counted(microbatch.value)
+            if tensor is None:
                 return list(microbatches)
-            leaves.append(leaf)
+            tensors.append(tensor)
         if host_of is not None:
-            on_host = [here for leaf in leaves if (here := host_of(leaf)) is not None]
-            if len(on_host) == len(leaves):
-                leaves = on_host
-        counts: list[float] = torch.stack([self._count(leaf) for leaf in leaves]).tolist()
+            tensors = _on_host(tensors, host_of)
+        # One stacked tensor, and so at most one wait for a device, however many micro-batches there are.
+        stacked = torch.stack([self._count(tensor) for tensor in tensors])
+        counts: list[float] = stacked.tolist()
         total = sum(counts)
         if not total > 0:
             return list(microbatches)
-        return [replace(m, weight=count / total) for m, count in zip(microbatches, counts, strict=True)]
+        weighted = []
+        for microbatch, count in zip(microbatches, counts, strict=True):
+            weighted.append(replace(microbatch, weight=count / total))
+        return weighted
 
     def count(self, value: Any) -> Tensor | None:
         """What a micro-batch counts, a scalar on its device; None if it has no such tensor."""
-        leaf = self._counted(value)
-        if leaf is None:
+        tensor = self.counted(value)
+        if tensor is None:
             return None
-        return self._count(leaf)
+        return self._count(tensor)
 
-    def _counted(self, value: Any) -> Tensor | None:
+    def counted(self, value: Any) -> Tensor | None:
         """The tensor at ``path``, if there is one with rows."""
-        leaf = next((leaf for path, leaf in items(value) if path == self.path), None)
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        for path, leaf in items(value):
+            if path != self.path:
+                continue
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:
+                return leaf
             return None
-        return leaf
+        return None
 
     def _count(self, leaf: Tensor) -> Tensor:
         if leaf.dim() > 1 and self.skip > 0:
@@ -102,19 +109,21 @@ class Weighting:
         counts = leaf != self.ignored
         if not self.class_weights:
             return counts.sum(dtype=torch.float64)
-        weights = from_numbers(self.class_weights, torch.float64, leaf.device)
-        return weights[leaf.where(counts, 0)].where(counts, 0.0).sum()
+        # Ignored labels (-100) are no indices: class 0 is looked up in their place, and its weight then left out.
+        weight_by_class = from_numbers(self.class_weights, torch.float64, leaf.device)
+        weights = weight_by_class[leaf.where(counts, 0)]
+        return weights.where(counts, 0.0).sum()
 
     def describe(self) -> str:
         """For the table and for messages."""
         shifted = {0: "", 1: ", shifted by one", -1: ", without the last"}[self.skip]
         if self.kind == "labels":
-            text = f"labels that are not {self.ignored} in batch{path_text(self.path)}{shifted}"
+            text = f"labels that are not {self.ignored} in {place_text(self.path)}{shifted}"
             if self.class_weights:
                 text += ", by their classes' weights"
             return text
         if self.kind == "entries":
-            return f"the sum of batch{path_text(self.path)}{shifted}"
+            return f"the sum of {place_text(self.path)}{shifted}"
         if self.kind == "rows":
             return "rows"
         return "none: losses are added up"
@@ -126,24 +135,36 @@ class Weighting:
     @classmethod
     def from_json(cls, data: Any) -> Weighting:
         """The inverse of :meth:`to_json`, which leaves lists where tuples were."""
-        return cls(**{**data, "path": tuple(data["path"]), "class_weights": tuple(data["class_weights"])})
+        given = dict(data)
+        given["path"] = tuple(data["path"])
+        given["class_weights"] = tuple(data["class_weights"])
+        return cls(**given)
+
+
+def _on_host(tensors: list[Tensor], host_of: HostOf) -> list[Tensor]:
+    """The same tensors on the host if it knows all of them, else as they are: a stack has to be of one device."""
+    found = []
+    for tensor in tensors:
+        here = host_of(tensor)
+        if here is None:
+            return tensors
+        found.append(here)
+    return found
 
 
 def warning_without_trial(microbatch: MicroBatch, why: str) -> str | None:
     """What to say where nothing can be compared, if the rows have labels that do not count."""
     for path, leaf in items(microbatch.value):
-        if isinstance(leaf, Tensor) and leaf.dtype == torch.int64 and bool((leaf == IGNORED).any()):
+        if not isinstance(leaf, Tensor) or leaf.dtype != torch.int64:
+            continue
+        has_ignored = bool((leaf == IGNORED).any())
+        if has_ignored:
             return (
-                f"batch{path_text(path)} has labels of {IGNORED}, which do not count in most losses, and micro-batches "
+                f"{place_text(path)} has labels of {IGNORED}, which do not count in most losses, and micro-batches "
                 f"are weighted by their rows: {why} nothing else can be tried out. If "
                 "the loss is a mean over labels, let each micro-batch have as many, or use num_microbatches=1."
             )
     return None
-
-
-def path_text(path: Path) -> str:
-    """Keys and positions as Python code has them."""
-    return "".join(f"[{key!r}]" for key in path)
 
 
 @dataclass(frozen=True)
@@ -160,7 +181,8 @@ class LossCall:
             if not isinstance(leaf, Tensor) or leaf.is_floating_point() or not leaf.dim() > 0:
                 continue
             for skip in (0, 1, -1):
-                if any(_same_labels(self.target, part) for part in self._shifted(leaf, skip)):
+                is_origin = any(_same_labels(self.target, part) for part in self._shifted(leaf, skip))
+                if is_origin:
                     yield Weighting("labels", path, skip, self.ignored, self.class_weights)
 
     def _shifted(self, leaf: Tensor, skip: int) -> Iterator[Tensor]:
@@ -172,11 +194,13 @@ class LossCall:
             return
         filler = leaf.new_full((len(leaf), 1), self.ignored)
         if skip == 1:
-            yield leaf[:, 1:]
-            yield torch.cat([leaf[:, 1:], filler], 1)
+            without_first = leaf[:, 1:]
+            yield without_first
+            yield torch.cat([without_first, filler], 1)
         else:
-            yield leaf[:, :-1]
-            yield torch.cat([filler, leaf[:, :-1]], 1)
+            without_last = leaf[:, :-1]
+            yield without_last
+            yield torch.cat([filler, without_last], 1)
 
 
 class LossCalls(TorchFunctionMode):
@@ -187,22 +211,28 @@ class LossCalls(TorchFunctionMode):
         self.found: list[LossCall] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         signature = _SIGNATURES.get(function)
         if signature is not None:
-            given = signature.bind(*args, **(kwargs or {}))
+            given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             self._note(given.arguments)
-        return function(*args, **(kwargs or {}))
+        return function(*args, **kwargs)
 
     def _note(self, given: dict[str, Any]) -> None:
-        target, weight = given["target"], given["weight"]
+        target = given["target"]
+        weight = given["weight"]
         if target.is_floating_point() or given["reduction"] != "mean":  # probabilities; or others take the mean
             return
-        weights: tuple[float, ...] = ()
+        class_weights: tuple[float, ...] = ()
         if weight is not None:
-            weights = tuple(weight.detach().double().tolist())
-        self.found.append(LossCall(target.detach().clone(), given["ignore_index"], weights))
+            class_weights = tuple(weight.detach().double().tolist())
+        # A copy: the step may write into its labels behind the call.
+        labels = target.detach().clone()
+        self.found.append(LossCall(labels, given["ignore_index"], class_weights))
 
 
 def _same_labels(target: Tensor, part: Tensor) -> bool:
-    return target.numel() == part.numel() and torch.equal(target.flatten().to(part.dtype), part.flatten())
+    if target.numel() != part.numel():
+        return False
+    return torch.equal(target.flatten().to(part.dtype), part.flatten())

@@ -31,13 +31,19 @@ from torch import Tensor
 
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.pipeline.capture.objects import describe, hides_something, is_plain
+from lightning_smddp.pipeline.partition.batch_structure import (
+    ARRAYS,
+    are_alike,
+    arrays_in,
+    is_sequence,
+    length_of,
+    place_text,
+    sizes_text,
+)
 from lightning_smddp.pipeline.partition.row_ways import Rows, UnclearBatchError, Ways, is_cuttable, take_rows
 from lightning_smddp.pipeline.runtime.host_values import Answers
 from lightning_smddp.wire.pytree import Members, Path, leaves, members_of, with_members
 from lightning_smddp.wording import counted
-
-_ARRAYS = (Tensor, np.ndarray)
-_NO_JOIN = -1
 
 
 class Cuts(Protocol):
@@ -98,24 +104,26 @@ def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> l
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
     if num_microbatches == 1:
+        # Nothing is cut, so what cannot be cut is not refused, and a doubtful number of rows will do.
         rows = batch_size
         if rows is None:
-            rows = _rows(batch, strict=False)
+            rows = rows_of(batch)
         return [MicroBatch(batch, max(1, rows), 1.0)]
     ways = Ways()
     if batch_size is None:
-        count = _rows(batch, ways=ways)
+        count = _rows(batch, ways, strict=True)
     elif _has_rows(batch, batch_size, ways):
         count = batch_size
     else:
-        raise UnclearBatchError(
-            f"batch_size={batch_size}, but no tensor or list has so many rows: {_sizes_text(batch)}"
-        )
+        sizes = sizes_text(batch)
+        raise UnclearBatchError(f"batch_size={batch_size}, but no tensor or list has so many rows: {sizes}")
     cutter = _Cutter(count, batch_size is not None, ways)
     cutter.refuse_opaque(batch)
-    if min(num_microbatches, count) <= 1 or not cutter.is_clear(batch):
+    number = min(num_microbatches, count)
+    if number <= 1 or not cutter.is_clear(batch):
         return [MicroBatch(batch, max(1, count), 1.0)]
-    return _parts(batch, count, num_microbatches, frozenset(cutter.paths(batch)), ways)
+    paths = frozenset(cutter.paths(batch))
+    return _parts(batch, count, number, paths, ways)
 
 
 def _parts(value: Any, rows: int, number: int, paths: frozenset[Path], ways: Ways) -> list[MicroBatch]:
@@ -123,26 +131,31 @@ def _parts(value: Any, rows: int, number: int, paths: frozenset[Path], ways: Way
     number = min(number, rows)
     if number <= 1 or not paths:
         return [MicroBatch(value, rows, 1.0, paths)]
-    size, bigger = divmod(rows, number)
-    parts, start = [], 0
+    # The first ``bigger`` parts have one row more than the others: 8 rows in 3 parts are 3, 3 and 2.
+    smaller_size, bigger = divmod(rows, number)
+    parts = []
+    start = 0
     for index in range(number):
-        stop = start + size + (index < bigger)
-        part = _take(value, slice(start, stop), paths, ways)
-        part_rows = stop - start
-        parts.append(MicroBatch(part, part_rows, part_rows / rows, paths))
-        start = stop
+        size = smaller_size
+        if index < bigger:
+            size += 1
+        part = _take(value, slice(start, start + size), paths, ways)
+        parts.append(MicroBatch(part, size, size / rows, paths))
+        start += size
     return parts
 
 
 def rows_of(batch: Any) -> int:
     """The number of rows that a batch seems to have."""
-    return max(1, _rows(batch, strict=False))
+    rows = _rows(batch, Ways(), strict=False)
+    return max(1, rows)
 
 
 def outer_sizes(batch: Any) -> list[tuple[int, ...]]:
     """The first two dimensions of tensors, and the rows of objects, that are in no list of samples."""
-    is_list_of_samples = _is_sequence(batch) and _is_list_of_samples(batch)
-    return list(_outer_sizes(batch, Ways(), outermost=not is_list_of_samples))
+    is_list_of_samples = is_sequence(batch) and _is_list_of_samples(batch)
+    sizes = _outer_sizes(batch, Ways(), outermost=not is_list_of_samples)
+    return list(sizes)
 
 
 def signature(microbatch: Any) -> str:
@@ -171,83 +184,100 @@ def signature(microbatch: Any) -> str:
 # ---- how many rows ---------------------------------------------------------------------------------------------------
 
 
-def _rows(batch: Any, strict: bool = True, ways: Ways | None = None) -> int:
-    """The number of rows; 1 for a batch without any tensor or list."""
-    if _is_sequence(batch) and _is_list_of_samples(batch):
+def _rows(batch: Any, ways: Ways, strict: bool) -> int:
+    """The number of rows; 1 for a batch without any tensor or list.
+
+    With ``strict`` it is an error if another number is as common.
+    """
+    if is_sequence(batch) and _is_list_of_samples(batch):
         return len(batch)
-    votes = Counter(sizes[0] for sizes in _outer_sizes(batch, ways or Ways(), outermost=True))
+    # Each tensor and object outside of inner lists has a vote. Only where there is none, inner lists have: these may
+    # hold samples, and then the sizes of what is in them say nothing.
+    votes: Counter[int] = Counter()
+    for sizes in _outer_sizes(batch, ways, outermost=True):
+        votes[sizes[0]] += 1
     if not votes:
         for sequence in _outer_sequences(batch):
             votes.update(_possible_rows(sequence))
     if not votes:
         return 1
-    (rows, most), (other, second) = [*votes.most_common(2), (0, 0)][:2]
-    if strict and most == second:
-        raise UnclearBatchError(
-            f"the batch may have {rows} or {other} rows: {_sizes_text(batch)}; "
-            "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
-        )
+    (rows, most), *others = votes.most_common(2)
+    if strict and others:
+        other, second = others[0]
+        if most == second:
+            raise UnclearBatchError(
+                f"the batch may have {rows} or {other} rows: {sizes_text(batch)}; "
+                "say which with PartitionOptions(batch_size_fn=...), a function of the batch"
+            )
     return rows
 
 
 def _outer_sizes(value: Any, ways: Ways, outermost: bool = False) -> Iterator[tuple[int, ...]]:
     """First dimensions of what is in no list or tuple, except an outermost one that holds fields."""
-    if isinstance(value, _ARRAYS):
+    if isinstance(value, ARRAYS):
         if value.ndim:
             yield _first_sizes(value)
-    elif (way := ways.of(value)) is not None:
+        return
+    way = ways.of(value)
+    if way is not None:
         if way.is_sure:
             yield (way.rows,)
-    elif not _is_sequence(value) or outermost:
-        for _, child in members_of(value) or []:
-            yield from _outer_sizes(child, ways)
+        return
+    if is_sequence(value) and not outermost:
+        return
+    for _, child in members_of(value) or []:
+        yield from _outer_sizes(child, ways)
 
 
 def _first_sizes(value: Any) -> tuple[int, ...]:
     """The first two dimensions; the first of a nested tensor, whose second one is another in each row."""
     if isinstance(value, Tensor) and value.is_nested:
-        return (_length(value),)
-    return tuple(int(size) for size in value.shape[:2])
+        return (length_of(value),)
+    first_two = value.shape[:2]
+    return tuple(map(int, first_two))
 
 
 def _outer_sequences(value: Any, outermost: bool = True) -> Iterator[Sequence[Any]]:
     """Lists and tuples that are in no other, except in an outermost one that holds them as fields."""
-    if _is_sequence(value) and not (outermost and any(members_of(entry) for entry in value)):
-        yield value
-    else:
-        for _, child in members_of(value) or []:
-            yield from _outer_sequences(child, outermost=False)
+    if is_sequence(value):
+        holds_fields = outermost and any(members_of(entry) for entry in value)
+        if not holds_fields:
+            yield value
+            return
+    for _, child in members_of(value) or []:
+        yield from _outer_sequences(child, outermost=False)
 
 
 def _possible_rows(sequence: Sequence[Any]) -> set[int]:
     """The number of rows if ``sequence`` has one entry per row, and if it holds fields."""
-    sizes = {_length(array) for array in _arrays(sequence)}
+    sizes = {length_of(array) for array in arrays_in(sequence)}
     if len(sizes) != 1:
         return {len(sequence)}
-    if not _alike(sequence):
+    if not are_alike(sequence):
         return sizes
     return {len(sequence)} | sizes
 
 
 def _is_list_of_samples(value: Sequence[Any]) -> bool:
     """Whether a whole batch is a list of samples as the dataset returned them: alike, and not fields of one size."""
-    if len(value) < 2 or not _alike(value):
+    if len(value) < 2 or not are_alike(value):
         return False
     if any(members_of(entry) is None for entry in value):
         return False
-    arrays = _arrays(value)
-    sizes = {_length(array) for array in arrays}
-    are_fields = len(sizes) == 1 and len(arrays) == len(leaves(value))
-    return not are_fields
+    # Alike containers that hold nothing but tensors of one length may as well be a few batches of that many rows.
+    arrays = arrays_in(value)
+    lengths = {length_of(array) for array in arrays}
+    holds_arrays_alone = len(arrays) == len(leaves(value))
+    return not (holds_arrays_alone and len(lengths) == 1)
 
 
 def _has_rows(batch: Any, count: int, ways: Ways) -> bool:
-    if isinstance(batch, _ARRAYS):
-        return batch.ndim > 0 and _length(batch) == count
+    if isinstance(batch, ARRAYS):
+        return batch.ndim > 0 and length_of(batch) == count
     way = ways.of(batch)
     if way is not None and way.rows == count:
         return True
-    if _is_sequence(batch) and len(batch) == count:
+    if is_sequence(batch) and len(batch) == count:
         return True
     return any(_has_rows(child, count, ways) for _, child in members_of(batch) or [])
 
@@ -256,26 +286,34 @@ def _has_rows(batch: Any, count: int, ways: Ways) -> bool:
 
 
 class _Cutter:
-    """Applies the rules of this module for a known number of rows."""
+    """Applies the rules of this module for a known number of rows.
+
+    ``rows_known``: the caller has said the number, so a list of that length has one entry for each row.
+    """
 
     def __init__(self, count: int, rows_known: bool, ways: Ways) -> None:
-        self.count, self.rows_known, self.ways = count, rows_known, ways
+        self.count = count
+        self.rows_known = rows_known
+        self.ways = ways
 
     def is_clear(self, value: Any, outermost: bool = True) -> bool:
         """Whether every list in ``value`` can be read in one way only."""
-        if _is_sequence(value):
+        if is_sequence(value):
             reading = self._reading(value, outermost)
-            if reading != "fields":
-                return reading == "rows"
-        return all(self.is_clear(child, outermost=False) for _, child in members_of(value) or [])
+            if reading == "rows":
+                return True
+            if reading == "both":
+                return False
+        children = members_of(value) or []
+        return all(self.is_clear(child, outermost=False) for _, child in children)
 
     def paths(self, value: Any, path: Path = ()) -> Iterator[Path]:
         """Paths of the values within a batch whose first dimension is the rows of the batch."""
-        if isinstance(value, _ARRAYS):
-            if value.ndim and _length(value) == self.count:
+        if isinstance(value, ARRAYS):
+            if value.ndim and length_of(value) == self.count:
                 yield path
             return
-        if _is_sequence(value) and self._reading(value, outermost=not path) == "rows":
+        if is_sequence(value) and self._reading(value, outermost=not path) == "rows":
             yield path
             return
         way = self.ways.of(value)
@@ -288,17 +326,20 @@ class _Cutter:
 
     def refuse_opaque(self, value: Any, path: tuple[Any, ...] = ()) -> None:
         """Refuse what may hold rows in a way that is not known here. What is within a row does not matter."""
-        if _is_sequence(value) and self._reading(value, outermost=not path) != "fields":
+        if is_sequence(value) and self._reading(value, outermost=not path) != "fields":
             return
         way = self.ways.of(value)
         if way is not None and way.rows == self.count:
             return
         children = members_of(value)
-        for key, child in children or []:
-            self.refuse_opaque(child, (*path, key))
-        if children is None and _is_opaque(value):
+        if children is not None:
+            for key, child in children:
+                self.refuse_opaque(child, (*path, key))
+            return
+        if _is_opaque(value):
+            kind = type(value)
             raise UnclearBatchError(
-                f"{_where(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be cut into "
+                f"{place_text(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be cut into "
                 "micro-batches; give the module a method `split_batch(batch, num_microbatches)` that returns a list of "
                 "batches, or use num_microbatches=1"
             )
@@ -307,15 +348,17 @@ class _Cutter:
         """What the entries of a list or tuple are: one for each row, or fields, or either."""
         if len(sequence) != self.count:
             return "fields"
-        arrays = _arrays(sequence)
-        fitting = sum(_length(array) == self.count for array in arrays)
+        # There are as many entries as rows. If some of the tensors in them have as many rows, too, as in a list of 4
+        # tensors of shape (4, 3), the entries may be fields all the same.
+        arrays = arrays_in(sequence)
+        fitting = [array for array in arrays if length_of(array) == self.count]
         if not fitting:
             return "rows"
-        if not _alike(sequence):
+        if not are_alike(sequence):
             return "fields"
         if self.rows_known:
             return "rows"
-        if outermost or fitting == len(arrays):
+        if outermost or len(fitting) == len(arrays):
             return "both"
         return "rows"
 
@@ -323,20 +366,27 @@ class _Cutter:
 def _take(value: Any, rows: Rows, paths: frozenset[Path], ways: Ways, path: Path = ()) -> Any:
     """Some rows of what is at ``paths``, and all of the rest. ``ways`` are those known for objects of the batch."""
     if path in paths:
-        if isinstance(value, _ARRAYS) or _is_sequence(value):
+        if isinstance(value, ARRAYS) or is_sequence(value):
             return take_rows(value, rows)
         way = ways.of(value)
         assert way is not None
         return way.take(rows)
     children = members_of(value)
-    if children is None or not any(inner[: len(path)] == path for inner in paths):
+    if children is None:
         return value
-    taken = [(key, _take(child, rows, paths, ways, (*path, key))) for key, child in children]
+    depth = len(path)
+    leads_to_rows = any(inner[:depth] == path for inner in paths)
+    if not leads_to_rows:
+        return value  # the very object, for all micro-batches
+    taken: Members = []
+    for key, child in children:
+        part = _take(child, rows, paths, ways, (*path, key))
+        taken.append((key, part))
     return with_members(value, taken)
 
 
 def _is_opaque(value: Any) -> bool:
-    if isinstance(value, _ARRAYS):
+    if isinstance(value, ARRAYS):
         return not is_cuttable(value)
     if is_plain(value):
         return False
@@ -367,10 +417,9 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, i
         UncombinableError: naming the path, when there is no rule.
     """
     if len(outputs) != len(sizes) or not outputs:
-        raise ValueError(
-            f"{counted(len(outputs), 'output')} for {counted(len(sizes), 'micro-batch')}; give one for each, and at "
-            "least one"
-        )
+        given = counted(len(outputs), "output")
+        wanted = counted(len(sizes), "micro-batch")
+        raise ValueError(f"{given} for {wanted}; give one for each, and at least one")
     if len(outputs) == 1:
         return outputs[0]
     return _combine(list(outputs), list(sizes), (), joins or {})
@@ -378,76 +427,114 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, i
 
 def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: Mapping[Path, int | None]) -> Any:
     first = values[0]
-    if joins.get(path, _NO_JOIN) is None and _are_equal(values):
+    is_the_batchs = path in joins and joins[path] is None
+    if is_the_batchs and _are_equal(values):
         return first
-    if all(isinstance(value, Tensor) for value in values):
+    if _are_all(values, Tensor):
         return _combine_tensors(values, sizes, path, joins.get(path))
-    if all(isinstance(value, np.ndarray) for value in values):
+    if _are_all(values, np.ndarray):
         tensors = [torch.from_numpy(value) for value in values]
-        return _combine_tensors(tensors, sizes, path, joins.get(path)).numpy()
-    if all(isinstance(value, (float, np.floating)) for value in values):
-        return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+        combined = _combine_tensors(tensors, sizes, path, joins.get(path))
+        return combined.numpy()
+    if _are_all(values, (float, np.floating)):
+        total: Any = 0
+        for value, size in zip(values, sizes, strict=True):
+            total += value * size
+        return total / sum(sizes)
     if any(type(value) is not type(first) for value in values):
-        raise UncombinableError(
-            f"{_where(path)} has types {[type(value).__name__ for value in values]} in the micro-batches"
-        )
-    if _is_sequence(first) and _one_entry_per_row(values, sizes):
+        names = [type(value).__name__ for value in values]
+        raise UncombinableError(f"{place_text(path)} has types {names} in the micro-batches")
+    if is_sequence(first) and _one_entry_per_row(values, sizes):
         return type(first)(chain.from_iterable(values))
     children = members_of(first)
     if children is not None:
         return _combine_members(values, sizes, children, path, joins)
-    if type(first) is int and values == sizes and max(sizes) > 1:
+    return _combine_plain(values, sizes, path)
+
+
+def _combine_plain(values: list[Any], sizes: list[int], path: tuple[Any, ...]) -> Any:
+    first = values[0]
+    # An int that is the number of rows of each micro-batch counts, also where all micro-batches are as large. But 1
+    # for each of them is more likely a setting.
+    counts_rows = type(first) is int and values == sizes and max(sizes) > 1
+    if counts_rows:
         return sum(values)
     if _are_equal(values):
         return first
     if type(first) is int:
         return sum(values)
     raise UncombinableError(
-        f"{_where(path)} is {values} in the micro-batches: no rule makes one {type(first).__name__} of it"
+        f"{place_text(path)} is {values} in the micro-batches: no rule makes one {type(first).__name__} of it"
     )
 
 
+def _are_all(values: list[Any], kind: type | tuple[type, ...]) -> bool:
+    return all(isinstance(value, kind) for value in values)
+
+
 def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ...], join: int | None) -> Tensor:
-    if any(value.dim() != values[0].dim() or value.dtype != values[0].dtype for value in values):
-        raise UncombinableError(f"{_where(path)} is {[signature(value) for value in values]} in the micro-batches")
     first = values[0]
+    for value in values:
+        if value.dim() != first.dim() or value.dtype != first.dtype:
+            signatures = [signature(value) for value in values]
+            raise UncombinableError(f"{place_text(path)} is {signatures} in the micro-batches")
     if first.dim() == 0:
-        stacked = torch.stack(values)
-        if not (stacked.is_floating_point() or stacked.is_complex()):
-            return stacked.sum()
-        shares = from_numbers(sizes, torch.float64, stacked.device) / sum(sizes)
-        return (stacked * shares.to(stacked.dtype)).sum()
-    if join is not None and join < first.dim():
-        others = {_without(value.shape, join) for value in values}
-        if len(others) == 1:
-            return torch.cat(values, join)
-    entries_a_row = {divmod(value.shape[0], size) for value, size in zip(values, sizes, strict=True)}
-    others = {_without(value.shape, 0) for value in values}
-    if len(entries_a_row) == 1 and len(others) == 1:
-        ((_, rest),) = entries_a_row
-        if rest == 0:
-            return torch.cat(values)
+        return _combine_scalars(torch.stack(values), sizes)
+    if join is not None and join < first.dim() and _differ_only_along(join, values):
+        return torch.cat(values, join)
+    if _have_rows(values, sizes) and _differ_only_along(0, values):
+        return torch.cat(values)
     if _are_equal(values):
         return first
+    shapes = [list(value.shape) for value in values]
     raise UncombinableError(
-        f"{_where(path)} has shapes {[list(value.shape) for value in values]} for micro-batches of {sizes} rows: "
+        f"{place_text(path)} has shapes {shapes} for micro-batches of {sizes} rows: "
         f"its first dimension is no multiple of the rows, or other dimensions differ"
     )
 
 
-def _without(shape: Sequence[int], dimension: int) -> tuple[int, ...]:
-    return (*shape[:dimension], *shape[dimension + 1 :])
+def _combine_scalars(stacked: Tensor, sizes: list[int]) -> Tensor:
+    """The sum of what counts (integers, flags), else the mean weighted by ``sizes``, computed on the device."""
+    if not (stacked.is_floating_point() or stacked.is_complex()):
+        return stacked.sum()
+    shares = from_numbers(sizes, torch.float64, stacked.device) / sum(sizes)
+    weighted = stacked * shares.to(stacked.dtype)
+    return weighted.sum()
+
+
+def _have_rows(values: list[Tensor], sizes: list[int]) -> bool:
+    """Whether each has as many entries for each row of its micro-batch: ``k * size``, with one k for all."""
+    entries_a_row = set()
+    for value, size in zip(values, sizes, strict=True):
+        entries, rest = divmod(value.shape[0], size)
+        if rest != 0:
+            return False
+        entries_a_row.add(entries)
+    return len(entries_a_row) == 1
+
+
+def _differ_only_along(dimension: int, values: list[Tensor]) -> bool:
+    """Whether all other dimensions are equal, so that they can be concatenated along this one."""
+    others = set()
+    for value in values:
+        sizes = list(value.shape)
+        del sizes[dimension]
+        others.add(tuple(sizes))
+    return len(others) == 1
 
 
 def _combine_members(
-    values: list[Any], sizes: list[int], children: Members, path: tuple[Any, ...], joins: Mapping[Path, int | None]
+    values: list[Any],
+    sizes: list[int],
+    children: Members,
+    path: tuple[Any, ...],
+    joins: Mapping[Path, int | None],
 ) -> Any:
     members = [dict(members_of(value) or []) for value in values]
     if any(member.keys() != members[0].keys() for member in members):
-        raise UncombinableError(
-            f"{_where(path)} has members {[list(member) for member in members]} in the micro-batches"
-        )
-    combined = []
+        keys = [list(member) for member in members]
+        raise UncombinableError(f"{place_text(path)} has members {keys} in the micro-batches")
+    combined: Members = []
     for key, _ in children:
         of_key = [member[key] for member in members]
         combined.append((key, _combine(of_key, sizes, (*path, key), joins)))
@@ -456,22 +543,24 @@ def _combine_members(
 
 def _one_entry_per_row(values: list[Sequence[Any]], sizes: list[int]) -> bool:
     """Whether lists of the micro-batches have entries for rows, and are not fields that happen to be as many."""
-    if [len(value) for value in values] != sizes:
+    lengths = [len(value) for value in values]
+    if lengths != sizes:
         return False
     if len(set(sizes)) > 1:
-        return True
+        return True  # a number of fields would be the same in all micro-batches
     first = values[0]
     if not isinstance(first, list):
         return False
-    if _alike(first):
+    if are_alike(first):
         return True
+    # Unlike entries are fields if the tensors in them have the rows.
     pairs = zip(values, sizes, strict=True)
     return not all(_all_have_rows(value, size) for value, size in pairs)
 
 
 def _all_have_rows(value: Sequence[Any], size: int) -> bool:
-    arrays = _arrays(value)
-    return bool(arrays) and all(_length(array) % size == 0 for array in arrays)
+    arrays = arrays_in(value)
+    return bool(arrays) and all(length_of(array) % size == 0 for array in arrays)
 
 
 def _are_equal(values: list[Any]) -> bool:
@@ -480,61 +569,8 @@ def _are_equal(values: list[Any]) -> bool:
 
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.equal(one, other)
     same = one == other
     return isinstance(same, bool) and same  # an array of results is no answer
-
-
-# ---- structure -------------------------------------------------------------------------------------------------------
-
-
-def _is_sequence(value: Any) -> bool:
-    """Whether ``value`` is a list or tuple whose positions have no names."""
-    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields") and not isinstance(value, torch.Size)
-
-
-def _arrays(value: Any) -> list[Any]:
-    """All tensors and arrays in ``value`` that have dimensions."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, _ARRAYS) and leaf.ndim]
-
-
-def _length(array: Any) -> int:
-    """Of the first dimension, which nested tensors tell by ``size`` alone."""
-    if isinstance(array, Tensor):
-        return int(array.size(0))
-    return len(array)
-
-
-def _alike(sequence: Sequence[Any]) -> bool:
-    """Whether all entries could be samples of one dataset: the same structure, dtypes and numbers of dimensions."""
-    return len({_kind(entry) for entry in sequence}) <= 1
-
-
-def _kind(value: Any) -> Any:
-    if isinstance(value, _ARRAYS):
-        return type(value), value.dtype, value.ndim
-    children = members_of(value)
-    if children is None:
-        return type(value)
-    if isinstance(value, list):  # within samples, of any length
-        return type(value), None
-    return type(value), tuple((key, _kind(child)) for key, child in children)
-
-
-def _where(path: tuple[Any, ...]) -> str:
-    return "batch" + "".join(f"[{key!r}]" for key in path)
-
-
-def _sizes_text(value: Any, path: tuple[Any, ...] = ()) -> str:
-    """Where the batch's tensors and lists are, and how many rows each could have."""
-    where = _where(path)
-    if isinstance(value, Tensor) and value.is_nested:
-        return f"{where} has shape of {_length(value)} nested tensors"
-    if isinstance(value, _ARRAYS):
-        return f"{where} has shape {list(value.shape)}"
-    texts = []
-    if _is_sequence(value):
-        texts.append(f"{where} has {len(value)} entries")
-    children = members_of(value) or []
-    texts += [_sizes_text(child, (*path, key)) for key, child in children[:8]]
-    return ", ".join(filter(None, texts))

@@ -11,25 +11,30 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.partition.gradient_trials import Misfit, Verdict
-from lightning_smddp.pipeline.partition.loss_weights import IGNORED, LossCalls, Weighting, warning_without_trial
+from lightning_smddp.pipeline.partition.gradient_trials import NOISE, Misfit, Verdict, error_limit
+from lightning_smddp.pipeline.partition.loss_weights import (
+    IGNORED,
+    LossCall,
+    LossCalls,
+    Weighting,
+    warning_without_trial,
+)
 from lightning_smddp.pipeline.partition.microbatches import MicroBatch
 from lightning_smddp.wire.pytree import Path, items, map_leaves
 
 EXACT, MIXED = 1e-4, 1e-2  # relative errors that rounding may explain, in fp32 and with 16-bit types
-_CLEAR = 10.0  # times the error of the best candidate is clearly worse
-_NOISE = 1 / 20  # of the tolerance: errors below it do not tell candidates apart
-_LOUDER = 4.0
+_LOUDER = 4.0  # times all parameters; a power of two, so that dividing by it gives the very same numbers again
 _FEWEST, _MOST_GROUPS = 4, 8  # of rows, in a trial with hard ones last
-_MOST_LEAVES, _MOST_VALUES = 12, 5
+_MOST_LEAVES = 12  # of a batch that are tried as labels or masks,
+_MOST_VALUES = 5  # and of each the values that may not count: every candidate costs time in every trial
+_USUALLY_IGNORED = (IGNORED, -1, 0, 255)  # 0 for padded tokens, 255 in segmentation
 
 LossOf = Callable[[MicroBatch], float]
 Cut = Callable[[Any], list[MicroBatch]]
@@ -46,21 +51,24 @@ class _Trial:
 
     def predicted(self, weighting: Weighting) -> float:
         """What the loss of all rows is if ``weighting`` is right; parts that count nothing have no loss."""
-        weighted = zip(weighting.apply(self.parts), self.losses, strict=True)
-        return sum(part.weight * loss for part, loss in weighted if part.weight)
+        total = 0.0
+        for part, loss in zip(weighting.apply(self.parts), self.losses, strict=True):
+            if part.weight:  # else the loss is NaN where it is a mean over no labels
+                total += part.weight * loss
+        return total
 
     def error(self, weighting: Weighting) -> float:
         """How far ``weighting`` is from the loss of all rows, relative to the largest loss here; inf if not finite."""
         predicted = self.predicted(weighting)
         if not (math.isfinite(predicted) and math.isfinite(self.whole)):
             return math.inf
-        scale = max(abs(loss) for loss in (self.whole, *self.losses, 1e-8))
+        scale = max(map(abs, [self.whole, *self.losses, 1e-8]))
         return abs(predicted - self.whole) / scale
 
 
 @dataclass
 class _Candidates:
-    """What may be right, the first the most plausible; ``errors`` are the largest of all trials."""
+    """What may be right, the first the most plausible, and the trials that have said so."""
 
     weightings: list[Weighting]
     tolerance: float
@@ -71,19 +79,24 @@ class _Candidates:
         # Wrong is what misses by more than the tolerance, and also what misses clearly where another hits: a fresh
         # model's losses are so alike that wrong weights miss by little. Below a share of the tolerance it is noise, and
         # nobody is clearly wrong.
-        errors = {weighting: trial.error(weighting) for weighting in self.weightings}
-        best = min(errors.values())
-        limit = min(self.tolerance, max(_CLEAR * best, _NOISE * self.tolerance))
+        errors = [trial.error(weighting) for weighting in self.weightings]
+        best = min(errors)
         if best > self.tolerance and changed:
             return
         self.trials.append(trial)
-        self.weightings = [weighting for weighting in self.weightings if errors[weighting] <= limit]
+        limit = error_limit(best, self.tolerance)
+        kept = []
+        for weighting, error in zip(self.weightings, errors, strict=True):
+            if error <= limit:
+                kept.append(weighting)
+        self.weightings = kept
 
     def distinct(self) -> list[Weighting]:
         """Those that are left and weigh the first trial's rows differently."""
+        parts = self.trials[0].parts
         found: dict[tuple[float, ...], Weighting] = {}
         for weighting in self.weightings:
-            shares = [round(part.weight, 9) for part in weighting.apply(self.trials[0].parts)]
+            shares = [round(part.weight, 9) for part in weighting.apply(parts)]
             found.setdefault(tuple(shares), weighting)
         return list(found.values())
 
@@ -115,11 +128,10 @@ def find_weighting(
         return Weighting(), None
     with LossCalls() as calls:
         first = _try(loss_of, microbatch.value, microbatch.size, cut)
-    if not abs(first.whole - loss_of(microbatch)) <= 1e-6 * max(abs(first.whole), 1e-8):
+    if not _are_close(loss_of(microbatch), first.whole, 1e-6):
         why = "the loss is another each time that it is computed for the same rows:"
         return Weighting(), warning_without_trial(microbatch, why)
-    observed = chain.from_iterable(call.weightings(microbatch.value) for call in calls.found)
-    conceivable = list(dict.fromkeys([*observed, *_conceivable(microbatch)]))
+    conceivable = _most_plausible_first(calls.found, microbatch)
     candidates = _Candidates(conceivable, tolerance)
     candidates.add(first, changed=False)
     again = _hard_rows_last(loss_of, microbatch, first, cut, tolerance)
@@ -128,14 +140,10 @@ def find_weighting(
         first = again
     # Trials cost runs of the step, so each is made only while candidates are left that it could tell apart: first with
     # the rows as they are and thinned, then, if that was not enough, with a model whose losses are less alike.
-    for context in (nullcontext, louder or nullcontext):
-        if len(candidates.distinct()) < 2 and context is not nullcontext:
-            break
-        with context():
-            for changed in _changes(microbatch, candidates):
-                trial = _attempt(loss_of, changed, microbatch.size, cut)
-                if trial is not None:
-                    candidates.add(trial)
+    _tell_apart(candidates, loss_of, microbatch, cut)
+    if louder is not None and len(candidates.distinct()) > 1:
+        with louder():
+            _tell_apart(candidates, loss_of, microbatch, cut)
     if not candidates.weightings:
         return Weighting(fits=False), _wrong(microbatch, first, may_be_whole)
     if gradients is not None:
@@ -149,12 +157,19 @@ def find_weighting(
     return candidates.weightings[0], _uncertain(microbatch, first, left)
 
 
+def _tell_apart(candidates: _Candidates, loss_of: LossOf, microbatch: MicroBatch, cut: Cut) -> None:
+    for changed in _changes(microbatch, candidates):
+        trial = _attempt(loss_of, changed, microbatch.size, cut)
+        if trial is not None:
+            candidates.add(trial)
+
+
 @contextmanager
 def amplified(module: nn.Module) -> Iterator[None]:
     """All parameters times a power of two, so that a fresh model's losses are less alike; exactly undone."""
     parameters = [p for p in module.parameters() if p.is_floating_point() and p.layout == torch.strided]
     with torch.no_grad():
-        if any(p.numel() and not float(p.abs().max()) < torch.finfo(p.dtype).max / _LOUDER for p in parameters):
+        if not all(map(_can_be_louder, parameters)):
             parameters = []  # it could not be undone
         for parameter in parameters:
             parameter.mul_(_LOUDER)
@@ -166,9 +181,19 @@ def amplified(module: nn.Module) -> Iterator[None]:
                 parameter.div_(_LOUDER)
 
 
+def _can_be_louder(parameter: Tensor) -> bool:
+    """Whether no element overflows; NaN is not smaller than anything."""
+    if parameter.numel() == 0:
+        return True
+    largest = float(parameter.abs().max())
+    return largest < torch.finfo(parameter.dtype).max / _LOUDER
+
+
 def _try(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial:
     parts = cut(value)
-    return _Trial(parts, loss_of(MicroBatch(value, size, 1.0)), [loss_of(part) for part in parts])
+    whole = loss_of(MicroBatch(value, size, 1.0))
+    losses = [loss_of(part) for part in parts]
+    return _Trial(parts, whole, losses)
 
 
 def _attempt(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial | None:
@@ -183,7 +208,11 @@ def _attempt(loss_of: LossOf, value: Any, size: int, cut: Cut) -> _Trial | None:
 
 
 def _hard_rows_last(
-    loss_of: LossOf, microbatch: MicroBatch, first: _Trial, cut: Cut, tolerance: float
+    loss_of: LossOf,
+    microbatch: MicroBatch,
+    first: _Trial,
+    cut: Cut,
+    tolerance: float,
 ) -> _Trial | None:
     """A trial of the same rows, those with large losses last; None where rows have to stay in their places.
 
@@ -197,22 +226,46 @@ def _hard_rows_last(
         losses = [loss_of(group) for group in groups]
         if not all(map(math.isfinite, losses)):
             return None
-        ends = [0, *itertools.accumulate(group.size for group in groups)]
-        order = [
-            row
-            for index in sorted(range(len(groups)), key=losses.__getitem__)
-            for row in range(ends[index], ends[index + 1])
-        ]
+        order = _rows_by_loss(groups, losses)
         trial = _try(loss_of, microbatch.with_rows_in(order).value, size, cut)
     except Exception:  # of user code that was given rows in an order that it is not made for
         return None
-    depends_on_order = not abs(trial.whole - first.whole) <= _NOISE * tolerance * max(abs(first.whole), 1e-8)
-    if depends_on_order or not all(map(math.isfinite, trial.losses)):
+    # The whole loss has to be the same in the new order, or rows mean something where they are (a sequence in time).
+    if not _are_close(trial.whole, first.whole, NOISE * tolerance):
+        return None
+    if not all(map(math.isfinite, trial.losses)):
         return None
     return trial
 
 
+def _rows_by_loss(groups: Sequence[MicroBatch], losses: Sequence[float]) -> list[int]:
+    """The rows of all groups, which lie one behind the other, those of the group with the smallest loss first."""
+    ends = [0, *itertools.accumulate(group.size for group in groups)]
+    order: list[int] = []
+    for index in sorted(range(len(groups)), key=losses.__getitem__):
+        order += range(ends[index], ends[index + 1])
+    return order
+
+
+def _are_close(value: float, reference: float, tolerance: float) -> bool:
+    """Whether they differ by no more than ``tolerance`` of ``reference``; NaN is close to nothing."""
+    scale = max(abs(reference), 1e-8)
+    return abs(value - reference) <= tolerance * scale
+
+
 # ---- candidates ------------------------------------------------------------------------------------------------------
+
+
+def _most_plausible_first(calls: Sequence[LossCall], microbatch: MicroBatch) -> list[Weighting]:
+    """Labels that a loss was seen to be called with, then what else the batch's tensors allow.
+
+    The order matters: of the candidates that no trial tells apart, the first one is used.
+    """
+    found: list[Weighting] = []
+    for call in calls:
+        found += call.weightings(microbatch.value)
+    found += _conceivable(microbatch)
+    return list(dict.fromkeys(found))
 
 
 def _conceivable(microbatch: MicroBatch) -> Iterator[Weighting]:
@@ -222,7 +275,7 @@ def _conceivable(microbatch: MicroBatch) -> Iterator[Weighting]:
     for path, leaf in _row_leaves(microbatch):
         skips = [0]
         if leaf.dim() == 2 and leaf.shape[1] > 2:
-            skips = [0, 1, -1]
+            skips = [0, 1, -1]  # a step may predict the next label, so that the first or the last one is left out
         for ignored in _values(leaf):
             for skip in skips:
                 yield Weighting("labels", path, skip, ignored)
@@ -235,7 +288,9 @@ def _row_leaves(microbatch: MicroBatch) -> list[tuple[Path, Tensor]]:
     """Tensors with an entry for each row: integers and masks of any size, numbers one for each row."""
     found = []
     for path, leaf in items(microbatch.value):
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != microbatch.size or leaf.is_complex():
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            continue
+        if len(leaf) != microbatch.size or leaf.is_complex():
             continue
         if not leaf.is_floating_point() or leaf.dim() == 1 or _is_mask(leaf):
             found.append((path, leaf))
@@ -247,20 +302,23 @@ def _values(leaf: Tensor) -> list[int]:
     if leaf.dtype == torch.bool or leaf.is_floating_point():
         return []
     present = leaf.unique()
-    usual = [value for value in (IGNORED, -1, 0, 255) if bool((present == value).any())]
     negative = present[present < 0].tolist()
-    ends: list[int] = []
+    usual = [value for value in _USUALLY_IGNORED if bool((present == value).any())]
+    values = [*usual, *negative]
     if leaf.dim() > 1:
         rows = leaf.flatten(1)
-        ends = [int(rows[:, position].mode().values) for position in (0, -1)]
-    return list(dict.fromkeys([*usual, *negative, *ends]))[:_MOST_VALUES]
+        for position in (0, -1):
+            most_common = rows[:, position].mode().values
+            values.append(int(most_common))
+    return list(dict.fromkeys(values))[:_MOST_VALUES]
 
 
 def _may_weigh(path: Path, leaf: Tensor) -> bool:
     """Whether numbers of rows are weights of theirs, or lengths; integers are only if they are called so."""
+    if not bool((leaf > 0).all()):
+        return False
     name = _last_key(path)
-    named = any(part in name for part in ("len", "num", "count", "size", "weight"))
-    return bool((leaf > 0).all()) and (leaf.is_floating_point() or named)
+    return leaf.is_floating_point() or any(part in name for part in ("len", "num", "count", "size", "weight"))
 
 
 def _last_key(path: Path) -> str:
@@ -271,7 +329,10 @@ def _last_key(path: Path) -> str:
 def _is_mask(leaf: Tensor) -> bool:
     if leaf.dtype == torch.bool:
         return True
-    return leaf.dim() > 1 and bool(((leaf == 0) | (leaf == 1)).all())
+    if leaf.dim() < 2:
+        return False
+    is_flag = (leaf == 0) | (leaf == 1)
+    return bool(is_flag.all())
 
 
 # ---- trials ----------------------------------------------------------------------------------------------------------
@@ -279,6 +340,7 @@ def _is_mask(leaf: Tensor) -> bool:
 
 def _changes(microbatch: MicroBatch, candidates: _Candidates) -> Iterator[Any]:
     """Batches like this one that tell the candidates apart which are left, each made when it is needed."""
+    # The caller drops candidates between two turns of this generator: what it looks at changes while it runs.
     done: set[tuple[Path, int]] = set()
     if len(candidates.weightings) > 1:
         yield microbatch.value
@@ -289,7 +351,8 @@ def _changes(microbatch: MicroBatch, candidates: _Candidates) -> Iterator[Any]:
         if len(candidates.weightings) == 1:
             return
         done.add(key)
-        leaf = next(leaf for path, leaf in items(microbatch.value) if path == weighting.path)
+        leaf = weighting.counted(microbatch.value)
+        assert leaf is not None
         changed = _thinned(leaf, weighting)
         if changed is not None:
             yield _with_leaf(microbatch.value, leaf, changed)
@@ -332,7 +395,9 @@ def _may_hold(leaf: Tensor, weighting: Weighting, value: int) -> bool:
 
     On an accelerator an index that is out of bounds ends the process; on a CPU it is an error that can be caught.
     """
-    if weighting.kind == "entries" or bool((leaf == value).any()) or leaf.device.type == "cpu":
+    if weighting.kind == "entries" or leaf.device.type == "cpu":
+        return True
+    if bool((leaf == value).any()):
         return True
     name = _last_key(weighting.path)
     return "label" in name or "target" in name
@@ -351,9 +416,10 @@ def _with_leaf(value: Any, old: Tensor, new: Tensor) -> Any:
 
 
 def _wrong(microbatch: MicroBatch, trial: _Trial, may_be_whole: bool) -> str:
+    mean = trial.predicted(Weighting())
     return (
         f"The loss of {microbatch.size} rows is {trial.whole:.6g}, but the mean of the losses of its two halves is "
-        f"{trial.predicted(Weighting()):.6g}. So the loss of a batch is not the mean over its micro-batches, and "
+        f"{mean:.6g}. So the loss of a batch is not the mean over its micro-batches, and "
         f"{_consequence(may_be_whole)}"
     )
 
@@ -380,7 +446,10 @@ def _consequence(may_be_whole: bool) -> str:
 
 
 def _uncertain(microbatch: MicroBatch, trial: _Trial, left: Sequence[Weighting]) -> str:
-    texts = [f"{trial.predicted(weighting):.7g} by {weighting.describe()}" for weighting in left[:3]]
+    texts = []
+    for weighting in left[:3]:
+        predicted = trial.predicted(weighting)
+        texts.append(f"{predicted:.7g} by {weighting.describe()}")
     return (
         f"It could not be told by what losses of micro-batches are weighted: that of {microbatch.size} rows is "
         f"{trial.whole:.7g}, and those of its two halves make {', '.join(texts)}. The first is used. If it is another, "
