@@ -142,37 +142,41 @@ class StepGraph:
 
     def __post_init__(self) -> None:
         """Find who makes, uses and overwrites each value."""
-        memories: dict[int, list[int]] = defaultdict(list)
+        in_memory: dict[int, list[int]] = defaultdict(list)  # storage -> the values in it that are still there
         for node in self.nodes:
             for value in node.inputs:
                 self.last_use[value] = node.index
-            overwritten = {self.values[rebind.new].memory for rebind in node.rebinds}
-            for memory in overwritten:
-                for value in memories.pop(memory, ()):
+            # Before the node's outputs are added: these are what its changes in place have made of the old values.
+            changed = {self.values[rebind.new].memory for rebind in node.rebinds}
+            for memory in changed:
+                for value in in_memory.pop(memory, ()):
                     self.overwritten[value] = node.index
             for value in node.outputs:
                 self.producers.setdefault(value, node.index)
-                memories[self.values[value].memory].append(value)
-        self.last_use.update((value, len(self.nodes)) for value in self.returned if value in self.producers)
+                in_memory[self.values[value].memory].append(value)
+        for value in self.returned:
+            if value in self.producers:
+                self.last_use[value] = len(self.nodes)
         self._colocate_views()
         self._colocate_buffers()
-        for value, last in self.last_use.items():
-            if not self.values[value].sendable:
-                first = self.producers[value]
-                reason = f"the sparse or nested result of {self.nodes[first].name} cannot be sent"
-                self.colocations.append(Colocation(first, last, reason))
+        self._colocate_unsendable()
 
     def _colocate_views(self) -> None:
         """A change in place reaches all views of the memory only where they still are views of each other."""
         for node in self.nodes:
-            by_memory: dict[int, list[int]] = defaultdict(list)
+            # By storage: who made those of the tensors changed in it that the node was given, or that are used later.
+            makers: dict[int, list[int]] = defaultdict(list)
             for old, new, position in node.rebinds:
-                if old in self.producers and (position is not None or new in self.last_use):
-                    by_memory[self.values[new].memory].append(self.producers[old])
+                if old not in self.producers:
+                    continue
+                if position is not None or new in self.last_use:
+                    memory = self.values[new].memory
+                    makers[memory].append(self.producers[old])
             reason = f"{node.name} changes a tensor in place of which views are used later"
-            for producers in by_memory.values():
-                if len(producers) > 1 and min(producers) < node.index:
-                    self.colocations.append(Colocation(min(producers), node.index, reason))
+            for producers in makers.values():
+                first = min(producers)
+                if len(producers) > 1 and first < node.index:
+                    self.colocations.append(Colocation(first, node.index, reason))
 
     def _colocate_buffers(self) -> None:
         """A buffer lives on the stage that changes it."""
@@ -181,11 +185,21 @@ class StepGraph:
             for name in {*node.buffers, *node.buffers_read}:
                 users[name].append(node.index)
         for name, indices in users.items():
-            if len(indices) > 1:
-                first, last = indices[0], indices[-1]
-                names = f"{self.nodes[first].name} and {self.nodes[last].name}"
-                reason = f"{names} use buffer {name!r}, which the step changes"
-                self.colocations.append(Colocation(first, last, reason))
+            if len(indices) < 2:
+                continue
+            first = self.nodes[indices[0]]
+            last = self.nodes[indices[-1]]
+            reason = f"{first.name} and {last.name} use buffer {name!r}, which the step changes"
+            self.colocations.append(Colocation(first.index, last.index, reason))
+
+    def _colocate_unsendable(self) -> None:
+        """A sparse or nested tensor has no strides, so it stays on the stage that makes it."""
+        for value, last in self.last_use.items():
+            if self.values[value].sendable:
+                continue
+            maker = self.nodes[self.producers[value]]
+            reason = f"the sparse or nested result of {maker.name} cannot be sent"
+            self.colocations.append(Colocation(maker.index, last, reason))
 
     def obstacle_to(self, cut: int) -> str | None:
         """Why no stage may begin with node ``cut``; None if one may."""
@@ -195,19 +209,24 @@ class StepGraph:
             if reader.varies:
                 does = "makes a tensor whose size depends on values"
             return f"{reader.name} {does}, which only the stage that has it can follow"
-        return next((found.reason for found in self.colocations if found.first < cut <= found.last), None)
+        for found in self.colocations:
+            if found.first < cut <= found.last:
+                return found.reason
+        return None
 
     def cuts(self) -> list[int]:
         """The nodes that a stage may begin with."""
-        allowed = [True] * (self.last_cut()[0] + 1)
+        last, _ = self.last_cut()
+        last = min(last, len(self.nodes) - 1)
+        forbidden: set[int] = set()
         for found in self.colocations:
-            for cut in range(found.first + 1, min(found.last + 1, len(allowed))):
-                allowed[cut] = False
-        return [cut for cut in range(1, min(len(allowed), len(self.nodes))) if allowed[cut]]
+            forbidden.update(range(found.first + 1, found.last + 1))
+        return [cut for cut in range(1, last + 1) if cut not in forbidden]
 
     def needed_after(self, cut: int) -> list[int]:
         """Values made before node ``cut`` and used by it or later ones."""
-        return [v for v, last in self.last_use.items() if last >= cut and self.producers[v] < cut]
+        used_later = [value for value, last in self.last_use.items() if last >= cut]
+        return [value for value in used_later if self.producers[value] < cut]
 
     def last_cut(self) -> tuple[int, Node | None]:
         """The last node that a stage may begin with, and the node that forbids later ones.
@@ -226,15 +245,17 @@ class StepGraph:
 
     def difference_from(self, other: StepGraph) -> str:
         """The first node that is another one in ``other``, as a sentence."""
-        names, others = [node.name for node in self.nodes], [node.name for node in other.nodes]
-        _, here, there = first_difference(names, others)
+        names = [node.name for node in self.nodes]
+        other_names = [node.name for node in other.nodes]
+        _, here, there = first_difference(names, other_names)
         return f"It comes to {here} where {there} is expected."
 
     def digest(self) -> list[str]:
         """A line for each node, the same on every rank that traced the same step."""
         lines = []
         for node in self.nodes:
-            inputs, outputs = ",".join(map(str, node.inputs)), ",".join(map(str, node.outputs))
+            inputs = ",".join(map(str, node.inputs))
+            outputs = ",".join(map(str, node.outputs))
             lines.append(f"{node.name}({inputs})->{outputs}")
         return lines
 
@@ -249,9 +270,12 @@ def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str
 
 def tells(event: Event) -> bool:
     """Whether Python reads numbers there that later stages can be told."""
-    sources = event.returned.sources
-    numbers = all(kind == "constant" and isinstance(leaf, (bool, int, float)) for kind, leaf in sources)
-    return event.reads and not event.decides and numbers
+    if not event.reads or event.decides:
+        return False
+    for kind, leaf in event.returned.sources:
+        if kind != "constant" or not isinstance(leaf, (bool, int, float)):
+            return False
+    return True
 
 
 def build_graph(trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> StepGraph:
@@ -264,20 +288,21 @@ def build_graph(trace: Trace, modules: Modules, is_small: Callable[[str], bool])
     _refuse_scripted(modules)
     builder = _Builder(trace, modules, is_small)
     builder.visit(None)
-    units = tuple(dict.fromkeys(node.module for node in builder.nodes if node.module is not None))
+    units = dict.fromkeys(node.module for node in builder.nodes if node.module is not None)
+    reads_draws = bool(trace.reads_draws)
     draws_in_python = trace.draws_in_python or any(call.draws_in_python for call in trace.calls)
     return StepGraph(
-        builder.nodes,
-        trace.values,
-        units,
-        trace.random_functions,
-        trace.seconds,
+        nodes=builder.nodes,
+        values=trace.values,
+        units=tuple(units),
+        random_functions=trace.random_functions,
+        forward_seconds=trace.seconds,
         colocations=builder.backward_hooks(),
         returned=trace.returned,
         left=trace.left,
-        reads_of_batch=tuple(dict.fromkeys(trace.reads_of_batch)),
-        shares_draws=bool(trace.reads_draws),
-        draws=bool(trace.reads_draws) or draws_in_python,
+        reads_of_batch=_unique(trace.reads_of_batch),
+        shares_draws=reads_draws,
+        draws=reads_draws or draws_in_python,
         once_a_batch=changes_of_state(trace, modules),
         foreign_writes=trace.foreign_writes,
         writing_lines=trace.writing_lines,
@@ -318,7 +343,10 @@ def refuse_backward(place: str) -> None:
 def _refuse_scripted(modules: Modules) -> None:
     """Parameters of a scripted module are its own copies: another rank's cannot be taken out of it."""
     for name, module in modules.by_name.items():
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters:
             raise SplitError(
                 f"Module {name!r} is scripted (`torch.jit.script`), so its parameters cannot be placed on one rank of "
                 "a pipeline. Train the module that it was made of, and script it afterwards, or use strategy='smddp'."
@@ -332,23 +360,27 @@ def _unique(*sequences: Iterable[T]) -> tuple[T, ...]:
 
 class _Builder:
     def __init__(self, trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> None:
-        self.trace, self.modules, self.is_small = trace, modules, is_small
+        self.trace = trace
+        self.modules = modules
+        self.is_small = is_small
         self.nodes: list[Node] = []
         self.children: dict[int | None, list[Call]] = defaultdict(list)
         for call in trace.calls:
             self.children[call.parent].append(call)
         self.node_of: dict[int, int] = {}  # event -> node
-        self.made: dict[int, list[int]] = defaultdict(list)
+        self.made: dict[int, list[int]] = defaultdict(list)  # event -> values
         for value in trace.values:
             self.made[value.event].append(value.index)
+        # A tied parameter is found under several names, and known by the first one.
         self.canonical = {id(p): name for name, p in modules.root.named_parameters()}
 
     def visit(self, call: Call | None) -> None:
         """Emit the nodes of one call (None: the whole step) in order."""
-        index, first, last = None, 0, len(self.trace.events)
+        index, position, last = None, 0, len(self.trace.events)
         if call is not None:
-            index, first, last = call.index, call.first, call.last
-        position = first
+            index, position, last = call.index, call.first, call.last
+        # A call's events are [first, last), its children's lie within, one behind the other: what is between them was
+        # done by the module's own code. A call without events depends on the batch alone, and is no node.
         for child in self.children[index]:
             self._operations(position, child.first)
             if child.last > child.first and self._is_unit(child.module):
@@ -359,58 +391,85 @@ class _Builder:
         self._operations(position, last)
 
     def _is_unit(self, name: str) -> bool:
-        obstacle, whole = self.modules.obstacles.get(name), self.modules.must_be_whole.get(name)
+        obstacle = self.modules.obstacles.get(name)
+        whole = self.modules.must_be_whole.get(name)
         if whole and obstacle:
             raise SplitError(
                 f"Module {name!r} cannot be placed on one stage, as {obstacle}, and cannot be opened, as {whole}. "
                 "Let the module return all tensors that are used outside of it."
             )
-        return obstacle is None and (whole is not None or self.is_small(name))
-
-    def _is_within(self, inner: int | None, outer: int) -> bool:
-        while inner is not None and inner != outer:
-            inner = self.trace.calls[inner].parent
-        return inner == outer
+        if obstacle is not None:
+            return False
+        return whole is not None or self.is_small(name)
 
     def backward_hooks(self) -> list[Colocation]:
         """The hooks at a module's inputs and outputs belong together."""
-        events, colocations = self.trace.events, []
+        events = self.trace.events
+        colocations = []
         for call in self.trace.calls:
             if not call.has_backward_hooks or call.first not in self.node_of:
                 continue
-            just_before, later = events[max(call.first - 1, 0) : call.first], events[call.last :]
-            bounds = [event.index for event in just_before if event.name == BACKWARD_HOOK]
-            behind = [event.index for event in later if event.name == BACKWARD_HOOK and event.call == call.parent]
-            if not behind:
-                behind = [call.last - 1]
-            bounds.append(behind[0])
-            reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
+            # Around a module with such hooks torch calls an autograd function of its own: on the inputs just before the
+            # module's first event, and on the outputs behind its last one.
+            bounds = []
+            if call.first > 0 and events[call.first - 1].name == BACKWARD_HOOK:
+                bounds.append(call.first - 1)
+            end = call.last - 1
+            for event in events[call.last :]:
+                if event.name == BACKWARD_HOOK and event.call == call.parent:
+                    end = event.index
+                    break
+            bounds.append(end)
             if all(index in self.node_of for index in bounds):
-                colocations.append(Colocation(self.node_of[bounds[0]], self.node_of[bounds[-1]], reason))
+                first, last = self.node_of[bounds[0]], self.node_of[end]
+                reason = f"module {call.module!r} has full backward hooks, so it must be on one stage"
+                colocations.append(Colocation(first, last, reason))
         return colocations
 
     def _operations(self, first: int, last: int) -> None:
+        """A node for each event between calls of units."""
         for event in self.trace.events[first:last]:
             _refuse_event(event)
-            outputs = _unique(event.returned.values, [rebind.new for rebind in event.mutated])
-            self._add(None, [event], event.returned, outputs, event.mutated, event.parameters, event.seconds)
+            changed = [rebind.new for rebind in event.mutated]
+            outputs = _unique(event.returned.values, changed)
+            self._add(
+                None,
+                [event],
+                event.returned,
+                outputs,
+                event.mutated,
+                event.parameters,
+                event.seconds,
+            )
 
     def _unit(self, call: Call) -> None:
+        """One node for all events of a call."""
         assert call.returned is not None
         events = self.trace.events[call.first : call.last]
         for event in events:
-            if event.function is HIDDEN and not self._is_within(event.call, call.index):
+            is_within = call.index in self.modules.chains[event.call]
+            if event.function is HIDDEN and not is_within:
                 _refuse_event(event)  # seen here first, but it was done outside
         rebinds = self.modules.changes(call)
+        changed = [rebind.new for rebind in rebinds]
         returned = [value for value in call.returned.values if self.modules.made_in(value, call.index)]
         module = self.modules.by_name[call.module]
         held = [self.canonical[id(parameter)] for parameter in module.parameters()]
-        outputs = _unique(returned, [rebind.new for rebind in rebinds])
-        parameters = _unique(held, *(event.parameters for event in events))
-        self._add(call, events, call.returned, outputs, rebinds, parameters, call.seconds)
+        used = [event.parameters for event in events]
+        self._add(
+            call,
+            events,
+            call.returned,
+            _unique(returned, changed),
+            rebinds,
+            _unique(held, *used),
+            call.seconds,
+        )
 
     def _draws_in_python(self, call: Call) -> bool:
-        return call.draws_in_python or any(map(self._draws_in_python, self.children[call.index]))
+        if call.draws_in_python:
+            return True
+        return any(map(self._draws_in_python, self.children[call.index]))
 
     def _add(
         self,
@@ -422,40 +481,53 @@ class _Builder:
         parameters: tuple[str, ...],
         seconds: float,
     ) -> None:
+        """Append a node for ``events``: those of the unit's ``call``, or the one of an operation between units."""
+        values = self.trace.values
+        own: set[int] = set()
+        used: dict[int, None] = {}
+        for event in events:
+            self.node_of[event.index] = len(self.nodes)
+            own.update(self.made[event.index])
+            used.update(dict.fromkeys(event.inputs))
         first = events[0]
-        self.node_of.update((event.index, len(self.nodes)) for event in events)
-        own = set(_unique(*(self.made[event.index] for event in events)))
-        used = _unique(*(event.inputs for event in events))
-        buffers = _unique(*(event.buffers for event in events))
-        buffers_read = _unique(*(event.buffers_read for event in events))
-        draws = any(event.random for event in events)
-        watched = any(self.trace.values[value].watched for value in outputs)
-        touches_state = bool(parameters or rebinds or buffers or buffers_read)
         node = Node(
             index=len(self.nodes),
             inputs=tuple(value for value in used if value not in own),
             outputs=outputs,
             rebinds=rebinds,
             parameters=parameters,
-            buffers=buffers,
-            buffers_read=buffers_read,
+            buffers=_unique(*(event.buffers for event in events)),
+            buffers_read=_unique(*(event.buffers_read for event in events)),
             returned=returned,
-            random=draws,
+            random=any(event.random for event in events),
             varies=any(value in self.modules.varying for value in outputs),
             location=first.location,
             seconds=seconds,
-            activation_bytes=sum(self.trace.values[value].nbytes for value in own),
+            activation_bytes=sum(values[value].nbytes for value in own),
         )
         if call is not None:
-            node.module, node.name, node.checkpointed = call.module, call.module, call.checkpointed
+            node.module = call.module
+            node.name = call.module
+            node.checkpointed = call.checkpointed
             node.draws_in_python = self._draws_in_python(call)
         else:
-            node.function, node.checkpointed = first.function, first.checkpointed
+            node.function = first.function
             node.name = f"{first.name} at {_short(first.location)}"
-            node.reads, node.tells, node.free = first.reads, tells(first), first.free
-            is_plain = not (draws or watched or touches_state or first.free or first.reads)
-            node.recomputable = is_plain and not is_autograd_function(first.function)
+            node.checkpointed = first.checkpointed
+            node.reads = first.reads
+            node.tells = tells(first)
+            node.free = first.free
+            node.recomputable = self._is_recomputable(node)
         self.nodes.append(node)
+
+    def _is_recomputable(self, node: Node) -> bool:
+        """Whether an operation between units gives the same wherever and how often it is done, and writes nothing."""
+        touches_state = node.parameters or node.rebinds or node.buffers or node.buffers_read
+        if touches_state or node.random or node.free or node.reads:
+            return False
+        if any(self.trace.values[value].watched for value in node.outputs):
+            return False  # the user's hook on its gradient would fire on two stages
+        return not is_autograd_function(node.function)
 
 
 def _refuse_event(event: Event) -> None:
@@ -472,5 +544,6 @@ def _refuse_event(event: Event) -> None:
         )
 
 
-def _short(place: str) -> str:
-    return place.rpartition("/")[2]
+def _short(location: str) -> str:
+    _, _, file_and_line = location.rpartition("/")
+    return file_and_line

@@ -6,8 +6,9 @@ size is another path. Where they are a module's, only the stage that made them c
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, NamedTuple
@@ -20,8 +21,11 @@ from lightning_smddp.pipeline.capture.user_code import Lines
 
 HIDDEN: Final = "hidden"  # an operation that torch's function modes do not see
 
+# Operations that return a tensor whose size depends on values: of all arguments,
 _OF_ALL = {"argwhere", "nonzero", "unique", "unique_consecutive"}
-# What comes behind the first argument decides. (Of rows that were packed the lengths have decided already.)
+# of the only argument, where it has no other one,
+_OF_ALL_IF_ALONE = {"where", "repeat_interleave"}
+# and of what comes behind the first argument. (Of rows that were packed the lengths have decided already.)
 _OF_THE_REST = {"masked_select", "repeat_interleave", "_pack_padded_sequence"}
 
 # Their statistics are of micro-batches, which is said elsewhere.
@@ -49,10 +53,7 @@ class Value:
     @property
     def nbytes(self) -> int:
         """Bytes of a contiguous copy."""
-        count = self.dtype.itemsize
-        for size in self.shape:
-            count *= size
-        return count
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ def deciding_tensors(name: str, arguments: Sequence[Any]) -> list[Tensor]:
     """The tensors whose values decide on the size of what an operation returns. ``arguments`` are its leaves."""
     if name == "__getitem__":
         return [leaf for leaf in arguments[1:] if isinstance(leaf, Tensor) and leaf.dtype is torch.bool]
-    alone = len(arguments) == 1 and name in ("where", "repeat_interleave")
-    if alone or name in _OF_ALL:
+    is_alone = len(arguments) == 1 and name in _OF_ALL_IF_ALONE
+    if is_alone or name in _OF_ALL:
         return [leaf for leaf in arguments if isinstance(leaf, Tensor)]
     if name in _OF_THE_REST:
         return [leaf for leaf in arguments[1:] if isinstance(leaf, Tensor)]
@@ -203,32 +204,38 @@ def varying(trace: Trace, root: nn.Module, deciding: Deciding) -> frozenset[int]
     sizes are told by their numbers: one that also belongs to parameters or to other values is fixed, unless it is one
     of those that vary.
     """
-    made: dict[int, list[int]] = defaultdict(list)
-    for known in trace.values:
-        made[known.event].append(known.index)
-    fixed = {1}.union(*(parameter.shape for parameter in root.parameters()))
+    made: dict[int, list[int]] = defaultdict(list)  # event -> values
+    for value in trace.values:
+        made[value.event].append(value.index)
+    fixed = {1}
+    for parameter in root.parameters():
+        fixed.update(parameter.shape)
+    # In the order of the step: the sizes that vary in each value follow from those in the values it is made of.
     found: dict[int, frozenset[int]] = {}
     for event in trace.events:
-        given = frozenset[int]().union(*(found.get(value, frozenset()) for value in event.inputs))
+        given: set[int] = set()
+        for index in event.inputs:
+            given.update(found.get(index, ()))
         if deciding is Deciding.BATCH:
             given |= event.batch_sizes
         before = {rebind.new: rebind.old for rebind in event.mutated}
-        for value in made[event.index]:
-            shape = trace.values[value].shape
-            sizes = frozenset[int]()
-            old = before.get(value)
-            if value not in before:
+        for index in made[event.index]:
+            shape = trace.values[index].shape
+            sizes: frozenset[int] = frozenset()
+            if index not in before:
                 sizes = sizes_that_vary(shape, given, fixed, event.decided_by is deciding)
-            elif old is not None:  # a change in place changes no size
-                sizes = found.get(old, sizes)
+            else:
+                old = before[index]
+                if old is not None:  # a change in place changes no size
+                    sizes = found.get(old, sizes)
             if sizes:
-                found[value] = sizes
+                found[index] = sizes
             else:
                 fixed.update(shape)
     return frozenset(found)
 
 
-def sizes_that_vary(shape: Sequence[int], given: frozenset[int], fixed: set[int], makes: bool) -> frozenset[int]:
+def sizes_that_vary(shape: Sequence[int], given: Set[int], fixed: Set[int], makes: bool) -> frozenset[int]:
     """Those of a result's sizes that vary, if ``given`` ones of its arguments do, or if it ``makes`` such a size."""
     if not (given or makes):
         return frozenset()
@@ -240,13 +247,14 @@ def sizes_that_vary(shape: Sequence[int], given: frozenset[int], fixed: set[int]
 
 def changes_of_state(trace: Trace, modules: Modules) -> tuple[str, ...]:
     """What a step changes that later steps see, but for BatchNorm's statistics: each change and where it is."""
-    found: dict[str, None] = {}
+    found: dict[str, None] = {}  # in order
     for event in trace.events:
-        calls = modules.chains[event.call]
-        if any(isinstance(modules.by_name[trace.calls[call].module], _BATCH_NORMS) for call in calls):
+        if any(isinstance(module, _BATCH_NORMS) for module in modules.around(event)):
             continue
-        for kind, names in (("parameter", event.parameters_changed), ("buffer", event.buffers)):
-            found.update({f"{kind} {name!r} at {event.location}": None for name in names})
+        for name in event.parameters_changed:
+            found[f"parameter {name!r} at {event.location}"] = None
+        for name in event.buffers:
+            found[f"buffer {name!r} at {event.location}"] = None
     return tuple(found)
 
 
@@ -254,9 +262,11 @@ class Modules:
     """What the trace says about each module: may it be a unit, may it be opened."""
 
     def __init__(self, trace: Trace, root: nn.Module) -> None:
-        self.trace, self.root = trace, root
+        self.trace = trace
+        self.root = root
         self.by_name = dict(root.named_modules())
-        self.calls: dict[str, list[Call]] = defaultdict(list)
+        self.calls: dict[str, list[Call]] = defaultdict(list)  # by module
+        # call -> the calls that it was made in, from the outside in, and itself. A parent comes before its children.
         self.chains: dict[int | None, tuple[int, ...]] = {None: ()}
         for call in trace.calls:
             self.calls[call.module].append(call)
@@ -264,6 +274,7 @@ class Modules:
         self.obstacles: dict[str, str] = {}  # module -> why it cannot be a unit
         self.must_be_whole: dict[str, str] = {}  # module -> why it cannot be opened
         self.varying = varying(trace, root, Deciding.MODULE)
+        # In this order: the last one seals modules that have no obstacle, so all of these have to be known.
         self._find_escapes()
         self._judge_calls()
         self._judge_events()
@@ -272,15 +283,21 @@ class Modules:
         """Forward time of all calls of a module."""
         return sum(call.seconds for call in self.calls[name])
 
+    def around(self, event: Event) -> list[nn.Module]:
+        """The modules that were being called when ``event`` was recorded, from the outside in."""
+        return [self.by_name[self.trace.calls[index].module] for index in self.chains[event.call]]
+
     def _judge_calls(self) -> None:
+        by_batch = set()
         for call in self.trace.calls:
             if call.obstacle is not None:
                 self.obstacles.setdefault(call.module, call.obstacle)
+            if call.sizes_by_batch:
+                by_batch.add(call.module)
         for name, calls in self.calls.items():
-            if not all(call.last > call.first and call.returned is not None for call in calls):
+            if not all(map(_has_events, calls)):
                 self.obstacles.setdefault(name, "its result depends on the batch alone")
-        deciding = {call.module for call in self.trace.calls if call.sizes_by_batch}
-        for name in deciding & self._returning(varying(self.trace, self.root, Deciding.BATCH)):
+        for name in by_batch & self._returning(varying(self.trace, self.root, Deciding.BATCH)):
             self.obstacles.setdefault(name, "the size of its result depends on the batch's values")
 
     def _judge_events(self) -> None:
@@ -299,7 +316,9 @@ class Modules:
             elif event.decides:
                 self._seal_around(event, "reads a tensor's value", "what it does next may depend on it")
             elif event.decided_by is Deciding.MODULE:
-                self._seal_around(event, "makes a tensor", "its size depends on values that a module made", leaking)
+                # A module that returns such a tensor is no help: whoever calls it does not know the size either.
+                why = "its size depends on values that a module made"
+                self._seal_around(event, "makes a tensor", why, leaking)
 
     def _returning(self, values: frozenset[int]) -> set[str]:
         """The modules that return some of ``values``, made in them."""
@@ -314,30 +333,33 @@ class Modules:
 
     def _seal_around(self, event: Event, does: str, why: str, unfit: Collection[str] = ()) -> None:
         """The innermost module that can be placed whole, and is not ``unfit``, stays whole."""
-        inner_first = [self.trace.calls[index].module for index in reversed(self.chains[event.call])]
-        for name in inner_first:
+        for index in reversed(self.chains[event.call]):
+            name = self.trace.calls[index].module
             if name and name not in self.obstacles and name not in unfit:
                 self.must_be_whole.setdefault(name, f"it {does} in {event.location}, and {why}")
                 return
 
     def _find_escapes(self) -> None:
         """Values used outside of the call that made them, without being returned by it."""
-        handed_over: dict[int, set[int]] = {}
+        handed_over: dict[int, set[int]] = {}  # by call: what its caller gets, as a result or by a change in place
         for call in self.trace.calls:
-            handed_over[call.index] = {rebind.new for rebind in self.changes(call)}
+            changed = {rebind.new for rebind in self.changes(call)}
             if call.returned is not None:
-                handed_over[call.index].update(call.returned.values)
+                changed.update(call.returned.values)
+            handed_over[call.index] = changed
         for event in self.trace.events:
             around = set(self.chains[event.call])
             for value in event.inputs:
                 for call_index in self._calls_around_maker(value):
-                    if call_index not in around and value not in handed_over[call_index]:
-                        name = self.trace.calls[call_index].module
-                        where = f"{event.location} without being returned"
-                        self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
+                    if call_index in around or value in handed_over[call_index]:
+                        continue
+                    name = self.trace.calls[call_index].module
+                    where = f"{event.location} without being returned"
+                    self.obstacles.setdefault(name, f"a tensor made in it is used at {where}")
 
     def changes(self, call: Call) -> tuple[Rebind, ...]:
         """Tensors made outside of ``call`` that it changes in place: what they were before it, and are after it."""
+        # A tensor that is changed twice, a -> b -> c, is one change from a to c: found by what it is now.
         before: dict[int, tuple[int, int | None]] = {}  # what a tensor is now -> (what it was before, position)
         for event in self.trace.events[call.first : call.last]:
             for old, new, position in event.mutated:
@@ -347,7 +369,10 @@ class Modules:
                     before[new] = before.pop(old)
                 elif not self.made_in(old, call.index):
                     before[new] = (old, position)
-        return tuple(Rebind(old, new, position) for new, (old, position) in before.items())
+        changes = []
+        for new, (old, position) in before.items():
+            changes.append(Rebind(old, new, position))
+        return tuple(changes)
 
     def made_in(self, value: int, call: int) -> bool:
         """Whether an operation within ``call`` made ``value``."""
@@ -357,3 +382,8 @@ class Modules:
         """The calls within which ``value`` was made, from the outside in."""
         event = self.trace.values[value].event
         return self.chains[self.trace.events[event].call]
+
+
+def _has_events(call: Call) -> bool:
+    """Whether something bound was done in it, and it has returned."""
+    return call.last > call.first and call.returned is not None

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,11 +51,12 @@ from lightning_smddp.pipeline.capture.records import (
 )
 from lightning_smddp.pipeline.capture.tracking import ALIAS, EXTENSION, Tracking, is_plain
 from lightning_smddp.pipeline.capture.user_code import decides, user_lines, user_location
-from lightning_smddp.wire.pytree import items, leaves, map_leaves
+from lightning_smddp.wire.pytree import items, leaves, map_leaves, tensors
+
+T = TypeVar("T")
 
 _NOTHING = torch.empty(0)
 _BY_PYTHON = "it makes tensors of values that Python code read"
-
 
 Fetch: TypeAlias = Callable[[str], Tensor]
 
@@ -79,8 +80,10 @@ def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetc
     while True:
         with torch.random.fork_rng(devices=generator_devices(device)), PythonRandom(module).put_back():
             result = _Tracer(module, device, known, fetch).run(step)
-        complete = result.random_functions <= known.random_functions and result.reads_draws == known.reads_draws
-        if complete and result.changed_buffers <= known.changed_buffers:
+        knew_functions = result.random_functions <= known.random_functions
+        knew_reads = result.reads_draws == known.reads_draws
+        knew_buffers = result.changed_buffers <= known.changed_buffers
+        if knew_functions and knew_reads and knew_buffers:
             return result
         known.reads_draws = result.reads_draws  # then what torch draws is free: every stage draws it
         known.random_functions |= result.random_functions  # their calls that drew nothing have to be recorded too
@@ -94,14 +97,17 @@ def note_left(tensors: Iterable[Tensor]) -> None:
     """Say what the traced step has left in attributes, at its end. Nothing happens where none is traced."""
     tracer: _Tracer | None = getattr(_active, "tracer", None)
     if tracer is not None:
-        tracer.trace.left |= {value for tensor in tensors if (value := tracer.find_tracked(tensor)) is not None}
+        tracer.trace.left |= frozenset(_known(map(tracer.find_tracked, tensors)))
 
 
 class _Tracer(TorchFunctionMode, Tracking):
     def __init__(self, module: nn.Module, device: torch.device, known: Trace, fetch: Fetch | None) -> None:
         TorchFunctionMode.__init__(self)
         Tracking.__init__(self, module, known)
-        self.module, self.device, self.known, self.fetch = module, device, known, fetch
+        self.module = module
+        self.device = device
+        self.known = known  # what earlier runs have found out
+        self.fetch = fetch
         self.inside = False  # a function that was seen
         self.busy = False  # with our own bookkeeping
         self.lent: dict[int, str] = {}  # by `fetch`, for one operation
@@ -117,7 +123,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         if self.fetch is not None:  # no backward will come
             saving = saved_tensors_hooks(lambda _: _NOTHING, lambda _: _NOTHING)
         buffers = dict(self.module.named_buffers())
-        outer, _active.tracer = getattr(_active, "tracer", None), self
+        outer = getattr(_active, "tracer", None)
+        _active.tracer = self
         try:
             # The order of modes: the function mode, entered last, sees the user's calls; the dispatch mode below sees
             # what they come to, and operators that no function announces (C++ extensions).
@@ -125,11 +132,11 @@ class _Tracer(TorchFunctionMode, Tracking):
                 result = step()
         finally:
             _active.tracer = outer
-        now = dict(self.module.named_buffers())
-        self.trace.rebound_buffers = tuple(name for name, buffer in buffers.items() if now.get(name) is not buffer)
+        buffers_now = dict(self.module.named_buffers())
+        rebound = [name for name, buffer in buffers.items() if buffers_now.get(name) is not buffer]
+        self.trace.rebound_buffers = tuple(rebound)
         self._note_python_draws()
-        found = [self.find(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        self.trace.returned = tuple(dict.fromkeys(value for value in found if value is not None))
+        self.trace.returned = _known(map(self.find, tensors(result)))
         self.trace.seconds = start.until(self.clock.now()) - self.overhead
         return self.trace
 
@@ -140,11 +147,14 @@ class _Tracer(TorchFunctionMode, Tracking):
             if self.inside:
                 return forward(*args, **kwargs)
             call = self._enter(name)
-            start, overhead = self.clock.now(), self.overhead
+            start = self.clock.now()
+            overhead = self.overhead
             try:
                 result = forward(*args, **kwargs)
             finally:
-                call.seconds = start.until(self.clock.now()) - (self.overhead - overhead)
+                # Our own bookkeeping within the call is none of the module's time.
+                own = self.overhead - overhead
+                call.seconds = start.until(self.clock.now()) - own
                 self._note_python_draws()
                 self.stack.pop()
                 call.last = len(self.trace.events)
@@ -159,19 +169,22 @@ class _Tracer(TorchFunctionMode, Tracking):
         if self.stack:
             self.stack[-1].has_children = True
         call = Call(len(self.trace.calls), name, self.innermost_call(), len(self.trace.events))
-        call.checkpointed, call.has_backward_hooks = in_checkpoint(), has_full_backward_hooks(self.modules[name])
+        call.checkpointed = in_checkpoint()
+        call.has_backward_hooks = has_full_backward_hooks(self.modules[name])
         self.trace.calls.append(call)
         self.stack.append(call)
         return call
 
     def _leave(self, call: Call, result: Any, arguments: list[Any]) -> None:
+        """Note what ``call`` returns, and why it cannot be a unit if stages could not build that again."""
         given = {id(leaf) for leaf in arguments}
         by_python = call.reads_bound and not call.has_children  # then what looks free may depend on what Python read
-        for leaf in leaves(result):
-            if not isinstance(leaf, Tensor) or self.find(leaf) is not None or id(leaf) in given:
+        for leaf in tensors(result):
+            if self.find(leaf) is not None or id(leaf) in given:
                 continue
             if by_python and id(leaf) not in self.parameters:
-                self.track(leaf, self.hide(call.index, _BY_PYTHON).index)
+                hidden = self.hide(call.index, _BY_PYTHON)
+                self.track(leaf, hidden.index)
         call.last = len(self.trace.events)
         call.returned = self.template(result, arguments)
         for (path, leaf), (kind, source) in zip(items(result), call.returned.sources, strict=True):
@@ -189,9 +202,9 @@ class _Tracer(TorchFunctionMode, Tracking):
         """Charge the innermost call with Python's random numbers drawn since the last look."""
         begin = self.clock.now()
         states = self.python_random.get()
-        same = same_states(states, self.python_states)
+        has_drawn = not same_states(states, self.python_states)
         self.overhead += begin.until(self.clock.now())
-        if same:
+        if not has_drawn:
             return
         self.python_states = states
         for call in self.stack:
@@ -206,8 +219,10 @@ class _Tracer(TorchFunctionMode, Tracking):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = kind_of(function, args)
-        if kind is Kind.METADATA and args and self._is_elsewhere(args[0]) and asks_for_device(name_of(function)):
-            return device_answer(name_of(function), args[0].dtype, self.device)
+        if kind is Kind.METADATA and args and self._is_elsewhere(args[0]):
+            name = name_of(function)
+            if asks_for_device(name):
+                return device_answer(name, args[0].dtype, self.device)
         if self.inside:
             return function(*args, **kwargs)
         if kind is Kind.METADATA or kind is Kind.WATCHER or _sets_parameter(function, args):
@@ -216,7 +231,12 @@ class _Tracer(TorchFunctionMode, Tracking):
             if self.fetch is not None:
                 refuse_backward(user_location())  # nothing is kept for it
             self.trace.backward_locations.append(user_location())
-        begin, self.busy = self.clock.now(), True
+        return self._operate(function, kind, args, kwargs)
+
+    def _operate(self, function: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        """Run an operation of the user's, and record it. Its time is its own, that of looking at it is overhead."""
+        begin = self.clock.now()
+        self.busy = True
         if written_by(function, args, kwargs):
             self.trace.writing_lines.add(user_lines())
         arguments = leaves((args, kwargs))
@@ -225,31 +245,35 @@ class _Tracer(TorchFunctionMode, Tracking):
             given = given[1:]
         self._note_buffers(given)
         # Whatever the function is called, by the counts of writes and the generators' states we see what it wrote and
-        # drew.
-        versions, states = [self._version(t) for t in given], self._random_states(arguments)
-        inputs = tuple(dict.fromkeys(v for t in given if (v := self.find(t)) is not None))
-        start, overhead = self.clock.now(), self.overhead
+        # drew. What its arguments are has to be asked before it runs, too: in place it makes other values of them.
+        versions = [self._version(tensor) for tensor in given]
+        states = self._random_states(arguments)
+        inputs = _known(map(self.find, given))
+        start = self.clock.now()
+        overhead = self.overhead
         # `inside`: what the function itself calls is not the user's. `busy`: what our bookkeeping calls is nobody's.
-        self.inside, self.busy = True, False
+        self.inside = True
+        self.busy = False
         try:
             result = self._do(function, args, kwargs)
         finally:
             self.inside = False
-        end, self.busy = self.clock.now(), True
+        end = self.clock.now()
+        self.busy = True
         seconds = start.until(end) - (self.overhead - overhead)
-        mutated = [t for t, v in zip(given, versions, strict=True) if not _equal(self._version(t), v)]
+        mutated = self._changed_since(versions, given)
         if args and is_inplace(function):
             mutated = _with_target(mutated, args[0])
-        drew = any(not torch.equal(a, b) for a, b in zip(states, self._random_states(arguments), strict=True))
-        parameters = tuple(dict.fromkeys(self.parameters[id(t)] for t in given if id(t) in self.parameters))
+        states_now = self._random_states(arguments)
+        drew = not all(map(torch.equal, states, states_now))
         event = Event(
-            len(self.trace.events),
-            function,
-            inputs,
-            parameters,
-            self.innermost_call(),
-            "",
-            Template(None, ()),
+            index=len(self.trace.events),
+            function=function,
+            inputs=inputs,
+            parameters=_known(self.parameters.get(id(tensor)) for tensor in given),
+            call=self.innermost_call(),
+            location="",
+            returned=Template(None, ()),
             random=drew,
             seconds=seconds,
         )
@@ -271,7 +295,11 @@ class _Tracer(TorchFunctionMode, Tracking):
             self.busy = False
 
     def _do(self, function: Any, args: Any, kwargs: Any) -> Any:
-        if self.fetch is None or not any(id(leaf) in self.parameters for leaf in leaves((args, kwargs))):
+        """Call ``function``; where parameters are elsewhere, with those that are borrowed for it."""
+        if self.fetch is None:
+            return function(*args, **kwargs)
+        uses_parameters = any(id(leaf) in self.parameters for leaf in leaves((args, kwargs)))
+        if not uses_parameters:
             return function(*args, **kwargs)
         args, kwargs = map_leaves(self._fetched, (args, kwargs))
         try:
@@ -280,80 +308,115 @@ class _Tracer(TorchFunctionMode, Tracking):
             self.lent.clear()
 
     def _is_elsewhere(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and id(leaf) in self.parameters and leaf.device.type != self.device.type
+        """Whether it is a parameter that is not on the step's device."""
+        if not isinstance(leaf, Tensor) or id(leaf) not in self.parameters:
+            return False
+        return leaf.device.type != self.device.type
 
     def _fetched(self, leaf: Any) -> Any:
-        if id(leaf) not in self.parameters:
+        name = self.parameters.get(id(leaf))
+        if name is None:
             return leaf
         assert self.fetch is not None
-        busy, self.busy = self.busy, True
-        value = self.fetch(self.parameters[id(leaf)]).requires_grad_(leaf.requires_grad)
+        busy = self.busy
+        self.busy = True
+        value = self.fetch(name).requires_grad_(leaf.requires_grad)
         self.busy = busy
-        self.lent[id(value)] = self.parameters[id(leaf)]
+        self.lent[id(value)] = name
         return value
 
     def _record(
-        self, event: Event, given: list[Tensor], arguments: list[Any], result: Any, mutated: list[Tensor]
+        self,
+        event: Event,
+        given: list[Tensor],
+        arguments: list[Any],
+        result: Any,
+        mutated: list[Tensor],
     ) -> None:
+        """Complete ``event``, and append it to the trace unless it is free.
+
+        Args:
+            event: with what was known before the operation ran.
+            given: the tensors among ``arguments``.
+            arguments: all leaves.
+            result: what it returned.
+            mutated: of the tensors, those that it changed in place.
+        """
         self._note_changes(event, given, mutated)
-        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        made = tensors(result)
         event.reads = not mutated and not made and bool(given)
         event.free = not (event.inputs or event.parameters or event.buffers_read)
         if event.reads:
             for call in self.stack:
-                call.reads, call.reads_bound = True, call.reads_bound or not event.free
+                call.reads = True
+                call.reads_bound = call.reads_bound or not event.free
             event.decides = not event.free and decides()
         self._note_sizes(event, given, arguments)
-        known = event.function in self.known.random_functions
-        if event.free and event.random and not known:
+        is_known_to_draw = event.function in self.known.random_functions
+        if event.free and event.random and not is_known_to_draw:
             self.trace.random_functions |= {event.function}
-        is_drawn = event.random or known
+        # What is free each stage does by itself. But what torch draws is the same on all stages only where Python reads
+        # it; else one stage draws it for the others, so the event is recorded.
+        is_drawn = event.random or is_known_to_draw
         if event.free and not event.buffers and (self.known.reads_draws or not is_drawn):
-            self._note_free(event, made, mutated, set(chain.from_iterable(tensor.shape for tensor in given)))
+            fixed = set(chain.from_iterable(tensor.shape for tensor in given))
+            self._note_free(event, made, mutated, fixed)
             return
-        event.location, event.checkpointed = user_location(), in_checkpoint()
+        event.location = user_location()
+        event.checkpointed = in_checkpoint()
         self.trace.events.append(event)
-        free = {memory.number for memory in map(self.memory_of, given) if not memory.bound}
+        memories = [self.memory_of(tensor) for tensor in given]
+        free = {memory.number for memory in memories if not memory.bound}
         event.mutated = tuple(self.rebind(mutated, arguments, event.index))
         for leaf in made:
-            if not any(leaf is t for t in given):
+            is_argument = any(leaf is tensor for tensor in given)
+            if not is_argument:
                 # `mask.expand_as(h)` shows the mask, which all stages have, in another shape.
                 self.track(leaf, event.index, binds=self.memory_of(leaf).number not in free)
         event.returned = self.template(result, arguments)
         self._note_drawn(event)
 
     def _note_drawn(self, event: Event) -> None:
+        """Follow what was made of nothing but drawn numbers and the batch; see whether Python reads that."""
         bound = event.parameters or event.buffers or event.buffers_read
         if bound or not self.drawn.issuperset(event.inputs):
             return
-        self.drawn.update(event.returned.values, (rebind.new for rebind in event.mutated))
-        if event.reads or (event.inputs and event.decided_by is not None):
+        self.drawn.update(event.returned.values)
+        self.drawn.update(rebind.new for rebind in event.mutated)
+        decides_size = event.inputs and event.decided_by is not None
+        if event.reads or decides_size:
             self.trace.reads_draws = (*self.trace.reads_draws, event.location)
 
     def _note_changes(self, event: Event, given: list[Tensor], mutated: list[Tensor]) -> None:
-        memories = [self.memory_of(t) for t in mutated]
-        event.buffers = tuple(dict.fromkeys(m.buffer for m in memories if m.buffer is not None))
-        changed = [m.parameter for m in memories if m.parameter is not None]
+        """Which buffers and parameters it changes, and which of the buffers that the step changes it reads."""
+        memories = [self.memory_of(tensor) for tensor in mutated]
+        event.buffers = _known(memory.buffer for memory in memories)
+        changed = [memory.parameter for memory in memories]
         if self.fetch is None or is_inplace(event.function):  # borrowing a parameter writes it, too
-            changed += [self.parameters[id(t)] for t in mutated if id(t) in self.parameters]  # by `p.data = ...`
-        event.parameters_changed = tuple(dict.fromkeys(changed))
+            changed += [self.parameters.get(id(tensor)) for tensor in mutated]  # by `p.data = ...`
+        event.parameters_changed = _known(changed)
         self.trace.changed_buffers |= set(event.buffers)
-        names = [self.buffers.get(id(t)) for t in given]
-        event.buffers_read = tuple(dict.fromkeys(n for n in names if n is not None and n in self.known.changed_buffers))
+        read = _known(self.buffers.get(id(tensor)) for tensor in given)
+        event.buffers_read = tuple(name for name in read if name in self.known.changed_buffers)
 
     def _note_sizes(self, event: Event, given: list[Tensor], arguments: list[Any]) -> None:
         """Whether the size of what ``event`` makes depends on values, and whose."""
-        memories = [self.memory_of(tensor) for tensor in given]
-        event.batch_sizes = frozenset[int]().union(*(memory.batch_sizes for memory in memories if not memory.bound))
+        sizes: set[int] = set()
+        for tensor in given:
+            memory = self.memory_of(tensor)
+            if not memory.bound:
+                sizes |= memory.batch_sizes
+        event.batch_sizes = frozenset(sizes)
         deciding = deciding_tensors(event.name, arguments)
-        if deciding:
-            if any(self.memory_of(tensor).bound for tensor in deciding):
-                event.decided_by = Deciding.MODULE
-            else:
-                event.decided_by = Deciding.BATCH
-                self.trace.reads_of_batch.append(user_location())
-                for call in self.stack:
-                    call.sizes_by_batch = True
+        if not deciding:
+            return
+        if any(self.memory_of(tensor).bound for tensor in deciding):
+            event.decided_by = Deciding.MODULE
+            return
+        event.decided_by = Deciding.BATCH
+        self.trace.reads_of_batch.append(user_location())
+        for call in self.stack:
+            call.sizes_by_batch = True
 
     def _note_buffers(self, given: list[Tensor]) -> None:
         user = ""  # the step itself
@@ -366,20 +429,21 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _note_free(self, event: Event, made: list[Tensor], mutated: list[Tensor], fixed: set[int]) -> None:
         """A free operation is done again by each stage, so its changes in place must not be hidden in a unit."""
-        makes = event.decided_by is not None
+        makes_size = event.decided_by is not None
         for tensor in made:
             memory = self.memory_of(tensor)
-            memory.known, memory.bound = True, memory.parameter is not None
-            memory.batch_sizes |= sizes_that_vary(tensor.shape, event.batch_sizes, fixed | {1}, makes)
+            memory.known = True
+            memory.bound = memory.parameter is not None
+            memory.batch_sizes |= sizes_that_vary(tensor.shape, event.batch_sizes, fixed | {1}, makes_size)
         if event.reads:
             self.trace.reads_of_batch.append(user_location())
         for tensor in mutated:
-            views = self.memories.live_views(self.memory_of(tensor))
-            if next(views, None) is not None:  # it may be on another stage, which would not see the change
+            memory = self.memory_of(tensor)
+            has_views = next(self.memories.live_views(memory), None) is not None
+            if has_views:  # these may be on another stage, which would not see the change
                 self.hide(self.innermost_call(), ALIAS)
-            born = self.memory_of(tensor).call
             for call in self.stack:
-                if not self._within(born, call.index) and not self._owns(call, tensor):
+                if not self._within(memory.call, call.index) and not self._owns(call, tensor):
                     call.obstacle = f"it changes a tensor in place, at {user_location()}, that was made outside of it"
 
     def _within(self, call: int | None, outer: int) -> bool:
@@ -389,7 +453,8 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def _owns(self, call: Call, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an attribute of the called module or of one within."""
-        attributes = chain.from_iterable(vars(module).values() for module in self.modules[call.module].modules())
+        modules = self.modules[call.module].modules()
+        attributes = chain.from_iterable(vars(module).values() for module in modules)
         return any(value is tensor for value in attributes)
 
     def _watch(self, tensor: Any) -> None:
@@ -405,20 +470,22 @@ class _Tracer(TorchFunctionMode, Tracking):
     def saw_unseen(self, args: Any, kwargs: Any, result: Any) -> None:
         """An operation of torch's dispatcher, inside of a function that was seen or not."""
         begin = self.clock.read()
-        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        memories = [self.memory_of(t) for t in given]
-        made = [self.memory_of(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        given = tensors((args, kwargs))
+        memories = [self.memory_of(tensor) for tensor in given]
+        made = [self.memory_of(tensor) for tensor in tensors(result)]
         if any(memory.bound for memory in memories):
-            index = None
+            # Whatever comes out of something bound is bound. Inside of a function that was seen, that function's event
+            # stands for it; else a hidden event does.
+            hidden = None
             if not self.inside:
                 event = self.hide(self.innermost_call(), EXTENSION)
-                event.inputs = tuple(dict.fromkeys(v for t in given if (v := self.find_tracked(t)) is not None))
-                event.parameters = tuple(dict.fromkeys(m.parameter for m in memories if m.parameter is not None))
-                index = event.index
+                event.inputs = _known(map(self.find_tracked, given))
+                event.parameters = _known(memory.parameter for memory in memories)
+                hidden = event.index
             for memory in made:
                 memory.bound = True
                 if memory.hidden is None:
-                    memory.hidden = index
+                    memory.hidden = hidden
         self.overhead += begin.until(self.clock.read())
 
     def saw_cast(self, tensor: Tensor, result: Tensor) -> None:
@@ -429,8 +496,17 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     def saw_collective(self) -> None:
         """A collective of the user's own."""
-        if not any(isinstance(self.modules[call.module], nn.SyncBatchNorm) for call in self.stack):
+        modules = [self.modules[call.module] for call in self.stack]
+        if not any(isinstance(module, nn.SyncBatchNorm) for module in modules):
             self.trace.collective_locations.append(user_location())
+
+    def _changed_since(self, versions: list[int | Tensor], given: list[Tensor]) -> list[Tensor]:
+        """Those of ``given`` that have another version by now."""
+        changed = []
+        for tensor, version in zip(given, versions, strict=True):
+            if not _equal(self._version(tensor), version):
+                changed.append(tensor)
+        return changed
 
     def _version(self, tensor: Tensor) -> int | Tensor:
         """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
@@ -446,10 +522,12 @@ class _Tracer(TorchFunctionMode, Tracking):
             torch.cuda.set_rng_state(states[1], self.device)
 
     def _random_states(self, arguments: list[Any]) -> list[Tensor]:
+        """Of torch's default generators, the CPU's first, and of those among ``arguments``."""
         states = [torch.random.get_rng_state()]
         if self.device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self.device))
-        return [*states, *(leaf.get_state() for leaf in arguments if isinstance(leaf, torch.Generator))]
+        states += [leaf.get_state() for leaf in arguments if isinstance(leaf, torch.Generator)]
+        return states
 
 
 class _Unseen(DispatchMode):
@@ -460,10 +538,12 @@ class _Unseen(DispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         tracer = self.tracer
-        inside, tracer.inside = tracer.inside, True  # function modes see what is called here, but not as the user's
+        inside = tracer.inside
+        tracer.inside = True  # function modes see what is called here, but not as the user's
         try:
-            result = function(*args, **(kwargs or {}))
+            result = function(*args, **kwargs)
         finally:
             tracer.inside = inside
         if not tracer.busy:
@@ -480,9 +560,16 @@ def _sets_parameter(function: Any, args: Any) -> bool:
     return sets_flag(function) and isinstance(args[0], nn.Parameter)
 
 
+def _known(found: Iterable[T | None]) -> tuple[T, ...]:
+    """Those that are not None, each once, in order."""
+    return tuple(dict.fromkeys(one for one in found if one is not None))
+
+
 def _with_target(mutated: list[Tensor], target: Any) -> list[Tensor]:
     """``mutated``, and what an operation in place is called for, where no version was counted."""
-    if isinstance(target, Tensor) and not any(tensor is target for tensor in mutated):
+    if isinstance(target, Tensor):
+        if any(tensor is target for tensor in mutated):
+            return mutated
         return [*mutated, target]
     if isinstance(target, (list, tuple)) and not mutated:  # `torch._foreach_mul_`
         return [tensor for tensor in target if isinstance(tensor, Tensor)]
