@@ -36,6 +36,15 @@ class Piece:
     numel: int
     row_length: int
 
+    @property
+    def end(self) -> int:
+        """One beyond the last element of the flattened parameter."""
+        return self.begin + self.numel
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The view of this part in the flat tensor."""
+        return flat[self.offset : self.offset + self.numel]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -70,14 +79,18 @@ class Layout:
         """Offsets at which a row of some parameter, or a parameter, begins."""
         starts: list[int] = []
         for piece in self.pieces:
-            starts.extend(range(piece.offset, piece.offset + piece.numel, piece.row_length or max(piece.numel, 1)))
+            step = piece.row_length
+            if step == 0:
+                step = max(piece.numel, 1)  # one position, that of the parameter
+            starts.extend(range(piece.offset, piece.offset + piece.numel, step))
         return starts
 
     def cut(self, low: int, high: int) -> Layout:
         """The layout of elements [low, high), offsets counted from ``low``."""
         pieces = []
         for piece in self.pieces:
-            start, stop = max(piece.offset, low), min(piece.offset + piece.numel, high)
+            start = max(piece.offset, low)
+            stop = min(piece.offset + piece.numel, high)
             if start < stop:
                 begin = piece.begin + start - piece.offset
                 pieces.append(Piece(piece.name, start - low, begin, stop - start, piece.row_length))

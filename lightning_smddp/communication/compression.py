@@ -50,7 +50,7 @@ class Compression:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ValueError(f"compression={self.method!r} is unknown. Valid: None, {', '.join(map(repr, METHODS))}.")
+            raise ValueError(f"compression={self.method!r} is unknown. Valid: None, {_method_names()}.")
         if self.scope not in ("inter_node", "all"):
             raise ValueError(f"compression scope {self.scope!r} is unknown. Valid: 'inter_node', 'all'.")
         if self.block_size < 1 or self.rank < 1:
@@ -70,10 +70,10 @@ class Compression:
         try:
             return cls(**value)
         except TypeError as error:
+            arguments = ", ".join([field.name for field in fields(cls)])
             raise ValueError(
-                f"compression={value!r} does not describe a compression ({error}). Valid: None, "
-                f"{', '.join(map(repr, METHODS))}, or the arguments of `Compression` "
-                f"({', '.join(field.name for field in fields(cls))}), of which `method` is required."
+                f"compression={value!r} does not describe a compression ({error}). Valid: None, {_method_names()}, "
+                f"or the arguments of `Compression` ({arguments}), of which `method` is required."
             ) from error
 
     def codec(self) -> Codec | None:
@@ -85,6 +85,10 @@ class Compression:
         if self.method == "bf16":
             return CastCodec(torch.bfloat16)
         return CastCodec(torch.float16)
+
+
+def _method_names() -> str:
+    return ", ".join([repr(method) for method in METHODS])
 
 
 def check_compressible(dtype: torch.dtype, what: str) -> None:
@@ -130,11 +134,12 @@ class CastCodec:
         """See :meth:`Codec.encode`."""
         check_compressible(tensor.dtype, "a gradient")
         wire = tensor.to(self.dtype)
-        if self.dtype == torch.float16:
-            limit = torch.finfo(self.dtype).max
-            overflown = wire.isinf() & tensor.isfinite()
-            wire = torch.where(overflown, tensor.clamp(-limit, limit).to(self.dtype), wire)
-        return wire
+        if self.dtype != torch.float16:  # only fp16's range is much smaller than fp32's
+            return wire
+        limit = torch.finfo(self.dtype).max
+        largest = tensor.clamp(-limit, limit).to(self.dtype)
+        overflown = wire.isinf() & tensor.isfinite()
+        return torch.where(overflown, largest, wire)
 
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """See :meth:`Codec.decode`."""
@@ -159,8 +164,12 @@ class Int8Codec:
         """See :meth:`Codec.encode`."""
         check_compressible(tensor.dtype, "a gradient")
         blocks = tensor.float().view(-1, self.block_size)
-        scale = blocks.abs().amax(1, keepdim=True) / 127
-        steps = torch.where(scale > 0, blocks / scale, 0).round_().clamp_(-127, 127).nan_to_num_(0, 0, 0)
+        magnitudes = blocks.abs().amax(1, keepdim=True)
+        scale = magnitudes / 127
+        # A block of zeros has a scale of 0, by which nothing can be divided. One with an inf or nan has a scale that is
+        # not finite: its steps are 0, and 0 times that scale decodes to nan.
+        steps = torch.where(scale > 0, blocks / scale, 0)
+        steps = steps.round_().clamp_(-127, 127).nan_to_num_(0, 0, 0)
         wire = torch.empty(len(blocks), 4 + self.block_size, dtype=torch.uint8, device=tensor.device)
         wire[:, :4] = scale.view(torch.uint8)
         wire[:, 4:] = steps.to(torch.int8).view(torch.uint8)
@@ -170,8 +179,9 @@ class Int8Codec:
         """See :meth:`Codec.decode`."""
         blocks = wire.view(-1, 4 + self.block_size)
         scale = blocks[:, :4].contiguous().view(torch.float32)
-        values = blocks[:, 4:].contiguous().view(torch.int8).float().mul_(scale)
-        return values.flatten()[:numel].to(dtype)
+        steps = blocks[:, 4:].contiguous().view(torch.int8)
+        values = steps.float().mul_(scale).flatten()
+        return values[:numel].to(dtype)
 
     def bytes_per_element(self, dtype: torch.dtype) -> float:
         """See :meth:`Codec.bytes_per_element`."""
@@ -185,19 +195,27 @@ Parts = dict[str, list[tuple[int, Tensor]]]
 def add_parts(flat: Tensor, layout: Layout, parts: Parts) -> None:
     """Add to ``flat``, which consists of ``layout``, what ``parts`` have of the same elements, in place."""
     for piece in layout.pieces:
+        # Three ways to count: from the first element of the parameter (low, high), of the part, and of `flat`.
+        #     parameter   |.....[ piece ..............].....|
+        #     part        |..........[ values ...............]
+        #     both        |..........[low ........high)
         for begin, values in parts.get(piece.name, ()):
-            low, high = max(piece.begin, begin), min(piece.begin + piece.numel, begin + values.numel())
+            low = max(piece.begin, begin)
+            high = min(piece.end, begin + values.numel())
             if low < high:
+                common = values[low - begin : high - begin]
                 start = piece.offset + low - piece.begin
-                flat[start : start + high - low] += values[low - begin : high - begin].to(flat.device, flat.dtype)
+                flat[start : start + common.numel()] += common.to(flat.device, flat.dtype)
 
 
 def totals_of(parts: Parts, numels: Mapping[str, int]) -> dict[str, Tensor]:
     """What ``parts`` make up, for each parameter: fp32 of shape ``(numel,)``, on the CPU."""
     totals = {}
     for name, numel in numels.items():
-        totals[name] = torch.zeros(numel)
-        add_parts(totals[name], Layout.of_parameters(0, [(name, totals[name])]), parts)
+        total = torch.zeros(numel)
+        whole = Layout.of_parameters(0, [(name, total)])
+        add_parts(total, whole, parts)
+        totals[name] = total
     return totals
 
 
@@ -215,8 +233,7 @@ def collect_parts(parts: Parts, layout: Layout, flat: Tensor) -> None:
     """Add to ``parts`` what ``flat``, which consists of ``layout``, has of named parameters."""
     for piece in layout.pieces:
         if piece.name:
-            values = flat[piece.offset : piece.offset + piece.numel]
-            parts.setdefault(piece.name, []).append((piece.begin, values))
+            parts.setdefault(piece.name, []).append((piece.begin, piece.of(flat)))
 
 
 class ErrorFeedback:
@@ -242,13 +259,17 @@ class ErrorFeedback:
 
         What is not finite is forgotten.
         """
-        residual = self._residuals[layout.slot][1][low : low + values.numel()]
-        torch.sub(values, sent, out=residual).nan_to_num_(0, 0, 0)
+        _, residual = self._residuals[layout.slot]
+        own = residual[low : low + values.numel()]
+        torch.sub(values, sent, out=own)
+        own.nan_to_num_(0, 0, 0)
 
     def remember_more(self, total: Tensor, sent: Tensor, layout: Layout, low: int) -> None:
         """As :meth:`remember`, in addition to what is remembered already."""
         _, residual = self._residuals[layout.slot]
-        residual[low : low + total.numel()].add_((total - sent).nan_to_num_(0, 0, 0))
+        lost = total - sent
+        lost.nan_to_num_(0, 0, 0)
+        residual[low : low + lost.numel()].add_(lost)
 
     def forget_restored(self) -> None:
         """Every bucket has taken its part of what was restored."""
@@ -267,7 +288,10 @@ class ErrorFeedback:
 
     def restore(self, totals: dict[str, Tensor], members: int) -> None:
         """Start from ``totals`` over all ranks, of which each of the ``members`` of an exchange takes a share."""
-        self.restore_parts({name: [(0, total / members)] for name, total in totals.items()})
+        parts: Parts = {}
+        for name, total in totals.items():
+            parts[name] = [(0, total / members)]
+        self.restore_parts(parts)
 
     def restore_parts(self, parts: Parts) -> None:
         """Start from ``parts``, which are no other rank's."""
@@ -275,14 +299,17 @@ class ErrorFeedback:
         self.restored = parts
 
     def _residual(self, shard: Tensor, layout: Layout) -> Tensor:
-        known = self._residuals.get(layout.slot)
-        if known is not None:
-            same = known[1].numel() == shard.numel() and known[1].dtype == shard.dtype
-            if same and known[0] == layout:
-                return known[1]
+        """What is remembered for ``layout``, as long as ``shard``: zeros at the first call, but for what came before.
+
+        That is what was remembered under this slot when the bucket had other parameters, and what was restored.
+        """
         before: Parts = {}
-        if known is not None:  # the bucket had other parameters
-            collect_parts(before, *known)
+        if layout.slot in self._residuals:
+            known_layout, known = self._residuals[layout.slot]
+            same_values = known.numel() == shard.numel() and known.dtype == shard.dtype
+            if same_values and known_layout == layout:
+                return known
+            collect_parts(before, known_layout, known)
         residual = torch.zeros_like(shard)
         add_parts(residual, layout, before)
         add_parts(residual, layout, self.restored)
@@ -293,9 +320,11 @@ class ErrorFeedback:
     def _forget_taken(self, layout: Layout) -> None:
         """What was restored and is in ``layout`` as a whole is not taken once more, when the layout has changed."""
         for piece in layout.pieces:
+            if piece.name not in self.restored:
+                continue
             left = []
-            for begin, values in self.restored.get(piece.name, ()):
-                if begin < piece.begin or begin + values.numel() > piece.begin + piece.numel:
+            for begin, values in self.restored[piece.name]:
+                end = begin + values.numel()
+                if begin < piece.begin or end > piece.end:
                     left.append((begin, values))
-            if piece.name in self.restored:
-                self.restored[piece.name] = left
+            self.restored[piece.name] = left

@@ -45,30 +45,43 @@ class PowerSGDExchange:
         """See ``InterNodeReduce.start``."""
         if self.feedback is not None:
             self.feedback.add_to(shard, layout)
-        # Each matrix M becomes P Q^T. With Q of the last step: P = sum of M Q, made orthonormal; Q = sum of M^T P.
         matrices = [piece for piece in layout.pieces if self._shrinks(piece)]
         exact = [piece for piece in layout.pieces if not self._shrinks(piece)]
-        left = [_matrix(shard, piece).float() @ self._factor(piece, shard.device) for piece in matrices]
-        sent = _pack([*left, *(_flat(shard, piece).float() for piece in exact)], shard)
+        # Each matrix M becomes P Q^T. With Q of the last step: P = sum of M Q, made orthonormal; Q = sum of M^T P.
+        # Two messages, one after the other, as P has to be whole before Q can be computed from it:
+        #     sent:    | M Q of matrix 0 | M Q of matrix 1 | ... | exact piece | exact piece | ...
+        #     answer:  | M^T P of matrix 0 | M^T P of matrix 1 | ...
+        to_sum = []
+        for piece in matrices:
+            matrix = _matrix(shard, piece).float()
+            to_sum.append(matrix @ self._factor(piece, shard.device))
+        for piece in exact:
+            to_sum.append(piece.of(shard).float())
+        sent = _pack(to_sum, shard)
+        shapes = [tensor.shape for tensor in to_sum]
         work = dist.all_reduce(sent, group=self.factor_group, async_op=True)
         assert work is not None
 
         def finish() -> None:
             work.wait()
-            sizes = [tensor.numel() for tensor in left] + [piece.numel for piece in exact]
-            summed = sent.split(sizes)
-            bases = [torch.linalg.qr(flat.view(p.shape))[0] for flat, p in zip(summed, left, strict=False)]
-            right = [_matrix(shard, piece).float().T @ base for piece, base in zip(matrices, bases, strict=True)]
+            summed = _unpack(sent, shapes)
+            bases = []
+            right = []
+            for piece, left in zip(matrices, summed, strict=False):
+                basis, _ = torch.linalg.qr(left)
+                bases.append(basis)
+                right.append(_matrix(shard, piece).float().T @ basis)
             answer = _pack(right, shard)
             if matrices:
                 dist.all_reduce(answer, group=self.answer_group)
             result = torch.zeros_like(shard)
-            parts = answer.split([q.numel() for q in right])
-            for piece, base, q, flat in zip(matrices, bases, right, parts, strict=False):
-                self.factors[_key(piece)] = flat.view(q.shape).nan_to_num(0, 0, 0)  # else nan would stay for good
-                _matrix(result, piece).copy_(base @ flat.view(q.shape).T)
-            for piece, flat in zip(exact, summed[len(left) :], strict=True):
-                _flat(result, piece).copy_(flat)
+            factors = _unpack(answer, [tensor.shape for tensor in right])
+            for piece, basis, factor in zip(matrices, bases, factors, strict=True):
+                # The next step starts from the factor: nan would stay for good. This step's result keeps it.
+                self.factors[_key(piece)] = factor.nan_to_num(0, 0, 0)
+                _matrix(result, piece).copy_(basis @ factor.T)
+            for piece, values in zip(exact, summed[len(matrices) :], strict=True):
+                piece.of(result).copy_(values)
             if self.feedback is not None:
                 self._remember(shard, result, matrices, layout)
             shard.copy_(result)
@@ -77,26 +90,32 @@ class PowerSGDExchange:
 
     def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
         """Bytes that this rank sends for a shard, by a ring each for P and Q."""
+        assert layout is not None
         size = dist.get_world_size(self.factor_group)
         elements = 0
-        assert layout is not None
         for piece in layout.pieces:
             if self._shrinks(piece):
                 elements += self._factor_elements(piece)
             else:
                 elements += piece.numel
-        return int(2 * 4 * elements * (size - 1) / size)
+        nbytes = elements * 4  # both factors and exact values travel in fp32
+        return int(2 * nbytes * (size - 1) / size)
 
     def _remember(self, shard: Tensor, result: Tensor, matrices: list[Piece], layout: Layout) -> None:
         """This rank's share of the error: its own matrix less its share of the common approximation."""
         assert self.feedback is not None
+        size = dist.get_world_size(self.factor_group)
         sent = shard.clone()
         for piece in matrices:
-            _flat(sent, piece).copy_(_flat(result, piece)).div_(dist.get_world_size(self.factor_group))
+            share = piece.of(sent)
+            share.copy_(piece.of(result))
+            share.div_(size)
         self.feedback.remember(shard, sent, layout)
 
     def _shrinks(self, piece: Piece) -> bool:
-        if not piece.row_length or piece.begin % piece.row_length or piece.numel % piece.row_length:
+        if piece.row_length == 0:
+            return False
+        if piece.begin % piece.row_length or piece.numel % piece.row_length:  # a shard's bounds cut a row
             return False
         return self._factor_elements(piece) * _LEAST_GAIN <= piece.numel
 
@@ -107,26 +126,37 @@ class PowerSGDExchange:
 
     def _factor(self, piece: Piece, device: torch.device) -> Tensor:
         """Q of the last step (warm start), else the same random one on every rank."""
-        known = self.factors.get(_key(piece))
-        if known is not None and known.shape == (piece.row_length, self.rank):
+        key = _key(piece)
+        shape = (piece.row_length, self.rank)
+        known = self.factors.get(key)
+        if known is not None and known.shape == shape:
             return known.to(device)
-        generator = torch.Generator().manual_seed(zlib.crc32(_key(piece).encode()))
-        return torch.randn(piece.row_length, self.rank, generator=generator).to(device)
+        # Made on the CPU from the piece's name, so that ranks agree without a message, on any device.
+        seed = zlib.crc32(key.encode())
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape, generator=generator).to(device)
 
 
 def _key(piece: Piece) -> str:
-    return f"{piece.name}[{piece.begin}:{piece.begin + piece.numel}]"
-
-
-def _flat(tensor: Tensor, piece: Piece) -> Tensor:
-    return tensor[piece.offset : piece.offset + piece.numel]
+    return f"{piece.name}[{piece.begin}:{piece.end}]"
 
 
 def _matrix(tensor: Tensor, piece: Piece) -> Tensor:
-    return _flat(tensor, piece).view(-1, piece.row_length)
+    """The view of a piece of whole rows as (rows, columns)."""
+    return piece.of(tensor).view(-1, piece.row_length)
 
 
 def _pack(tensors: list[Tensor], like: Tensor) -> Tensor:
+    """One flat tensor of all values, on the device of ``like``."""
     if not tensors:
         return torch.empty(0, device=like.device)
     return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _unpack(packed: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """The inverse of :func:`_pack`, as views."""
+    sizes = [shape.numel() for shape in shapes]
+    views = []
+    for flat, shape in zip(packed.split(sizes), shapes, strict=True):
+        views.append(flat.view(shape))
+    return views

@@ -23,8 +23,12 @@ class UnitLayout:
     """
 
     def __init__(self, number: int, size: int, parameters: Callable[[], Iterable[Parameter]]) -> None:
-        self.number, self._size, self.parameters = number, size, parameters
-        self._latest: tuple[object, Layout] = (None, Layout(number, ()))
+        self.number = number
+        self.parameters = parameters
+        self._size = size
+        # A unit's reductions mostly consist of the same as in the step before: the last answer, and what it was for.
+        self._latest_key: object = None
+        self._latest = Layout(number, ())
 
     def reduced(self, owners: Sequence[int], numel: int) -> Layout:
         """What the parts of ``owners``, of ``numel`` elements each, consist of in a reduce-scatter.
@@ -32,26 +36,37 @@ class UnitLayout:
         It is that of all parameters that have gradients; without names where these are not what is reduced, as with
         gradients of parameters that have been frozen since, or in steps that do not use some of them.
         """
-        trained = tuple((name, shape) for name, shape, trains in self.parameters() if trains)
+        trained = []
+        for name, shape, trains in self.parameters():
+            if trains:
+                trained.append((name, shape))
         key = (tuple(owners), numel, trained)
-        if self._latest[0] != key:
+        if self._latest_key != key:
             layout, found = self._of(trained, owners)
             if found != numel:
                 layout = Layout.flat(len(owners) * numel, self.number)
-            self._latest = (key, layout)
-        return self._latest[1]
+            self._latest_key = key
+            self._latest = layout
+        return self._latest
 
     def whole(self, owners: Sequence[int]) -> tuple[Layout, int]:
         """What parts with all parameters consist of, with gradients and without, and the elements of one part."""
-        return self._of([(name, shape) for name, shape, _ in self.parameters()], owners)
+        parameters = [(name, shape) for name, shape, _ in self.parameters()]
+        return self._of(parameters, owners)
 
     def _of(self, parameters: Sequence[tuple[str, torch.Size]], owners: Sequence[int]) -> tuple[Layout, int]:
-        pieces, offset = [], 0
+        # With 5 rows on 4 ranks, each has room for 2 rows of every parameter: the ranks have 2, 2, 1 and 0 of them. The
+        # padding behind these belongs to no piece.
+        pieces = []
+        offset = 0
         for owner in owners:
             for name, shape in parameters:
-                row, rows = math.prod(shape[1:]), -(-shape[0] // self._size)  # as torch.chunk
+                row_length = math.prod(shape[1:])
+                rows = -(-shape[0] // self._size)  # rounded up, as torch.chunk does
                 low = min(rows * owner, shape[0])
                 high = min(low + rows, shape[0])
-                pieces.append(Piece(name, offset, low * row, (high - low) * row, 0))
-                offset += rows * row
-        return Layout(self.number, tuple(pieces)), offset // len(owners)
+                numel = (high - low) * row_length
+                pieces.append(Piece(name, offset, low * row_length, numel, 0))
+                offset += rows * row_length
+        layout = Layout(self.number, tuple(pieces))
+        return layout, offset // len(owners)
