@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -21,12 +22,16 @@ class IntraNodeGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_shards: int) -> None:
-        self.group, self.num_shards = group, num_shards
-        self.rank, self.size = group.rank(), dist.get_world_size(group)
+        self.group = group
+        self.num_shards = num_shards
+        self.rank = group.rank()
+        self.size = dist.get_world_size(group)
 
     def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
         """Bounds of all local ranks' shards; ranks from ``num_shards`` on own an empty one."""
-        return shard_bounds(numel, self.num_shards, granularity) + [numel] * (self.size - self.num_shards)
+        bounds = shard_bounds(numel, self.num_shards, granularity)
+        empty_shards = [numel] * (self.size - self.num_shards)
+        return bounds + empty_shards
 
     def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself."""
@@ -34,14 +39,17 @@ class IntraNodeGroup:
         width = _width(bounds)
         sent = _padded(tensor, bounds, width)
         if tensor.is_cuda:
-            if tensor.dtype == torch.float16:  # summed as it is: the sum may overflow where the mean does not
-                sent, scale = sent * scale, 1.0
+            if tensor.dtype == torch.float16:
+                # NCCL sums fp16 in fp16, and the sum may overflow where the mean does not: so scale before.
+                sent = sent * scale
+                scale = 1.0
             received = sent.new_empty(width)
             reduce_scatter_single(received, sent, self.group)
         else:
             parts = torch.empty_like(sent)
             dist.all_to_all_single(parts, sent, group=self.group)
-            received = parts.view(self.size, width).sum(0, dtype=sum_dtype(tensor.dtype))
+            rows = parts.view(self.size, width)  # this rank's shard, as each local rank has it
+            received = rows.sum(0, dtype=sum_dtype(tensor.dtype))
         total = received[: shard.numel()]
         if scale != 1.0:
             total.mul_(scale)
@@ -50,11 +58,13 @@ class IntraNodeGroup:
 
     def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
         """This rank's shard of ``tensor`` goes into all local ranks' tensors."""
-        width = _width(bounds)
         shard = tensor[bounds[self.rank] : bounds[self.rank + 1]]
         if _is_even(bounds):
+            # The output is the whole tensor, of which the shard is a part: the input has to be other memory.
             all_gather_single(tensor, shard.clone(), self.group)
             return
+        # The collective takes parts of one size, so each is padded to the widest shard.
+        width = _width(bounds)
         own = tensor.new_zeros(width)
         own[: shard.numel()].copy_(shard)
         gathered = tensor.new_empty(width * self.size)
@@ -68,20 +78,25 @@ class IntraNodeGroup:
 
 
 def _width(bounds: list[int]) -> int:
-    return max(1, *(high - low for low, high in zip(bounds, bounds[1:], strict=False)))
+    """Elements of the largest shard; 1 where all are empty."""
+    width = 1
+    for low, high in itertools.pairwise(bounds):
+        width = max(width, high - low)
+    return width
 
 
 def _is_even(bounds: list[int]) -> bool:
     """Whether all shards are as large, so that nothing has to be padded."""
-    width = _width(bounds)
-    return bounds[-1] == width * (len(bounds) - 1)
+    num_shards = len(bounds) - 1
+    return bounds[-1] == _width(bounds) * num_shards
 
 
 def _padded(tensor: Tensor, bounds: list[int], width: int) -> Tensor:
     """The shards of ``tensor``, each padded with zeros to ``width`` elements; ``tensor`` itself if none needs it."""
     if _is_even(bounds):
         return tensor
-    padded = tensor.new_zeros(width * (len(bounds) - 1))
+    num_shards = len(bounds) - 1
+    padded = tensor.new_zeros(num_shards * width)
     for rank, part in enumerate(padded.split(width)):
         low, high = bounds[rank], bounds[rank + 1]
         part[: high - low].copy_(tensor[low:high])

@@ -14,6 +14,7 @@ from pathlib import Path
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 _VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 _LISTEN = "0A"  # the state of a row of /proc/net/tcp
+_COMMAND_LENGTH = 120  # characters of a command, in messages
 
 
 def addresses() -> dict[str, list[str]]:
@@ -21,12 +22,17 @@ def addresses() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for name in found:
+            # A `struct ifreq` of netdevice(7): the name in 16 bytes with a 0 at the end, then a `sockaddr_in`, whose
+            # IPv4 address comes behind 2 bytes of family and 2 of port.
+            request = struct.pack("256s", name.encode()[:15])
             with suppress(OSError):  # the interface has no IPv4 address
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
                 found[name].append(socket.inet_ntoa(answer[20:24]))
+    # A line of that table: 32 hexadecimal digits, four numbers, the interface.
     for line in _lines(Path("/proc/net/if_inet6")):
         digits, *_, name = line.split()
-        found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
+        address = ipaddress.IPv6Address(int(digits, 16))
+        found.setdefault(name, []).append(str(address))
     return found
 
 
@@ -38,7 +44,11 @@ def _lines(table: Path) -> list[str]:
 
 def describe_interfaces() -> str:
     """``eth0 (10.0.0.1), lo (127.0.0.1, ::1)``, for messages."""
-    return ", ".join(f"{name} ({', '.join(found) or 'no address'})" for name, found in sorted(addresses().items()))
+    texts = []
+    for name, found in sorted(addresses().items()):
+        listed = ", ".join(found) or "no address"
+        texts.append(f"{name} ({listed})")
+    return ", ".join(texts)
 
 
 def interface_problem(backend: str, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -49,10 +59,13 @@ def interface_problem(backend: str, environment: Mapping[str, str] = os.environ)
     """
     for name, variable in _VARIABLES.items():
         value = environment.get(variable, "").strip()
-        if name not in backend or not value or value.startswith("^"):
+        if name not in backend or not value:
+            continue
+        if value.startswith("^"):
             continue
         by_prefix = name == "nccl" and not value.startswith("=")
-        wanted = [part for part in value.removeprefix("=").split(",") if part]
+        names = value.removeprefix("=").split(",")
+        wanted = [part for part in names if part]
         problem = _choice_problem(wanted, by_prefix)
         if problem is not None:
             return f"{variable}={value}: {problem} The interfaces here are {describe_interfaces()}."
@@ -62,7 +75,10 @@ def interface_problem(backend: str, environment: Mapping[str, str] = os.environ)
 def _choice_problem(wanted: list[str], by_prefix: bool) -> str | None:
     present = addresses()
     for want in wanted:
-        matches = [name for name in present if name == want or (by_prefix and name.startswith(want))]
+        if by_prefix:
+            matches = [name for name in present if name.startswith(want)]
+        else:
+            matches = [name for name in present if name == want]
         if not matches:
             if by_prefix and len(wanted) > 1:
                 continue  # NCCL takes the others
@@ -74,18 +90,28 @@ def _choice_problem(wanted: list[str], by_prefix: bool) -> str | None:
 
 def holder_of(port: int) -> tuple[int, str] | None:
     """Process id and command of who listens on TCP ``port``; None if that cannot be seen (another user's)."""
-    inodes = set()
-    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        for line in _lines(table)[1:]:
-            fields = line.split()
-            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    if not inodes:
+    sockets = _listening_sockets(port)
+    if not sockets:
         return None
+    # The kernel tells a socket's inode, not its process: that is the one with a descriptor of this inode.
     for entry in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):  # it ended meanwhile, or belongs to another user
-            if os.readlink(entry) in inodes:
-                process = entry.parts[2]
-                command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                return int(process), " ".join(command.split())[:120]
+            if os.readlink(entry) in sockets:
+                process = int(entry.parts[2])
+                arguments = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+                command = b" ".join(arguments).decode(errors="replace")
+                return process, " ".join(command.split())[:_COMMAND_LENGTH]
     return None
+
+
+def _listening_sockets(port: int) -> set[str]:
+    """The sockets that listen on TCP ``port`` in this network namespace, as links of descriptors name them."""
+    found = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in _lines(table)[1:]:  # behind the names of the columns
+            fields = line.split()
+            local_address, state, inode = fields[1], fields[3], fields[9]
+            _, _, hexadecimal_port = local_address.rpartition(":")
+            if state == _LISTEN and int(hexadecimal_port, 16) == port:
+                found.add(f"socket:[{inode}]")
+    return found
