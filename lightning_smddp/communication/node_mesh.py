@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,10 +25,14 @@ import torch.distributed as dist
 
 from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
 from lightning_smddp.communication.topology import Topology
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.gather import first_reason, gather_json
 
-_MESSAGE_BYTES = 256
+OnWait = Callable[[float, int | None], None]
+"""Takes the seconds that this rank waited inside its node, and the global rank that it waited for last, or None."""
+
+_MESSAGE_BYTES = 256  # the longest message
 _LIVENESS_PERIOD_S = 1.0  # how often a waiting rank looks whether the peer's process still exists
+_LEAST_TIMEOUT_S = 1e-3  # a timeout of 0 would not wait at all, and one below it is an error
 _WAITED_S = 50e-6  # a receive that took longer than this is counted as waiting
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
@@ -41,12 +46,17 @@ def supported() -> str | None:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One exchange: the messages by local rank, how long we waited, and for which local rank last."""
+    """One exchange: messages and descriptors by local rank, how long we waited, and for which global rank last."""
 
     messages: dict[int, bytes]
     descriptors: dict[int, int]
     waited_s: float
     last: int | None
+
+    def close_descriptors(self) -> None:
+        """Close all that came."""
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
 
 
 class NodeMesh:
@@ -66,7 +76,9 @@ class NodeMesh:
         self.size = len(topology.local_ranks)
         self._timeout_s = timeout.total_seconds()
         self._sockets = dict(sorted(sockets.items()))
-        self._watches = {peer: _watch_process(connection) for peer, connection in self._sockets.items()}
+        self._watches: dict[int, int | None] = {}
+        for peer, connection in self._sockets.items():
+            self._watches[peer] = _watch_process(connection)
 
     @classmethod
     def connect(
@@ -92,16 +104,17 @@ class NodeMesh:
         # Each rank listens before it tells its address, so nobody calls in vain. Reasons are told to all, twice: a rank
         # that went on without the others would wait for them in the first bucket.
         addresses = gather_json([address, secret.hex(), reason], group, device)
-        reason = next((text for _, _, text in addresses if text), None)
+        reason = first_reason([text for _, _, text in addresses])
         meshes: list[NodeMesh] = []
         if listener is not None and reason is None:
             try:
-                meshes = _connect_all(cls, topology, listener, addresses, secret, timeout, count)
+                for sockets in _connect_all(topology, listener, addresses, secret, timeout, count):
+                    meshes.append(cls(topology, sockets, timeout))
             except OSError as error:
                 reason = f"{topology.describe(topology.rank)} could not reach its node's other ranks: {error}"
         if listener is not None:
             listener.close()
-        reason = next((text for text in gather_json(reason, group, device) if text), None)
+        reason = first_reason(gather_json(reason, group, device))
         if reason is not None:
             for mesh in meshes:
                 mesh.close()
@@ -137,7 +150,8 @@ class NodeMesh:
         deadline = start + self._timeout_s
         messages: dict[int, bytes] = {}
         descriptors: dict[int, int] = {}
-        last, before = None, time.perf_counter()
+        last: int | None = None
+        before = start
         # A socket of type SEQPACKET keeps messages apart and in order, so the oldest one of each peer is of this
         # exchange, also where some peers are further on already.
         for peer, connection in self._sockets.items():
@@ -146,9 +160,13 @@ class NodeMesh:
                 descriptors[peer] = received
             now = time.perf_counter()
             if now - before > _WAITED_S:
-                last = peer
+                last = self.topology.local_ranks[peer]
             before = now
         return Arrival(messages, descriptors, time.perf_counter() - start, last)
+
+    def describe(self, local_rank: int) -> str:
+        """``rank 3 (host b, local rank 1)``, for messages."""
+        return self.topology.describe(self.topology.local_ranks[local_rank])
 
     def close(self) -> None:
         """Close all sockets; peers that wait for this rank get a :class:`RankFailedError`."""
@@ -171,7 +189,8 @@ class NodeMesh:
     def _receive(self, peer: int, connection: socket.socket, deadline: float) -> tuple[bytes, int | None]:
         while True:
             remaining = deadline - time.perf_counter()
-            connection.settimeout(max(min(remaining, _LIVENESS_PERIOD_S), 1e-3))
+            patience = min(remaining, _LIVENESS_PERIOD_S)
+            connection.settimeout(max(patience, _LEAST_TIMEOUT_S))
             try:
                 message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, 1)
             except TimeoutError:
@@ -185,22 +204,24 @@ class NodeMesh:
                 raise self._failed(peer, str(error)) from error
             if not message:
                 raise self._failed(peer, "it closed its connection")
-            return message, next(iter(descriptors), None)
+            if not descriptors:
+                return message, None
+            return message, descriptors[0]
 
     def _has_ended(self, peer: int) -> bool:
         watch = self._watches[peer]
-        return watch is not None and bool(select.select([watch], [], [], 0)[0])
-
-    def _name(self, peer: int) -> str:
-        return self.topology.describe(self.topology.local_ranks[peer])
+        if watch is None:
+            return False
+        readable, _, _ = select.select([watch], [], [], 0)
+        return bool(readable)
 
     def _failed(self, peer: int, cause: str) -> RankFailedError:
-        message = f"{self._name(peer)} is gone ({cause}) while {self.topology.describe(self.topology.rank)} waited."
+        message = f"{self.describe(peer)} is gone ({cause}) while {self.describe(self.rank)} waited."
         return RankFailedError(self.topology.local_ranks[peer], message)
 
     def _timed_out(self, peer: int) -> RankTimeoutError:
         message = (
-            f"{self._name(peer)} did not come to the gradient exchange within {self._timeout_s:g} s. It hangs, "
+            f"{self.describe(peer)} did not come to the gradient exchange within {self._timeout_s:g} s. It hangs, "
             "is much slower than the other ranks, or runs a different number of batches. "
             "Raise `collective_timeout` if such a delay is expected."
         )
@@ -212,24 +233,29 @@ def _watch_process(connection: socket.socket) -> int | None:
 
     Needed beside the socket: forked DataLoader workers of a dead rank keep its sockets open.
     """
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, _uid, _gid = _CREDENTIALS.unpack(credentials)
+    pid, _uid = _credentials(connection)
     try:
         return os.pidfd_open(pid)
     except OSError:  # another pid namespace, or a kernel before 5.3: the socket alone tells
         return None
 
 
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the peer, from the kernel."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _gid = _CREDENTIALS.unpack(credentials)
+    return pid, uid
+
+
 def _connect_all(
-    cls: type[NodeMesh],
     topology: Topology,
     listener: socket.socket,
     addresses: list[list[str]],
     secret: bytes,
     timeout: timedelta,
     count: int,
-) -> list[NodeMesh]:
-    """Connect to the lower local ranks, accept the higher ones, ``count`` times each."""
+) -> list[dict[int, socket.socket]]:
+    """Connect to the lower local ranks, accept the higher ones, ``count`` times each: the sockets of each mesh."""
     seconds = timeout.total_seconds()
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(count)]
     # Of each pair the higher rank calls and the lower one accepts. A call ends as soon as it is in the listener's
@@ -240,24 +266,27 @@ def _connect_all(
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.settimeout(seconds)
             connection.connect(address)
-            connection.send(bytes.fromhex(peer_secret) + bytes([topology.local_rank, index]))
+            own_number = bytes([topology.local_rank, index])
+            connection.send(bytes.fromhex(peer_secret) + own_number)
             sockets[index][peer] = connection
     missing = count * (len(topology.local_ranks) - 1 - topology.local_rank)
     deadline = time.perf_counter() + seconds
     while missing:
-        listener.settimeout(max(deadline - time.perf_counter(), 1e-3))
+        remaining = deadline - time.perf_counter()
+        listener.settimeout(max(remaining, _LEAST_TIMEOUT_S))
         connection, _ = listener.accept()
         connection.settimeout(_LIVENESS_PERIOD_S)
         try:
             greeting = connection.recv(_MESSAGE_BYTES)
         except OSError:  # silent, or gone again
             greeting = b""
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        genuine = secrets.compare_digest(greeting[:-2], secret) and _CREDENTIALS.unpack(credentials)[1] == os.getuid()
-        if not genuine:  # some other program on this host
+        # A greeting is the listener's secret, the caller's local rank (1 byte), and the number of the mesh (1 byte).
+        knows_secret = secrets.compare_digest(greeting[:-2], secret)
+        _pid, uid = _credentials(connection)
+        if not knows_secret or uid != os.getuid():  # some other program on this host
             connection.close()
             continue
         peer, index = greeting[-2:]
         sockets[index][peer] = connection
         missing -= 1
-    return [cls(topology, connections, timeout) for connections in sockets]
+    return sockets

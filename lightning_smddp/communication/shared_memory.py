@@ -17,7 +17,7 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import share_storage
 from lightning_smddp.communication.buckets import sum_dtype
-from lightning_smddp.communication.node_mesh import Arrival, NodeMesh
+from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
 from lightning_smddp.communication.topology import shard_bounds
 from lightning_smddp.wording import counted
 
@@ -33,6 +33,7 @@ WINDOW_BYTES = 64 * 2**20  # how much of a bucket is staged at a time
 _CHUNK_BYTES = 256 * 2**10  # fits the level-2 cache together with the peers' chunks
 _HEADER = struct.Struct("<BBqQQ")  # kind, dtype, slot, numel, byte offset in the segment
 _SAME, _MAPPED, _STAGED, _MOVING = range(4)
+_NO_SLOT = -1  # in a header, and for the memory in which a peer stages
 _FINITE, _NOT_FINITE = b"\0", b"\1"
 _DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -63,8 +64,9 @@ class _Window:
     def view(self, peer: int, dtype: torch.dtype, low: int, high: int) -> Tensor:
         """Elements [low, high) of ``peer``'s tensor."""
         if self.staged[peer]:
-            low, high = low - self.start, high - self.start
-        return self.regions[peer][low * dtype.itemsize : high * dtype.itemsize].view(dtype)
+            low -= self.start
+            high -= self.start
+        return _elements(self.regions[peer], dtype, low, high)
 
 
 class SharedMemory:
@@ -75,7 +77,7 @@ class SharedMemory:
     Args:
         mesh: barrier with the node's ranks.
         num_shards: in how many shards a tensor is cut; local ranks from ``num_shards`` on own an empty one.
-        on_wait: called with ``(seconds, global rank waited for last or None)`` after each barrier.
+        on_wait: called after each barrier.
         zero_copy: False stages every tensor.
     """
 
@@ -83,7 +85,7 @@ class SharedMemory:
         self,
         mesh: NodeMesh,
         num_shards: int | None = None,
-        on_wait: Callable[[float, int | None], None] | None = None,
+        on_wait: OnWait | None = None,
         zero_copy: bool = True,
     ) -> None:
         self.mesh = mesh
@@ -99,7 +101,9 @@ class SharedMemory:
 
     def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
         """Bounds of all local ranks' shards."""
-        return shard_bounds(numel, self.num_shards, granularity) + [numel] * (self.mesh.size - self.num_shards)
+        bounds = shard_bounds(numel, self.num_shards, granularity)
+        empty_shards = [numel] * (self.mesh.size - self.num_shards)
+        return bounds + empty_shards
 
     def all_reduce(self, tensor: Tensor, slot: int | None, scale: float = 1.0, watch: bool = False) -> bool:
         """``tensor`` becomes ``scale`` times the sum of the local ranks' tensors, in place, bit-equal on all.
@@ -120,15 +124,18 @@ class SharedMemory:
         # rank 0: [a|b|c]   rank 1: [a|b|c]   rank 2: [a|b|c]      all full: a barrier, in `_windows`
         # Rank 0 alone reads and writes every `a`, rank 1 every `b`, and so on: between the barriers no two ranks touch
         # the same bytes, so there are no locks. Behind the second barrier all slices are written.
-        bounds, finite = self.bounds(tensor.numel()), True
+        bounds = self.bounds(tensor.numel())
+        all_finite = True
         for window in self._windows(tensor, slot, bring=True):
+            own_finite = self._reduce(tensor, window, bounds, scale, push=True, watch=watch)
             message = _FINITE
-            if not self._reduce(tensor, window, bounds, scale, push=True, watch=watch):
+            if not own_finite:
                 message = _NOT_FINITE
             arrival = self._exchange(message)
-            finite = finite and _NOT_FINITE not in (message, *arrival.messages.values())
+            if not own_finite or _NOT_FINITE in arrival.messages.values():
+                all_finite = False
             self._copy_back(tensor, window, bounds)
-        return finite
+        return all_finite
 
     def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself; returns that view.
@@ -140,16 +147,17 @@ class SharedMemory:
             self._reduce(tensor, window, bounds, scale, push=False)
             if any(window.staged.values()):  # what is staged next would overwrite what peers still read
                 self._exchange()
-        return tensor[bounds[self.mesh.rank] : bounds[self.mesh.rank + 1]]
+        low, high = bounds[self.mesh.rank], bounds[self.mesh.rank + 1]
+        return tensor[low:high]
 
     def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
         """Write this rank's shard of ``tensor`` into all local ranks' tensors."""
-        rank, dtype = self.mesh.rank, tensor.dtype
         for window in self._windows(tensor, slot, bring=False):
-            low, high = max(bounds[rank], window.start), min(bounds[rank + 1], window.stop)
+            low, high = self._own_part(window, bounds)
             if low < high:
+                own = tensor[low:high]
                 for peer in window.regions:
-                    window.view(peer, dtype, low, high).copy_(tensor[low:high])
+                    window.view(peer, tensor.dtype, low, high).copy_(own)
             self._exchange()
             self._copy_back(tensor, window, bounds)
 
@@ -168,12 +176,12 @@ class SharedMemory:
         ``bring``: the tensor's values go to the peers (else only the peers' come here).
         """
         kinds, regions = self._meet(tensor, slot, bring)
-        if _MOVING in kinds.values():  # all see the same kinds
+        if _MOVING in kinds.values():  # all see the same kinds, so all of them come here again
             kinds, regions = self._meet(tensor, slot, bring)
         staged = {local: kind == _STAGED for local, kind in kinds.items()}
         numel = tensor.numel()
         step = max(numel, 1)
-        if any(staged.values()):
+        if _STAGED in kinds.values():
             step = self._window_numel(tensor)
         for start in range(0, numel, step):
             stop = min(start + step, numel)
@@ -188,13 +196,16 @@ class SharedMemory:
     def _meet(self, tensor: Tensor, slot: int | None, bring: bool) -> tuple[dict[int, int], dict[int, Tensor]]:
         """A barrier: which way each local rank goes with ``tensor``, and the peers' memory, but for those that move."""
         kind, descriptor, offset = self._announce(tensor, slot)
-        number = slot
-        if number is None:
-            number = -1
+        number = _NO_SLOT
+        if slot is not None:
+            number = slot
         if kind == _STAGED and bring:
-            self._stage(tensor, 0, min(self._window_numel(tensor), tensor.numel()))
-        header = _HEADER.pack(kind, _DTYPES.index(tensor.dtype), number, tensor.numel(), offset)
-        kinds, regions = self._map(self._exchange(header, descriptor), tensor, number)
+            first_window = min(self._window_numel(tensor), tensor.numel())
+            self._stage(tensor, 0, first_window)
+        dtype = _DTYPES.index(tensor.dtype)
+        header = _HEADER.pack(kind, dtype, number, tensor.numel(), offset)
+        arrival = self._exchange(header, descriptor)
+        kinds, regions = self._map(arrival, tensor, number)
         kinds[self.mesh.rank] = kind
         return kinds, regions
 
@@ -208,12 +219,12 @@ class SharedMemory:
         """
         if slot is None or not self._zero_copy or tensor.numel() == 0:
             return _STAGED, self._staging_descriptor(tensor), 0
-        size = tensor.numel() * tensor.dtype.itemsize
-        known = self._own.get(slot)
-        if known is not None and known[1] == (tensor.data_ptr(), size):
-            return _SAME, None, 0
-        if known is not None:
-            del self._own[slot], known
+        memory = (tensor.data_ptr(), tensor.nbytes)
+        if slot in self._own:
+            _, known_memory = self._own[slot]
+            if known_memory == memory:
+                return _SAME, None, 0
+            del self._own[slot]
             return _MOVING, None, 0
         try:
             descriptor = share_storage(tensor)
@@ -222,8 +233,9 @@ class SharedMemory:
             warnings.warn(f"Gradients are copied to shared memory from now on: {error}. {HOW_TO_RAISE}", stacklevel=2)
             return _STAGED, self._staging_descriptor(tensor), 0
         # Holding the tensor keeps its address from going to another one while peers have it mapped.
-        self._own[slot] = (tensor, (tensor.data_ptr(), size))
-        return _MAPPED, descriptor, int(tensor.storage_offset()) * tensor.dtype.itemsize
+        self._own[slot] = (tensor, (tensor.data_ptr(), tensor.nbytes))
+        offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        return _MAPPED, descriptor, offset
 
     def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[dict[int, int], dict[int, Tensor]]:
         """The peers' kinds and memory, mapping what they sent a descriptor for."""
@@ -234,9 +246,10 @@ class SharedMemory:
                 kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
                 self._check(peer, tensor, slot, (_DTYPES[dtype], peer_slot, numel))
                 kinds[peer] = kind
+                # A peer has one memory for all that it stages, and one for each tensor that it maps.
                 key = (peer, slot)
                 if kind == _STAGED:
-                    key = (peer, -1)
+                    key = (peer, _NO_SLOT)
                 if peer in arrival.descriptors:
                     self._peers[key] = _map_descriptor(arrival.descriptors[peer], offset)
                 if kind == _MOVING:
@@ -244,19 +257,17 @@ class SharedMemory:
                 else:
                     regions[peer] = self._peers[key]
         finally:
-            for descriptor in arrival.descriptors.values():
-                os.close(descriptor)
+            arrival.close_descriptors()  # the mappings stay
         return kinds, regions
 
     def _check(self, peer: int, tensor: Tensor, slot: int, announced: tuple[torch.dtype, int, int]) -> None:
         if announced == (tensor.dtype, slot, tensor.numel()):
             return
         dtype, peer_slot, numel = announced
-        topology = self.mesh.topology
-        us, them = (topology.describe(topology.local_ranks[local]) for local in (self.mesh.rank, peer))
         raise ValueError(
-            f"Ranks reduce different tensors: {us} brings bucket {slot} with {counted(tensor.numel(), 'element')} of "
-            f"{tensor.dtype}, {them} bucket {peer_slot} with {numel} of {dtype}. "
+            f"Ranks reduce different tensors: {self.mesh.describe(self.mesh.rank)} brings bucket {slot} with "
+            f"{counted(tensor.numel(), 'element')} of {tensor.dtype}, {self.mesh.describe(peer)} bucket {peer_slot} "
+            f"with {numel} of {dtype}. "
             "The models, or the order in which their layers run, differ between ranks."
         )
 
@@ -269,7 +280,7 @@ class SharedMemory:
         stays as it was; returns whether there was none.
         """
         rank, dtype = self.mesh.rank, tensor.dtype
-        low, high = max(bounds[rank], window.start), min(bounds[rank + 1], window.stop)
+        low, high = self._own_part(window, bounds)
         if low >= high:
             return True
         finite = True
@@ -277,9 +288,10 @@ class SharedMemory:
         step = _CHUNK_BYTES // wide.itemsize
         scratch = torch.empty(min(step, high - low), dtype=wide)
         in_place = self.mesh.size == 2 and wide == dtype and not watch  # two terms: their order does not matter
-        shards = [window.view(peer, dtype, low, high).split(step) for peer in range(self.mesh.size) if peer != rank]
-        shards.insert(rank, tensor[low:high].split(step))
-        for terms in zip(*shards, strict=True):
+        shards = [window.view(peer, dtype, low, high) for peer in range(self.mesh.size) if peer != rank]
+        shards.insert(rank, tensor[low:high])
+        # Of each chunk `terms` has what every local rank brings, by local rank; `own` is this rank's.
+        for terms in zip(*[shard.split(step) for shard in shards], strict=True):
             own = terms[rank]
             total = own
             if not in_place:
@@ -287,17 +299,10 @@ class SharedMemory:
             add_up(terms, total)
             # One number tells of most chunks that all is finite. The sum may also overflow where no value does: then
             # look at all.
-            if watch and not (cmath.isfinite(total.sum().item()) or bool(total.isfinite().all())):
+            if watch and not cmath.isfinite(total.sum().item()) and not bool(total.isfinite().all()):
                 finite = False
                 continue
-            if wide != dtype:
-                if scale != 1.0:
-                    total.mul_(scale)
-                own.copy_(total)
-            elif scale != 1.0:
-                torch.mul(total, scale, out=own)
-            elif total is not own:
-                own.copy_(total)
+            write_scaled(total, scale, own)
             if push:
                 for local, term in enumerate(terms):
                     if local != rank:
@@ -309,16 +314,25 @@ class SharedMemory:
         rank = self.mesh.rank
         if not window.staged[rank]:
             return
-        for low, high in (
-            (window.start, min(bounds[rank], window.stop)),
-            (max(bounds[rank + 1], window.start), window.stop),
-        ):
+        # The peers wrote what lies before this rank's shard, and what lies behind it.
+        before = (window.start, min(bounds[rank], window.stop))
+        behind = (max(bounds[rank + 1], window.start), window.stop)
+        for low, high in (before, behind):
             if low < high:
-                tensor[low:high].copy_(self._staged(tensor.dtype, low - window.start, high - window.start))
+                staged = self._staged(tensor.dtype, low - window.start, high - window.start)
+                tensor[low:high].copy_(staged)
+
+    def _own_part(self, window: _Window, bounds: list[int]) -> tuple[int, int]:
+        """The part [low, high) of this rank's shard that lies within the window; empty if low is not below high."""
+        rank = self.mesh.rank
+        low = max(bounds[rank], window.start)
+        high = min(bounds[rank + 1], window.stop)
+        return low, high
 
     def _staging_descriptor(self, tensor: Tensor) -> int | None:
         """The staging memory's descriptor when the peers do not have it yet, or not large enough."""
-        wanted = max(min(tensor.numel() * tensor.dtype.itemsize, WINDOW_BYTES), mmap.PAGESIZE)
+        wanted = min(tensor.nbytes, WINDOW_BYTES)
+        wanted = max(wanted, mmap.PAGESIZE)
         if self._staging is not None and self._staging.numel() >= wanted:
             return None
         if self._staging_fd >= 0:
@@ -330,7 +344,7 @@ class SharedMemory:
 
     def _staged(self, dtype: torch.dtype, low: int, high: int) -> Tensor:
         assert self._staging is not None
-        return self._staging[low * dtype.itemsize : high * dtype.itemsize].view(dtype)
+        return _elements(self._staging, dtype, low, high)
 
     def _stage(self, tensor: Tensor, start: int, stop: int) -> None:
         self._staged(tensor.dtype, 0, stop - start).copy_(tensor[start:stop])
@@ -338,10 +352,7 @@ class SharedMemory:
     def _exchange(self, message: bytes = b"\0", descriptor: int | None = None) -> Arrival:
         arrival = self.mesh.exchange(message, descriptor)
         if self._on_wait is not None:
-            last = arrival.last
-            if last is not None:
-                last = self.mesh.topology.local_ranks[last]
-            self._on_wait(arrival.waited_s, last)
+            self._on_wait(arrival.waited_s, arrival.last)
         return arrival
 
 
@@ -355,6 +366,23 @@ def add_up(terms: Sequence[Tensor], total: Tensor) -> None:
         rest = terms[1:]
     for term in rest:
         total.add_(term)
+
+
+def write_scaled(total: Tensor, scale: float, output: Tensor) -> None:
+    """``output`` becomes ``scale`` times ``total``, which is ``output`` itself, or memory that may be overwritten."""
+    if total.dtype != output.dtype:
+        if scale != 1.0:
+            total.mul_(scale)  # before it is rounded
+        output.copy_(total)
+    elif scale != 1.0:
+        torch.mul(total, scale, out=output)
+    elif total is not output:
+        output.copy_(total)
+
+
+def _elements(memory: Tensor, dtype: torch.dtype, low: int, high: int) -> Tensor:
+    """Elements [low, high) of memory that is given as bytes."""
+    return memory[low * dtype.itemsize : high * dtype.itemsize].view(dtype)
 
 
 def free_bytes() -> int:

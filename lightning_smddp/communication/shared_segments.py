@@ -19,16 +19,13 @@ import os
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_smddp.communication.node_mesh import Arrival, NodeMesh
+from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
 from lightning_smddp.wording import counted
-
-OnWait = Callable[[float, int | None], None]
 
 _TOLD = struct.Struct("<B")  # how many numbers of segments follow
 _NUMBER = struct.Struct("<I")
@@ -76,7 +73,7 @@ class SharedSegments:
 
     Args:
         mesh: barrier with the node's ranks.
-        on_wait: called with ``(seconds, rank waited for last or None)`` after each exchange.
+        on_wait: called after each exchange.
         names: of the units, for messages.
     """
 
@@ -139,13 +136,17 @@ class SharedSegments:
 
     def _free_segment(self, size: int) -> int | None:
         """The smallest that is free and large enough. Where all that are free are too small, the largest goes."""
-        free = [number for number, segment in self._segments.items() if not segment.holders]
-        by_size = sorted(free, key=lambda number: len(self._segments[number].mapping))
-        for number in by_size:
-            if len(self._segments[number].mapping) >= size:
+        free = []  # (bytes, number)
+        for number, segment in self._segments.items():
+            if not segment.holders:
+                free.append((len(segment.mapping), number))
+        free.sort()
+        for found_size, number in free:
+            if found_size >= size:
                 return number
-        if by_size:
-            del self._segments[by_size[-1]]
+        if free:
+            _, largest = free[-1]
+            del self._segments[largest]
         return None
 
     def _grow(self, unit: int, size: int) -> int:
@@ -176,31 +177,34 @@ class SharedSegments:
         return number
 
     def _begin(self, header: _Header, descriptor: int | None = None) -> None:
-        told = [self._let_go.popleft() for _ in range(min(len(self._let_go), _MAX_TOLD))]
-        numbers = b"".join(_NUMBER.pack(number) for number in told)
-        self.mesh.begin(header.encode() + _TOLD.pack(len(told)) + numbers, descriptor)
+        # | header | how many numbers follow (1 byte) | number of a segment that this rank let go (4 bytes) | ...
+        told: list[int] = []
+        while self._let_go and len(told) < _MAX_TOLD:
+            told.append(self._let_go.popleft())
+        message = header.encode() + _TOLD.pack(len(told))
+        for number in told:
+            message += _NUMBER.pack(number)
+        self.mesh.begin(message, descriptor)
         self._begun.append((header, told))
 
     def _finish(self) -> Arrival:
         header, told = self._begun.popleft()
         arrival = self.mesh.finish()
         if self._on_wait is not None:
-            last = arrival.last
-            if last is not None:
-                last = self.mesh.topology.local_ranks[last]
-            self._on_wait(arrival.waited_s, last)
+            self._on_wait(arrival.waited_s, arrival.last)
         # What this rank let go counts from here on only, not since it happened: the peers learn of it now. See `lend`.
         self._note(self.mesh.rank, told)
         for peer, message in arrival.messages.items():
             try:
                 self._check(peer, header, _Header.decode(message))
             except ValueError:
-                for descriptor in arrival.descriptors.values():
-                    os.close(descriptor)
+                arrival.close_descriptors()
                 raise
             (count,) = _TOLD.unpack_from(message, _HEADER.size)
-            numbers = message[_HEADER.size + _TOLD.size :]
-            self._note(peer, [number for (number,) in _NUMBER.iter_unpack(numbers[: count * _NUMBER.size])])
+            begin = _HEADER.size + _TOLD.size
+            end = begin + count * _NUMBER.size
+            peers_told = [number for (number,) in _NUMBER.iter_unpack(message[begin:end])]
+            self._note(peer, peers_told)
         return arrival
 
     def _note(self, rank: int, numbers: list[int]) -> None:
@@ -210,11 +214,14 @@ class SharedSegments:
                 self._segments[number].holders.discard(rank)
 
     def _check(self, peer: int, header: _Header, theirs: _Header) -> None:
-        same_kind = header.kind == theirs.kind or {header.kind, theirs.kind} == {_GROW, _NO_MEMORY}
+        # Local rank 0 says that it has no memory where the others say that they need more: that is no difference here,
+        # and all of them raise MemoryError next.
+        kinds = {header.kind, theirs.kind}
+        same_kind = len(kinds) == 1 or kinds == {_GROW, _NO_MEMORY}
         if same_kind and (header.unit, header.size) == (theirs.unit, theirs.size):
             return
-        topology = self.mesh.topology
-        us, them = (topology.describe(topology.local_ranks[local]) for local in (self.mesh.rank, peer))
+        us = self.mesh.describe(self.mesh.rank)
+        them = self.mesh.describe(peer)
         raise ValueError(
             f"Ranks do different things: {us} {header.kind} of {self._name(header.unit)} "
             f"({counted(header.size, 'byte')}), {them} {theirs.kind} of {self._name(theirs.unit)} "

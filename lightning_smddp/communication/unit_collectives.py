@@ -31,7 +31,7 @@ from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.buckets import sum_dtype
 from lightning_smddp.communication.inter_node import ScatterExchange
 from lightning_smddp.communication.intra_node import IntraNodeGroup
-from lightning_smddp.communication.shared_memory import add_up
+from lightning_smddp.communication.shared_memory import add_up, write_scaled
 from lightning_smddp.communication.shared_segments import GATHER, REDUCE, SharedSegments
 from lightning_smddp.communication.topology import Topology
 from lightning_smddp.communication.unit_layouts import UnitLayout
@@ -40,6 +40,7 @@ ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 _CHUNK_ELEMENTS = 2**16  # fits the level-2 cache together with the peers' chunks
 _ALIGNMENT = 64  # bytes at which a rank's part of a buffer begins
+# FSDP2 calls with buffers of `allocate`; where these are not the same memory, values would be silently wrong.
 _OTHER_MEMORY = "other memory than `allocate` gave it: this version of torch is not supported."
 
 
@@ -92,7 +93,8 @@ class SharedAllGather:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The output, one for all ranks of the node: each writes its own shard there, before the call."""
-        output = self._segments.lend(self._unit, math.prod(size) * dtype.itemsize).view(dtype)
+        nbytes = math.prod(size) * dtype.itemsize
+        output = self._segments.lend(self._unit, nbytes).view(dtype)
         self._address = output.data_ptr()
         return output.view(tuple(size))
 
@@ -104,6 +106,7 @@ class SharedAllGather:
         FSDP2 waits before it copies the parameters out, with ``async_op`` or without: in between it computes.
         """
         self._group.require(group)
+        # The input is this rank's shard within the output.
         own = self._address + self._group.rank * input_tensor.nbytes
         if output_tensor.data_ptr() != self._address or input_tensor.data_ptr() != own:
             raise RuntimeError(f"FSDP2 gathers parameters in {_OTHER_MEMORY}")
@@ -149,13 +152,16 @@ class SharedReduceScatter:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks twice before each call: first for the input, which the others read, then for the output."""
         numel = math.prod(size)
-        if self._parts is not None and self._numel == numel * len(self._group.ranks):
+        if self._parts is not None and self._numel == numel * len(self._group.ranks):  # the output: one rank's slice
             return torch.empty(tuple(size), dtype=dtype)
         mesh = self._segments.mesh
-        row = -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._parts = self._segments.lend(self._unit.number, row * mesh.size).view(mesh.size, row)
+        nbytes = numel * dtype.itemsize
+        row = -(-nbytes // _ALIGNMENT) * _ALIGNMENT  # rounded up
+        segment = self._segments.lend(self._unit.number, row * mesh.size)
+        self._parts = segment.view(mesh.size, row)
         self._numel = numel
-        return self._parts[mesh.rank, : numel * dtype.itemsize].view(dtype).view(tuple(size))
+        own = self._parts[mesh.rank, :nbytes]
+        return own.view(dtype).view(tuple(size))
 
     def __call__(
         self,
@@ -174,16 +180,20 @@ class SharedReduceScatter:
         self._segments.finish_all()
         # `parts` is the last tensor on the segment that this rank has. While it is there nobody gets that memory again,
         # so the peers' gradients stay as they are until this rank has read them.
-        owners, output, sums = self._group.owners, output_tensor.view(-1), output_tensor.view(1, -1)
+        owners = self._group.owners  # on one node this rank alone
+        output = output_tensor.view(-1)
+        sums = output.view(1, -1)
         if self._exchange is not None:
             sums = output.new_empty(len(owners), output.numel())
         factor = factor_of(op, len(self._group.ranks))
         for owner, total in zip(owners, sums, strict=True):
             low = owner * output.nbytes
-            slices = [part[low : low + output.nbytes].view(output.dtype) for part in parts]
+            high = low + output.nbytes
+            slices = [part[low:high].view(output.dtype) for part in parts]
             _reduce(slices, total, factor)
         if self._exchange is not None:
-            self._exchange.reduce(sums, output, partial(self._unit.reduced, owners, output.numel()))
+            layout_of = partial(self._unit.reduced, owners, output.numel())
+            self._exchange.reduce(sums, output, layout_of)
 
 
 class DeviceReduceScatter:
@@ -216,17 +226,23 @@ class DeviceReduceScatter:
         """Queue it on the current stream."""
         self._group.require(group)
         factor = factor_of(op, len(self._group.ranks))
-        nodes, output = self._group.topology.nodes, output_tensor.view(-1)
-        # The slices of ranks of equal local rank are brought together: one shard for each rank of the node.
-        order = [owner for owners in zip(*nodes, strict=True) for owner in owners]
-        slices = input_tensor.view(len(order), -1)
-        by_shard = torch.cat([slices[owner] for owner in order])
+        topology = self._group.topology
+        output = output_tensor.view(-1)
+        # The input has a slice for each rank, by rank. The slices of ranks of equal local rank are brought together:
+        # one shard for each rank of the node. With nodes (0, 1) and (2, 3) that is the order 0, 2 | 1, 3.
+        slices = input_tensor.view(topology.world_size, -1)
+        ordered = []
+        for shard in range(topology.num_shards):
+            for owner in topology.shard_owners(shard):
+                ordered.append(slices[owner])
+        by_shard = torch.cat(ordered)
         if self._inside is None:
             sums = by_shard.mul_(factor)
         else:
-            sums = self._inside.reduce_scatter(by_shard, None, factor, self._inside.bounds(by_shard.numel()))
+            bounds = self._inside.bounds(by_shard.numel())
+            sums = self._inside.reduce_scatter(by_shard, None, factor, bounds)
         layout_of = partial(self._unit.reduced, self._group.owners, output.numel())
-        self._exchange.reduce(sums.view(len(nodes), -1), output, layout_of)
+        self._exchange.reduce(sums.view(topology.num_nodes, -1), output, layout_of)
 
 
 class _Gathering(dist.Work):
@@ -260,12 +276,10 @@ def _reduce(terms: list[Tensor], output: Tensor, factor: float) -> None:
     """``output`` becomes ``factor`` times the sum of ``terms``; 16-bit types are summed in fp32 and rounded once."""
     wide = sum_dtype(output.dtype)
     scratch = torch.empty(min(_CHUNK_ELEMENTS, output.numel()), dtype=wide)
-    for piece, *pieces in zip(*(tensor.split(_CHUNK_ELEMENTS) for tensor in (output, *terms)), strict=True):
-        total = piece
-        if wide != piece.dtype:
-            total = scratch[: piece.numel()]
-        add_up(pieces, total)
-        if factor != 1.0:
-            total.mul_(factor)
-        if total is not piece:
-            piece.copy_(total)
+    in_chunks = [tensor.split(_CHUNK_ELEMENTS) for tensor in (output, *terms)]
+    for chunk, *chunks_of_terms in zip(*in_chunks, strict=True):
+        total = chunk
+        if wide != chunk.dtype:
+            total = scratch[: chunk.numel()]
+        add_up(chunks_of_terms, total)
+        write_scaled(total, factor, chunk)

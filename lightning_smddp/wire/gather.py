@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 def to_bytes(value: Any, device: torch.device) -> Tensor:
     """``value``, which JSON carries, as a flat tensor of uint8 on ``device``."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    data = bytearray(json.dumps(value).encode())  # of bytes, `frombuffer` warns that they cannot be written
+    return torch.frombuffer(data, dtype=torch.uint8).to(device)
 
 
 def from_bytes(data: Tensor) -> Any:
@@ -22,19 +24,33 @@ def from_bytes(data: Tensor) -> Any:
 
 def gather_json(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     """Every rank's ``value`` (anything that JSON carries), in rank order, on every rank."""
-    return [from_bytes(data) for data in gather_bytes(to_bytes(value, device), group)]
+    messages = gather_bytes(to_bytes(value, device), group)
+    return [from_bytes(data) for data in messages]
+
+
+def first_reason(reasons: Iterable[str | None]) -> str | None:
+    """The first one that is there, of what ranks have told in their order: so the same on every rank."""
+    for reason in reasons:
+        if reason:
+            return reason
+    return None
 
 
 def gather_bytes(data: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's ``data`` (uint8, flat, where the group's messages are), in rank order, on every rank."""
+    # An all-gather takes messages of one length: so the lengths first, then all of them as long as the longest.
     length = torch.tensor([data.numel()], device=data.device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
-    padded = data.new_zeros(int(torch.stack(lengths).max()))
+    longest = int(torch.stack(lengths).max())
+    padded = data.new_zeros(longest)
     padded[: data.numel()] = data
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=group)
-    return [part[: int(n)] for part, n in zip(parts, lengths, strict=True)]
+    messages = []
+    for part, own_length in zip(parts, lengths, strict=True):
+        messages.append(part[: int(own_length)])
+    return messages
 
 
 def all_agree(decision: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
