@@ -64,6 +64,8 @@ def advice(setting: Setting) -> str | None:
     """
     if setting.num_ranks == 1:
         return None
+    # The order matters: `_coarse_units` blames the units, as `_uneven_split` has spoken before where the cuts are the
+    # user's own.
     rules = (_big_unit, _uneven_split, _more_microbatches, _interleaved, _bigger_batch, _coarse_units, _less_memory)
     for rule in rules:
         line = rule(setting)
@@ -75,16 +77,19 @@ def advice(setting: Setting) -> str | None:
 def _big_unit(setting: Setting) -> str | None:
     total = sum(_seconds(node) for node in setting.nodes)
     biggest = max(setting.nodes, key=_seconds, default=None)
-    if biggest is None or not total or _seconds(biggest) / total < UNEVEN / setting.num_ranks:
+    if biggest is None or not total:
         return None
     share = _seconds(biggest) / total
+    if share < UNEVEN / setting.num_ranks:
+        return None
+    even = 1 / setting.num_ranks
     ranks = int(1 / share)
     fewer = ""
     if ranks > 1:
         fewer = f", or use pipeline_parallel_size={ranks}"
     return (
         f"unit {biggest.name!r} takes {share:.0%} of the step alone, where an even share of {setting.num_ranks} ranks"
-        f" is {1 / setting.num_ranks:.0%}: no cut can balance it. Split it into smaller modules{fewer}"
+        f" is {even:.0%}: no cut can balance it. Split it into smaller modules{fewer}"
     )
 
 
@@ -104,18 +109,26 @@ def _more_microbatches(setting: Setting) -> str | None:
     except ValueError:  # the batch is too small for the schedule: nothing to advise
         return None
     then = setting.bound_at(more)
-    if now is None or then is None or more <= setting.num_microbatches or then - now < WORTH_IT:
+    if now is None or then is None:
+        return None
+    if more <= setting.num_microbatches or then - now < WORTH_IT:
         return None
     return f"more micro-batches: num_microbatches={more} raises the bound from {now:.0%} to {then:.0%}"
 
 
 def _interleaved(setting: Setting) -> str | None:
-    count, ranks = setting.num_microbatches, setting.num_ranks
-    units = sum(node.is_unit for node in setting.nodes)
-    rounds = max(1, count // ranks)  # torch's interleaved schedules do their micro-batches in equal rounds
-    if setting.stays_whole or setting.schedule not in ONE_STAGE_PER_RANK or units < 2 * ranks or count % rounds:
+    count = setting.num_microbatches
+    ranks = setting.num_ranks
+    if setting.stays_whole or setting.schedule not in ONE_STAGE_PER_RANK:
         return None
-    now, then = bubble_bound(ranks, count), bubble_bound(ranks, count, 2)
+    units = sum(node.is_unit for node in setting.nodes)
+    if units < 2 * ranks:
+        return None
+    rounds = max(1, count // ranks)  # torch's interleaved schedules do their micro-batches in equal rounds
+    if count % rounds:
+        return None
+    now = bubble_bound(ranks, count)
+    then = bubble_bound(ranks, count, stages_per_rank=2)
     if then - now < WORTH_IT:
         return None
     return (
@@ -125,22 +138,27 @@ def _interleaved(setting: Setting) -> str | None:
 
 
 def _bigger_batch(setting: Setting) -> str | None:
-    now = setting.bound_at(setting.num_microbatches)
-    if setting.stays_whole or now is None or now >= IDLE or setting.num_microbatches < setting.batch_rows:
+    if setting.stays_whole or setting.num_microbatches < setting.batch_rows:
         return None
+    now = setting.bound_at(setting.num_microbatches)
+    if now is None or now >= IDLE:
+        return None
+    rows = counted(setting.batch_rows, "row")
     return (
-        f"a batch of {counted(setting.batch_rows, 'row')} keeps {setting.num_ranks} ranks busy for at most {now:.0%}"
-        f" of the time: use a bigger batch, or fewer ranks"
+        f"a batch of {rows} keeps {setting.num_ranks} ranks busy for at most {now:.0%} of the time: use a bigger batch,"
+        " or fewer ranks"
     )
 
 
 def _coarse_units(setting: Setting) -> str | None:
     found = _slowest(setting)
-    stages = len(setting.stage_seconds)
-    cure = "another number of stages, or smaller modules, would balance better"
     if found is None:
         return None
-    return f"{found}, as the units are too coarse for {stages} stages: {cure}"
+    stages = len(setting.stage_seconds)
+    return (
+        f"{found}, as the units are too coarse for {stages} stages: another number of stages, or smaller modules, would"
+        " balance better"
+    )
 
 
 def _less_memory(setting: Setting) -> str | None:
@@ -154,11 +172,12 @@ def _less_memory(setting: Setting) -> str | None:
 
 def _slowest(setting: Setting) -> str | None:
     """The slowest stage in words, if it is slower than others by so much that it is worth them."""
-    mean = sum(setting.stage_seconds) / len(setting.stage_seconds)
-    slowest = max(setting.stage_seconds)
+    seconds = list(setting.stage_seconds)
+    mean = sum(seconds) / len(seconds)
+    slowest = max(seconds)
     if slowest < UNEVEN * mean or not mean:
         return None
-    stage = list(setting.stage_seconds).index(slowest)
+    stage = seconds.index(slowest)
     return f"stage {stage} takes {slowest / mean:.1f} times the mean stage"
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 from lightning_smddp.planner.problem import PICOSECONDS, NodeCost, PartitionError, PartitionProblem, StageCosts
 from lightning_smddp.wording import counted
@@ -21,19 +21,22 @@ Cost = Callable[[int, int, int], int]  # of (stage, start, end)
 
 def most_stages(costs: StageCosts) -> tuple[int, list[tuple[int, int]]]:
     """How many stages the allowed cuts can make, and the runs of nodes with several units and no cut inside."""
-    # As soon as a stage has a unit it ends: no other way makes more of them.
+    # As soon as a stage has a unit it ends, if there is one left for the stages behind it: no other way makes more.
     n = costs.num_nodes
-    bounds, start = [], 0
-    for end in range(1, n + 1):
-        may_end = end == n or (costs.is_allowed[end] and costs.has_unit(end, n))
-        if may_end and costs.has_unit(start, end):
-            bounds.append((start, end))
-            start = end
+    count = 0
     uncut = []
-    for start, end in bounds:
-        if costs.units[end] - costs.units[start] > 1:
+    start = 0
+    for end in range(1, n + 1):
+        units = costs.units[end] - costs.units[start]
+        if units == 0:
+            continue
+        if end < n and not (costs.is_allowed[end] and costs.has_unit(end, n)):
+            continue
+        count += 1
+        if units > 1:
             uncut.append((start, end))
-    return len(bounds), uncut
+        start = end
+    return count, uncut
 
 
 def fastest_stage(costs: StageCosts, limits: Sequence[float]) -> int | None:
@@ -68,37 +71,45 @@ def _smallest_worst(
 
     ``bound`` is at most ``cost`` and grows with the stage, so that a start can be given up early.
     """
-    # worst[s][i]: of the best cuts of the nodes before i into s stages, the cost of the worst one. choice[s][j]: where
-    # stage s starts if it ends at j in the best cuts.
-    n, last = costs.num_nodes, costs.num_stages - 1
-    worst: list[dict[int, int]] = [{0: 0}]
-    choice: list[dict[int, int]] = []
+    # For the stage in hand, by node: worst_before[i] is the cost of the worst stage in the best cuts of the nodes
+    # before i into the stages before this one, and worst[j] the same of the nodes before j with this one. A node that
+    # no cuts reach is in neither. start_of[s][j] is where stage s starts if it ends at j in the best cuts.
+    n = costs.num_nodes
+    last = costs.num_stages - 1
+    worst: dict[int, int] = {0: 0}
+    start_of: list[dict[int, int]] = []
     for stage in range(costs.num_stages):
-        worst.append({})
-        choice.append({})
+        worst_before = worst
+        worst = {}
+        start_of.append({})
         ends = [n]
         if stage < last:
             ends = [end for end in range(1, n) if costs.is_allowed[end]]
         for end in ends:
             best = math.inf
+            # Both the bound and the memory grow as the start goes down: once one is too much, it stays so.
             for start in range(end - 1, -1, -1):
                 if bound(stage, start, end) >= best:
                     break
                 if costs.memory(stage, start, end) > limits[stage]:
                     break
-                before = worst[stage].get(start)
+                before = worst_before.get(start)
                 if before is None or not costs.has_unit(start, end):
                     continue
                 value = max(before, cost(stage, start, end))
                 if value < best:
-                    best = worst[-1][end] = value
-                    choice[stage][end] = start
-    if n not in worst[-1]:
+                    best = value
+                    worst[end] = value
+                    start_of[stage][end] = start
+    if n not in worst:
         return None
-    cuts = [n]
+    cuts = []
+    end = n
     for stage in range(last, 0, -1):
-        cuts.append(choice[stage][cuts[-1]])
-    return worst[-1][n], tuple(reversed(cuts[1:]))
+        end = start_of[stage][end]
+        cuts.append(end)
+    cuts.reverse()
+    return worst[n], tuple(cuts)
 
 
 def windows(costs: StageCosts, slowest: int, limits: Sequence[float]) -> Windows:
@@ -108,7 +119,7 @@ def windows(costs: StageCosts, slowest: int, limits: Sequence[float]) -> Windows
     for stage in range(costs.num_stages):
         ends: dict[int, list[int]] = {}
         for start in sorted(starts):
-            ends[start] = list(_ends(costs, stage, start, slowest, limits[stage]))
+            ends[start] = _ends(costs, stage, start, slowest, limits[stage])
         found.append(ends)
         starts = set(chain.from_iterable(ends.values()))
     return _still_whole(found, costs.num_nodes)
@@ -121,29 +132,34 @@ def _still_whole(stages: Windows, num_nodes: int) -> Windows:
     for found in reversed(stages):
         kept: dict[int, list[int]] = {}
         for start, ends in found.items():
-            ends = [end for end in ends if end in alive]
-            if ends:
-                kept[start] = ends
+            possible = [end for end in ends if end in alive]
+            if possible:
+                kept[start] = possible
         result.append(kept)
         alive = set(kept)
     result.reverse()
     return result
 
 
-def _ends(costs: StageCosts, stage: int, start: int, slowest: int, limit: float) -> Iterator[int]:
+def _ends(costs: StageCosts, stage: int, start: int, slowest: int, limit: float) -> list[int]:
+    """Where ``stage`` may end if it starts at ``start``; only the last one may, and has to, end with the last node."""
     n = costs.num_nodes
-    ends: Iterable[int] = range(start + 1, n)
-    if stage == costs.num_stages - 1:
-        ends = [n]
-    for end in ends:
+    is_last = stage == costs.num_stages - 1
+    candidates: Iterable[int] = range(start + 1, n)
+    if is_last:
+        candidates = [n]
+    ends = []
+    for end in candidates:
+        # Computing and memory grow with the end: once one is too much, it stays so. A boundary's time does not.
         if costs.compute[end] - costs.compute[start] > slowest:
-            return
+            break
         if costs.memory(stage, start, end) > limit:
-            return
-        if not (costs.is_allowed[end] or end == n) or not costs.has_unit(start, end):
+            break
+        if not is_last and not costs.is_allowed[end]:
             continue
-        if costs.seconds(stage, start, end) <= slowest:
-            yield end
+        if costs.has_unit(start, end) and costs.seconds(stage, start, end) <= slowest:
+            ends.append(end)
+    return ends
 
 
 def best_of(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
@@ -154,22 +170,27 @@ def best_of(costs: StageCosts, stages: Windows) -> tuple[int, ...]:
     The earliest cuts among equals.
     """
     evens = not costs.is_one_stage_per_rank
-    # by the node that a stage starts at: (sum of squared times, bytes sent, cuts) of the best way from there to the end
+    # From the last stage to the first. By the node that a stage starts at: (sum of squared times, bytes sent, cuts) of
+    # the best way from there to the end. Tuples compare in that order, which is the order of preference.
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {costs.num_nodes: (0, 0, ())}
     for stage in reversed(range(costs.num_stages)):
-        following, best = best, {}
+        following = best
+        best = {}
         for start, ends in stages[stage].items():
             ways = []
             for end in ends:
                 squares, sent, cuts = following[end]
                 if evens:
-                    squares += costs.seconds(stage, start, end) ** 2
+                    seconds = costs.seconds(stage, start, end)
+                    squares += seconds**2
                 ways.append((squares, sent, cuts))
             squares, sent, cuts = min(ways)
+            sent += costs.sent_bytes(stage, start)
             if stage > 0:
                 cuts = (start, *cuts)
-            best[start] = squares, sent + costs.sent_bytes(stage, start), cuts
-    return best[0][2]
+            best[start] = (squares, sent, cuts)
+    _, _, cuts = best[0]
+    return cuts
 
 
 @dataclass(frozen=True)
@@ -216,12 +237,18 @@ def best_partition(problem: PartitionProblem) -> Partition:
     limit = math.inf
     if problem.memory_limit is not None:
         limit = problem.memory_limit
-    for limits in [math.inf] * costs.num_stages, [limit / count for count in costs.stages_beside]:
+    # The limit holds for a rank's sum, but the search judges stages one by one: so first without a limit, then with an
+    # equal share of the rank's for each of its stages. Either result is kept if its sums are under the limit.
+    unlimited = [math.inf] * costs.num_stages
+    shares = [limit / count for count in costs.stages_beside]
+    for limits in (unlimited, shares):
         slowest = fastest_stage(costs, limits)
-        if slowest is not None:
-            found = _evaluate(costs, best_of(costs, windows(costs, slowest, limits)))
-            if max(found.rank_memory.values()) <= limit:
-                return found
+        if slowest is None:
+            continue
+        possible = windows(costs, slowest, limits)
+        found = _evaluate(costs, best_of(costs, possible))
+        if max(found.rank_memory.values()) <= limit:
+            return found
     smallest = _evaluate(costs, least_memory(costs))
     needed = max(smallest.rank_memory.values())
     if needed > limit:
@@ -236,13 +263,15 @@ def partition_at(problem: PartitionProblem, cuts: Sequence[int]) -> Partition:
         PartitionError: for cuts out of order, a stage without a unit, or a cut where none is possible.
     """
     costs = StageCosts(problem)
-    if len(cuts) != costs.num_stages - 1:
-        raise PartitionError(f"{costs.num_stages} stages need {costs.num_stages - 1} cuts, got {list(cuts)}")
+    needed = costs.num_stages - 1
+    if len(cuts) != needed:
+        raise PartitionError(f"{costs.num_stages} stages need {needed} cuts, got {list(cuts)}")
     for cut in cuts:
         if not 0 < cut < costs.num_nodes:
             raise PartitionError(f"a cut must be from 1 to {costs.num_nodes - 1}, got {list(cuts)}")
         if not costs.is_allowed[cut]:
-            before, after = problem.nodes[cut - 1].name, problem.nodes[cut].name
+            before = problem.nodes[cut - 1].name
+            after = problem.nodes[cut].name
             raise PartitionError(f"the step cannot be cut between {before!r} and {after!r} (items {cut - 1} and {cut})")
     for stage, (start, end) in enumerate(_bounds(cuts, costs.num_nodes)):
         if start >= end or not costs.has_unit(start, end):
@@ -262,18 +291,20 @@ def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partitio
             that are not in execution order, and cuts that are not possible.
     """
     if len(split) != problem.num_stages - 1:
+        made = counted(len(split) + 1, "stage")
         raise PartitionError(
-            f"split={list(split)} makes {counted(len(split) + 1, 'stage')}, but {problem.num_stages} were asked "
-            "for: name the"
-            f" first unit of each stage but the first"
+            f"split={list(split)} makes {made}, but {problem.num_stages} were asked for: name the first unit of each"
+            " stage but the first"
         )
     cuts = [_find(name, problem.nodes) for name in split]
     if cuts and cuts[0] == 0:
         raise PartitionError(
             f"split={list(split)}: {split[0]!r} is where the first stage begins; name later units only"
         )
-    if any(a >= b for a, b in zip(cuts, cuts[1:], strict=False)):
-        order = sorted(dict.fromkeys(split), key=lambda name: _find(name, problem.nodes))
+    ascending = sorted(set(cuts))
+    if cuts != ascending:
+        names = dict.fromkeys(split)
+        order = sorted(names, key=lambda name: _find(name, problem.nodes))
         raise PartitionError(f"split={list(split)} must name different units in execution order, which is {order}")
     return partition_at(problem, cuts)
 
@@ -285,29 +316,32 @@ def _find(name: str, nodes: Sequence[NodeCost]) -> int:
     names = list(dict.fromkeys(node.name for node in nodes))
     prefixes: set[str] = set()
     for known in names:
-        prefix = known.rpartition(".")[0]
+        prefix, _, _ = known.rpartition(".")
         while prefix:
             prefixes.add(prefix)
-            prefix = prefix.rpartition(".")[0]
+            prefix, _, _ = prefix.rpartition(".")
     close = difflib.get_close_matches(name, [*names, *sorted(prefixes)])
     hint = "."
     if close:
-        hint = f"; did you mean {' or '.join(map(repr, close))}?"
-    raise PartitionError(
-        f"split names {name!r}, which the step does not call{hint} Units, in order: {', '.join(names)}"
-    )
+        alternatives = " or ".join(map(repr, close))
+        hint = f"; did you mean {alternatives}?"
+    units = ", ".join(names)
+    raise PartitionError(f"split names {name!r}, which the step does not call{hint} Units, in order: {units}")
 
 
 def _bounds(cuts: Sequence[int], num_nodes: int) -> list[tuple[int, int]]:
-    return list(zip([0, *cuts], [*cuts, num_nodes], strict=True))
+    """(first node, node after the last) of each stage."""
+    return list(pairwise([0, *cuts, num_nodes]))
 
 
 def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
     bounds = _bounds(cuts, costs.num_nodes)
-    seconds, memory = [], []
+    seconds = []
+    memory = []
     stages_of: dict[int, list[int]] = {}
     for stage, (start, end) in enumerate(bounds):
-        seconds.append(costs.seconds(stage, start, end) / PICOSECONDS)
+        picoseconds = costs.seconds(stage, start, end)
+        seconds.append(picoseconds / PICOSECONDS)
         memory.append(costs.memory(stage, start, end))
         rank = costs.problem.rank_of_stage[stage]
         stages_of.setdefault(rank, []).append(stage)
@@ -331,40 +365,40 @@ def _rank_memory(costs: StageCosts, stages: Iterable[int], bounds: Sequence[tupl
         start, end = bounds[stage]
         total += costs.untied_bytes(stage, start, end)
         tied.update(*costs.tied[start:end])
-    return total + sum(costs.problem.parameter_bytes[name] for name in tied)
+    return total + costs.bytes_of(tied)
 
 
 def _check_enough_units(costs: StageCosts) -> None:
-    wanted, units = costs.num_stages, costs.units[-1]
+    nodes = costs.problem.nodes
+    wanted = costs.num_stages
+    units = costs.units[-1]
     if wanted > units:
-        names = ", ".join(node.name for node in costs.problem.nodes if node.is_unit) or "none"
+        names = [node.name for node in nodes if node.is_unit]
+        shown = ", ".join(names) or "none"
         raise PartitionError(
-            f"{wanted} stages were asked for, but the step has only {counted(units, 'unit')} ({names}): lower"
+            f"{wanted} stages were asked for, but the step has only {counted(units, 'unit')} ({shown}): lower"
             f" pipeline_parallel_size or stages_per_rank so that their product is at most {units}, or let bigger"
             f" units be opened"
         )
     possible, runs = most_stages(costs)
     if wanted > possible:
-        nodes = costs.problem.nodes
         uncut = []
         for start, end in runs:
-            first, last = nodes[start].name, nodes[end - 1].name
+            first = nodes[start].name
+            last = nodes[end - 1].name
             uncut.append(f"from {first!r} to {last!r}")
+        where = "; ".join(uncut)
         raise PartitionError(
             f"{wanted} stages were asked for, but the step can be cut into at most {possible}: no cut is possible"
-            f" {'; '.join(uncut)}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most"
-            f" {possible}"
+            f" {where}. Lower pipeline_parallel_size or stages_per_rank so that their product is at most {possible}"
         )
 
 
 def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
-    limit, nodes = costs.problem.memory_limit, costs.problem.nodes
+    limit = costs.problem.memory_limit
     assert limit is not None
     fewest = min(costs.problem.in_flight)
-    alone_bytes = []
-    for index, node in enumerate(nodes):
-        alone_bytes.append((costs.memory_of_node(index, fewest), node.name))
-    biggest, name = max(alone_bytes)
+    biggest, name = max((costs.memory_of_node(node, fewest), node.name) for node in costs.problem.nodes)
     which = "a limit that would do"
     if costs.is_one_stage_per_rank:
         which = "the smallest limit that would do"

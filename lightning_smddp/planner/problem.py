@@ -50,7 +50,8 @@ class Link:
     unhidden: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0 or not 0 <= self.latency_s < math.inf or not 0 <= self.unhidden <= 1:
+        is_possible = self.bytes_per_s > 0 and 0 <= self.latency_s < math.inf and 0 <= self.unhidden <= 1
+        if not is_possible:  # also NaN
             raise ValueError(f"not a link: {self}")
 
     def seconds(self, size: float) -> float:
@@ -83,8 +84,9 @@ class PartitionProblem:
 
     def __post_init__(self) -> None:
         count = len(self.nodes)
-        if len(self.cut_bytes) != count + 1:
-            raise ValueError(f"{count} items need {count + 1} cut_bytes, got {len(self.cut_bytes)}")
+        cuts = len(self.cut_bytes)
+        if cuts != count + 1:
+            raise ValueError(f"{count} items need {count + 1} cut_bytes, got {cuts}")
         if any(math.isnan(size) or size < 0 for size in self.cut_bytes):
             raise ValueError(f"cut_bytes must be >= 0 (inf: no cut there), got {list(self.cut_bytes)}")
         if not self.rank_of_stage or len(self.in_flight) != self.num_stages:
@@ -92,10 +94,12 @@ class PartitionProblem:
                 f"rank_of_stage={list(self.rank_of_stage)} and in_flight={list(self.in_flight)} must have one value"
                 f" for each stage, and at least one"
             )
-        if self.links and len(self.links) != self.num_stages - 1:
-            raise ValueError(f"{self.num_stages} stages need {self.num_stages - 1} links, got {len(self.links)}")
+        boundaries = self.num_stages - 1
+        if self.links and len(self.links) != boundaries:
+            raise ValueError(f"{self.num_stages} stages need {boundaries} links, got {len(self.links)}")
         for node in self.nodes:
-            if not (0 <= node.forward_s < math.inf and 0 <= node.backward_s < math.inf):
+            is_finite = 0 <= node.forward_s < math.inf and 0 <= node.backward_s < math.inf
+            if not is_finite:
                 raise ValueError(f"{node.name!r} takes forward_s={node.forward_s}, backward_s={node.backward_s}")
             unknown = [name for name in node.parameters if name not in self.parameter_bytes]
             if unknown:
@@ -129,35 +133,37 @@ class StageCosts:
     def __init__(self, problem: PartitionProblem) -> None:
         nodes = problem.nodes
         self.problem = problem
-        self.num_nodes, self.num_stages = len(nodes), problem.num_stages
-        self.compute = _prefix(round((node.forward_s + node.backward_s) * PICOSECONDS) for node in nodes)
-        self.activations = _prefix(node.activation_bytes for node in nodes)
-        self.units = _prefix(node.is_unit for node in nodes)
-        uses: Counter[str] = Counter()
-        for node in nodes:
-            uses.update(set(node.parameters))
-        self.tied: list[frozenset[str]] = []
-        own_bytes = []  # of the parameters that no other node names
-        for node in nodes:
-            tied = frozenset(name for name in node.parameters if uses[name] > 1)
-            own = set(node.parameters) - tied
-            self.tied.append(tied)
-            own_bytes.append(sum(problem.parameter_bytes[name] for name in own))
-        self.own = _prefix(own_bytes)
-        self._tied_bytes: list[list[int]] | None = None
-        if any(self.tied):
-            self._tied_bytes = self._tied_table()
+        self.num_nodes = len(nodes)
+        self.num_stages = problem.num_stages
         self.stages_beside = [problem.rank_of_stage.count(rank) for rank in problem.rank_of_stage]  # itself counted
+        self.is_sent = [one != other for one, other in pairwise(problem.rank_of_stage)]
         self.is_allowed = []
         for cut, size in enumerate(problem.cut_bytes):
             self.is_allowed.append(0 < cut < len(nodes) and size < math.inf)
-        self.is_sent = [one != other for one, other in pairwise(problem.rank_of_stage)]
+
+        # Running sums: entry i is of the nodes before i, so that of the nodes i .. j-1 is entry j less entry i.
+        self.compute = _prefix(round((node.forward_s + node.backward_s) * PICOSECONDS) for node in nodes)
+        self.activations = _prefix(node.activation_bytes for node in nodes)
+        self.units = _prefix(node.is_unit for node in nodes)
+        self.tied = self._tied_names()
+        own_bytes = []  # of the parameters that no other node names
+        for node, tied in zip(nodes, self.tied, strict=True):
+            own = set(node.parameters) - tied
+            own_bytes.append(self.bytes_of(own))
+        self.own = _prefix(own_bytes)
+
+        # A tied parameter that two nodes of a stage name is there once, so its bytes are no running sum.
+        self._tied_bytes: list[list[int]] | None = None
+        if any(self.tied):
+            self._tied_bytes = self._tied_table()
+
         # By stage, what starting at each node costs. One entry more than stages: the last one is the end of the step.
         free = [0] * len(problem.cut_bytes)
-        self.busy, self.late = [free], [free]
+        self.busy = [free]
+        self.late = [free]
         mean = self.compute[-1] // self.num_stages
         for stage, is_sent in enumerate(self.is_sent):
-            busy, late = free, free
+            busy = late = free
             if is_sent and problem.links:
                 link = problem.links[stage]
                 busy = self._boundary(link, link.unhidden)
@@ -170,36 +176,54 @@ class StageCosts:
 
     def _boundary(self, link: Link, share: float) -> list[int]:
         """A share of the messages' picoseconds, both ways, at each cut; 0 where none is allowed: it is never used."""
-        seconds = [0.0] * len(self.problem.cut_bytes)
+        picoseconds = [0] * len(self.problem.cut_bytes)
         for cut, size in enumerate(self.problem.cut_bytes):
             if not math.isinf(size):
-                seconds[cut] = 2 * share * link.seconds(size)
-        return [round(value * PICOSECONDS) for value in seconds]
+                seconds = 2 * share * link.seconds(size)
+                picoseconds[cut] = round(seconds * PICOSECONDS)
+        return picoseconds
+
+    def _tied_names(self) -> list[frozenset[str]]:
+        """For each node those of its parameters that other nodes name, too."""
+        uses: Counter[str] = Counter()
+        for node in self.problem.nodes:
+            uses.update(set(node.parameters))
+        found = []
+        for node in self.problem.nodes:
+            found.append(frozenset(name for name in node.parameters if uses[name] > 1))
+        return found
 
     def _tied_table(self) -> list[list[int]]:
         """``table[j][i]``: bytes of the tied parameters that the nodes i .. j-1 name."""
         table = []
         for end in range(self.num_nodes + 1):
             seen: set[str] = set()
-            row, total = [0] * (end + 1), 0
-            for start in range(end - 1, -1, -1):
+            row = [0] * (end + 1)
+            total = 0
+            for start in reversed(range(end)):
                 new = self.tied[start] - seen
                 seen |= new
-                total += sum(self.problem.parameter_bytes[name] for name in new)
+                total += self.bytes_of(new)
                 row[start] = total
             table.append(row)
         return table
 
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """Of these parameters: weights, gradient and optimizer state together."""
+        return sum(self.problem.parameter_bytes[name] for name in names)
+
     def seconds(self, stage: int, start: int, end: int) -> int:
         """Picoseconds of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
+        computing = self.compute[end] - self.compute[start]
         busy = self.busy[stage][start] + self.busy[stage + 1][end]
         late = max(self.late[stage][start], self.late[stage + 1][end])
-        return self.compute[end] - self.compute[start] + busy + late
+        return computing + busy + late
 
     def untied_bytes(self, stage: int, start: int, end: int) -> int:
         """Bytes that no other stage can hold as well: activations, and parameters used by one node only."""
-        kept = self.activations[end] - self.activations[start]
-        return kept * self.problem.in_flight[stage] + self.own[end] - self.own[start]
+        activations = self.activations[end] - self.activations[start]
+        parameters = self.own[end] - self.own[start]
+        return activations * self.problem.in_flight[stage] + parameters
 
     def memory(self, stage: int, start: int, end: int) -> int:
         """Bytes of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
@@ -208,11 +232,10 @@ class StageCosts:
             return untied
         return untied + self._tied_bytes[end][start]
 
-    def memory_of_node(self, index: int, in_flight: int) -> int:
+    def memory_of_node(self, node: NodeCost, in_flight: int) -> int:
         """Bytes of a stage with this node only."""
-        node = self.problem.nodes[index]
-        names = set(node.parameters)
-        return node.activation_bytes * in_flight + sum(self.problem.parameter_bytes[name] for name in names)
+        parameters = self.bytes_of(set(node.parameters))
+        return node.activation_bytes * in_flight + parameters
 
     def sent_bytes(self, stage: int, start: int) -> int:
         """Bytes that ``stage`` receives from another rank when it starts at node ``start``."""

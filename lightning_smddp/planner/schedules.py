@@ -65,9 +65,11 @@ def simulated_bound(orders: Orders) -> float:
     """
     actions = set(chain.from_iterable(orders.values()))
     free = dict.fromkeys(orders, 0.0)  # rank -> when it is done with what it has begun
-    end: dict[Action, float] = {}
-    position = dict.fromkeys(orders, 0)
+    end: dict[Action, float] = {}  # of the actions played so far, when each is done
+    position = dict.fromkeys(orders, 0)  # rank -> the next one in its order
     while len(end) < len(actions):
+        # One round: each rank goes on as far as it can with what is done. A round in which none gets any further is a
+        # deadlock of the schedule's.
         done = len(end)
         for rank, order in orders.items():
             while position[rank] < len(order):
@@ -75,12 +77,16 @@ def simulated_bound(orders: Orders) -> float:
                 needed = _needed(action, actions)
                 if any(other not in end for other in needed):
                     break
-                start = max([free[rank], *(end[other] for other in needed)])
-                free[rank] = end[action] = start + _SECONDS[action.kind]
+                start = free[rank]
+                for other in needed:
+                    start = max(start, end[other])
+                end[action] = start + _SECONDS[action.kind]
+                free[rank] = end[action]
                 position[rank] += 1
         assert len(end) > done, f"the ranks wait for each other: {orders}"
     busy = sum(_SECONDS[action.kind] for action in actions)
-    return busy / (len(orders) * max(free.values()))
+    step = max(free.values())
+    return busy / (len(orders) * step)
 
 
 def _needed(action: Action, actions: set[Action]) -> list[Action]:
@@ -92,8 +98,12 @@ def _needed(action: Action, actions: set[Action]) -> list[Action]:
         return [Action(stage - 1, "F", microbatch)]
     if kind == "W":
         return [Action(stage, "I", microbatch)]
-    later = [Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch)]  # the one that there is
-    return [Action(stage, "F", microbatch), *(other for other in later if other in actions)]
+    # The gradient comes from the next stage, whose backward is whole or split; there is none behind the last stage.
+    needed = [Action(stage, "F", microbatch)]
+    for later in (Action(stage + 1, "I", microbatch), Action(stage + 1, "B", microbatch)):
+        if later in actions:
+            needed.append(later)
+    return needed
 
 
 def auto_num_microbatches(batch_rows: int, num_ranks: int, rule: Callable[[int], bool] | None = None) -> int:
@@ -118,9 +128,9 @@ def auto_num_microbatches(batch_rows: int, num_ranks: int, rule: Callable[[int],
 
     # Downwards from as many as are wanted; only if none of them will do, upwards from there.
     most = min(batch_rows, MOST_PER_RANK * num_ranks)
-    allowed = list(filter(is_allowed, range(most, 0, -1)))
+    allowed = [count for count in range(most, 0, -1) if is_allowed(count)]
     if not allowed:
-        allowed = list(filter(is_allowed, range(most + 1, batch_rows + 1)))
+        allowed = [count for count in range(most + 1, batch_rows + 1) if is_allowed(count)]
     if not allowed:
         raise ValueError(
             f"a batch of {batch_rows} rows cannot be cut into a number of micro-batches that the schedule allows on"

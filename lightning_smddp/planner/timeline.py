@@ -28,12 +28,25 @@ LEGEND: dict[SpanKind, str] = {
     "send": "send",
     "wait": "wait",
 }
-DARK, GREY, GRID, PAPER, BORDER = "#1f2937", "#6b7280", "#dde1e7", "#ffffff", "#d0d7de"
+DARK = "#1f2937"
+GREY = "#6b7280"
+GRID = "#dde1e7"
+PAPER = "#ffffff"
+BORDER = "#d0d7de"
 LIGHTEST = 0.55  # how far the last of a rank's stages is mixed with white
-WIDTH, LEFT, RIGHT, TOP = 1000, 76, 24, 70
-LANE, BOX, SEND = 44, 30, 4  # height of a lane, of its boxes, of the bar for messages under them
+
+# In the units of the SVG's ``viewBox``. Time runs from LEFT to WIDTH - RIGHT; the first lane begins at TOP.
+WIDTH = 1000
+LEFT = 76
+RIGHT = 24
+TOP = 70
+LANE = 44  # height of a lane
+BOX = 30  # height of its boxes
+SEND = 4  # height of the bar for messages under them
 FONT = "font-family=\"-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif\""
 DIGIT = 0.58  # width of a digit, as a share of the font size
+SMALLEST_DIGIT = 7.5  # a smaller number cannot be read, and is left out
+LARGEST_DIGIT = 11.5
 
 
 @dataclass(frozen=True)
@@ -63,19 +76,22 @@ def step_seconds(spans: Sequence[Span]) -> float:
     """From the first start to the last end, over all ranks; 0 without spans."""
     if not spans:
         return 0.0
-    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    last_end = max(span.end_s for span in spans)
+    return last_end - _origin(spans)
 
 
 def busy_share(spans: Sequence[Span]) -> dict[int, float]:
     """For each rank, the share of the step in which it computes."""
+    shares = dict.fromkeys(ranks_of(spans), 0.0)
     step = step_seconds(spans)
-    busy = dict.fromkeys(ranks_of(spans), 0.0)
+    if not step:
+        return shares
     for span in spans:
         if span.kind in COMPUTE_KINDS:
-            busy[span.rank] += span.seconds
-    if not step:
-        return dict.fromkeys(busy, 0.0)
-    return {rank: seconds / step for rank, seconds in busy.items()}
+            shares[span.rank] += span.seconds
+    for rank in shares:
+        shares[rank] /= step
+    return shares
 
 
 def ranks_of(spans: Iterable[Span]) -> list[int]:
@@ -90,8 +106,12 @@ def stage_position(spans: Iterable[Span]) -> dict[int, int]:
         stages.setdefault(span.rank, set()).add(span.stage)
     positions: dict[int, int] = {}
     for held in stages.values():
-        positions.update((stage, position) for position, stage in enumerate(sorted(held)))
+        for position, stage in enumerate(sorted(held)):
+            positions[stage] = position
     return positions
+
+
+# ---- a trace for Perfetto ----
 
 
 def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any]:
@@ -103,16 +123,25 @@ def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any
     origin = _origin(spans)
     events: list[dict[str, Any]] = []
     for rank in ranks_of(spans):
-        of_rank = [span for span in spans if span.rank == rank]
-        computing = _rows([span for span in of_rank if span.kind != "send"])
-        sending = _rows([span for span in of_rank if span.kind == "send"])
-        events.append(_named("process_name", rank, 0, f"rank {rank}"))
-        events.append(_sorted_as("process_sort_index", rank, 0, rank))
-        threads = [*_labelled("compute", computing), *_labelled("send", sending)]
-        for thread, (label, row) in enumerate(threads):
-            events.append(_named("thread_name", rank, thread, label))
-            events.append(_sorted_as("thread_sort_index", rank, thread, thread))
-            events += [_slice(span, thread, origin) for span in row]
+        computed = []
+        sent = []
+        for span in spans:
+            if span.rank != rank:
+                continue
+            if span.kind == "send":
+                sent.append(span)
+            else:
+                computed.append(span)
+        events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+        events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
+        # Slices of one thread must not overlap: the viewer would take one for a call within the other. So each row is a
+        # thread by itself.
+        rows = _labelled("compute", _rows(computed)) + _labelled("send", _rows(sent))
+        for thread, (label, row) in enumerate(rows):
+            events.append(_metadata("thread_name", rank, thread, name=label))
+            events.append(_metadata("thread_sort_index", rank, thread, sort_index=thread))
+            for span in row:
+                events.append(_slice(span, thread, origin))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
 
 
@@ -124,11 +153,12 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
     """The spans in as few rows as possible, without overlap in any."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
-        row = next((row for row in rows if row[-1].end_s <= span.start_s), None)
-        if row is None:
-            row = []
-            rows.append(row)
-        row.append(span)
+        for row in rows:
+            if row[-1].end_s <= span.start_s:
+                row.append(span)
+                break
+        else:
+            rows.append([span])
     return rows
 
 
@@ -143,24 +173,24 @@ def _labelled(label: str, rows: list[list[Span]]) -> list[tuple[str, list[Span]]
 
 
 def _slice(span: Span, thread: int, origin: float) -> dict[str, Any]:
+    start = span.start_s - origin
     return {
         "ph": "X",
         "name": f"{span.kind} {span.microbatch}",
         "cat": span.kind,
         "pid": span.rank,
         "tid": thread,
-        "ts": (span.start_s - origin) * 1e6,
+        "ts": start * 1e6,
         "dur": span.seconds * 1e6,
         "args": {"stage": span.stage, "microbatch": span.microbatch},
     }
 
 
-def _named(event: str, rank: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": event, "pid": rank, "tid": thread, "args": {"name": name}}
+def _metadata(event: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": event, "pid": rank, "tid": thread, "args": args}
 
 
-def _sorted_as(event: str, rank: int, thread: int, index: int) -> dict[str, Any]:
-    return {"ph": "M", "name": event, "pid": rank, "tid": thread, "args": {"sort_index": index}}
+# ---- a picture ----
 
 
 def to_svg(spans: Sequence[Span], title: str = "Pipeline timeline") -> str:
@@ -171,22 +201,24 @@ def to_svg(spans: Sequence[Span], title: str = "Pipeline timeline") -> str:
     ranks = ranks_of(spans)
     bottom = TOP + LANE * len(ranks)
     height = bottom + 74
-    body = [
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+        f' role="img" {FONT}>',
+        f"<title>{escape(title)}</title>",
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8" fill="{PAPER}" stroke="{BORDER}"/>',
         _text(LEFT, 30, title, size=17, weight=600),
         _text(LEFT, 51, _subtitle(spans), size=12.5, colour=GREY),
     ]
-    body += _axis(step_seconds(spans) * 1e3, bottom)
-    top_of = {rank: TOP + LANE * lane for lane, rank in enumerate(ranks)}
-    for rank, top in top_of.items():
-        body.append(_text(LEFT - 12, top + BOX / 2 + 4, f"rank {rank}", anchor="end"))
-    body += _boxes(spans, top_of)
-    body += _legend(spans, height - 20)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-        f' role="img" {FONT}>'
-    )
-    return "\n".join([head, f"<title>{escape(title)}</title>", *body, "</svg>"]) + "\n"
+    lines += _axis(step_seconds(spans) * 1e3, bottom)
+    top_of: dict[int, int] = {}
+    for lane, rank in enumerate(ranks):
+        top = TOP + LANE * lane
+        top_of[rank] = top
+        lines.append(_text(LEFT - 12, top + BOX / 2 + 4, f"rank {rank}", anchor="end"))
+    lines += _boxes(spans, top_of)
+    lines += _legend(spans, height - 20)
+    lines.append("</svg>")
+    return "\n".join(lines) + "\n"
 
 
 def _text(
@@ -199,31 +231,47 @@ def _text(
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str, tooltip: str = "") -> str:
-    size = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    radius = min(2.0, height / 10)
     note = ""
     if tooltip:
         note = f"<title>{escape(tooltip)}</title>"
-    return f'<rect {size} rx="{min(2.0, height / 10):g}" fill="{colour}">{note}</rect>'
+    return (
+        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" rx="{radius:g}" fill="{colour}">'
+        f"{note}</rect>"
+    )
 
 
 def _axis(step_ms: float, bottom: float) -> list[str]:
     """A line and a number at each tick; the unit stands at the end of the axis."""
+    scale = _width_of_one(step_ms)
     parts = []
     for tick in ticks_ms(step_ms):
-        x = LEFT + (WIDTH - LEFT - RIGHT) * (tick / (step_ms or 1.0))
+        x = LEFT + tick * scale
         parts.append(f'<path d="M{x:.2f} {TOP - 6}V{bottom}" stroke="{GRID}"/>')
         parts.append(_text(x, bottom + 16, f"{tick:g}", size=12, colour=GREY, anchor="middle"))
-    return [*parts, _text(LEFT - 12, bottom + 16, "ms", size=12, colour=GREY, anchor="end")]
+    parts.append(_text(LEFT - 12, bottom + 16, "ms", size=12, colour=GREY, anchor="end"))
+    return parts
+
+
+def _width_of_one(step: float) -> float:
+    """How wide a second is drawn if the step takes ``step`` seconds, or a millisecond if it is in milliseconds."""
+    width = WIDTH - LEFT - RIGHT
+    if not step:
+        return width
+    return width / step
 
 
 def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
     origin = _origin(spans)
-    scale = (WIDTH - LEFT - RIGHT) / (step_seconds(spans) or 1.0)
+    scale = _width_of_one(step_seconds(spans))
     shade = _shades(spans)
     parts = []
+    # Of each rank what it computes comes last, as what is drawn later covers what was drawn before.
     for span in sorted(spans, key=lambda span: (span.rank, _is_computing(span), span.start_s)):
-        x, width = LEFT + (span.start_s - origin) * scale, span.seconds * scale
-        top, colour = top_of[span.rank], COLOURS[span.kind]
+        x = LEFT + (span.start_s - origin) * scale
+        width = span.seconds * scale
+        top = top_of[span.rank]
+        colour = COLOURS[span.kind]
         if _is_computing(span):
             colour = mixed(colour, shade[span.stage])
         milliseconds = span.seconds * 1e3
@@ -233,12 +281,18 @@ def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
             continue
         gap = min(0.6, width / 8)  # keeps neighbours apart
         parts.append(_rect(x + gap, top, max(width - 2 * gap, 0.4), BOX, colour, tip))
-        label = str(span.microbatch)
-        size = min(11.5, (width - 2) / (DIGIT * len(label)))
-        if _is_computing(span) and size >= 7.5:
-            middle, base = x + width / 2, top + BOX / 2 + 4
-            parts.append(_text(middle, base, label, size=round(size, 1), colour=text_on(colour), anchor="middle"))
+        if _is_computing(span):
+            parts += _number(span.microbatch, x + width / 2, top + BOX / 2 + 4, width, colour)
     return parts
+
+
+def _number(number: int, middle: float, base: float, width: float, colour: str) -> list[str]:
+    """A micro-batch's number in the middle of its box, as large as it fits; nothing where it could not be read."""
+    label = str(number)
+    size = min(LARGEST_DIGIT, (width - 2) / (DIGIT * len(label)))
+    if size < SMALLEST_DIGIT:
+        return []
+    return [_text(middle, base, label, size=round(size, 1), colour=text_on(colour), anchor="middle")]
 
 
 def _legend(spans: Sequence[Span], y: float) -> list[str]:
@@ -246,9 +300,11 @@ def _legend(spans: Sequence[Span], y: float) -> list[str]:
     lightest = max(_shades(spans).values(), default=0.0)
     if lightest:
         entries.append((mixed(COLOURS["forward"], lightest), "lighter: later stage of the rank"))
-    parts, x = [], float(LEFT)
+    parts = []
+    x = float(LEFT)
     for colour, label in entries:
-        parts += [_rect(x, y - 11, 14, 14, colour), _text(x + 20, y, label, size=12.5)]
+        parts.append(_rect(x, y - 11, 14, 14, colour))
+        parts.append(_text(x + 20, y, label, size=12.5))
         x += 44 + 6.6 * len(label)
     return parts
 
@@ -262,24 +318,31 @@ def _kinds_of(spans: Sequence[Span]) -> list[SpanKind]:
 def _shades(spans: Sequence[Span]) -> dict[int, float]:
     """For each stage how far its colour is mixed with white: the further on in its rank, the lighter."""
     positions = stage_position(spans)
-    most = max([1, *positions.values()])
-    return {stage: LIGHTEST * position / most for stage, position in positions.items()}
+    last = max(positions.values(), default=0)
+    shades = {}
+    for stage, position in positions.items():
+        shades[stage] = LIGHTEST * position / max(1, last)
+    return shades
 
 
 def mixed(colour: str, white: float) -> str:
     """``colour`` mixed with so much white."""
-    lighter = [round(part + (255 - part) * white) for part in _parts(colour)]
-    return "#" + "".join(f"{part:02x}" for part in lighter)
+    text = "#"
+    for part in _parts(colour):
+        lighter = round(part + (255 - part) * white)
+        text += f"{lighter:02x}"
+    return text
 
 
 def _parts(colour: str) -> tuple[int, int, int]:
     """Red, green and blue of ``"#rrggbb"``, 0 to 255."""
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+    red, green, blue = bytes.fromhex(colour.removeprefix("#"))
+    return red, green, blue
 
 
 def text_on(colour: str) -> str:
     """White or dark, whichever is easier to read on ``colour`` (relative luminance as in WCAG 2)."""
-    red, green, blue = (_linear(part / 255) for part in _parts(colour))
+    red, green, blue = [_linear(part / 255) for part in _parts(colour)]
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     if luminance > 0.36:
         return DARK
@@ -302,9 +365,14 @@ def ticks_ms(step_ms: float, most: int = 8) -> list[float]:
     """Round positions of a time axis from 0 to ``step_ms``, in milliseconds: 1, 2 or 5 times a power of ten apart."""
     if step_ms <= 0:
         return [0.0]
+    # It is the largest power of ten that is at most `step_ms / most`. So ten times it is wide enough; twenty times
+    # stands here for the last bits of the logarithm.
     power = 10.0 ** math.floor(math.log10(step_ms / most))
-    spacings = [power * factor for factor in (1, 2, 5, 10, 20)]
-    spacing = next(spacing for spacing in spacings if step_ms / spacing <= most)
+    spacing = power
+    for factor in (1, 2, 5, 10, 20):
+        spacing = power * factor
+        if step_ms / spacing <= most:
+            break
     count = math.floor(step_ms / spacing + 1e-9) + 1
     return [index * spacing for index in range(count)]
 
@@ -313,4 +381,5 @@ def _subtitle(spans: Sequence[Span]) -> str:
     """The step in figures."""
     shares = busy_share(spans)
     mean = sum(shares.values()) / max(1, len(shares))
-    return f"step {step_seconds(spans) * 1e3:.4g} ms, ranks compute {mean:.0%} of it"
+    milliseconds = step_seconds(spans) * 1e3
+    return f"step {milliseconds:.4g} ms, ranks compute {mean:.0%} of it"
