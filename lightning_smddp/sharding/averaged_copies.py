@@ -23,11 +23,10 @@ class AveragedCopies:
         self._copies = list(copies)
         divided = {name: p for name, p in root.named_parameters() if isinstance(p, DTensor)}
         for copy in self._copies:
-            shares = {
-                name: own_part(parameter, divided[name], parameter.device)
-                for name, parameter in copy.named_parameters()
-                if name in divided
-            }
+            shares = {}
+            for name, parameter in copy.named_parameters():
+                if name in divided:
+                    shares[name] = own_part(parameter, divided[name], parameter.device)
             _replace_parameters(copy, shares)
 
     def close(self, device: torch.device) -> None:
@@ -51,7 +50,9 @@ def _replace_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None
     for name, parameter in module.named_parameters():
         if name in values:
             made[id(parameter)] = nn.Parameter(values[name], requires_grad=parameter.requires_grad)
+    # A tied parameter has one name above, but several places here.
     for owner in module.modules():
-        for key, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+        places = list(owner.named_parameters(recurse=False, remove_duplicate=False))
+        for key, parameter in places:
             if id(parameter) in made:
                 owner.register_parameter(key, made[id(parameter)])

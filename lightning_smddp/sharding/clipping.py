@@ -37,7 +37,7 @@ def clip_by_norm(
     divided = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
     equal = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
     own = divided
-    if dist.get_rank(group) == 0:
+    if dist.get_rank(group) == 0:  # what all ranks have counts once
         own = divided + equal
     norm = norm_over_ranks(own, group, norm_type, device, error_if_nonfinite)
     # Most steps need no scaling. That is known where the norm is; of a device it would have to be waited for.

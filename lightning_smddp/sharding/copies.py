@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -26,7 +28,7 @@ from lightning_smddp.sharding.flat_layout import FlatLayout, Piece, in_memory_or
 from lightning_smddp.sharding.node_memory import NodeMemory, page_ranges
 
 _WINDOW = 4 * 2**20  # elements that are gathered at a time
-_DIGEST = struct.Struct("<qI")
+_DIGEST = struct.Struct("<qI")  # of the pages that a rank has written: how many, and the CRC-32 of their numbers
 _TEXT_BYTES = 200  # of a message in the mesh
 
 
@@ -65,7 +67,8 @@ class RankCopies:
     """
 
     def __init__(self, layouts: list[FlatLayout], group: dist.ProcessGroup) -> None:
-        self.layouts, self._group = layouts, group
+        self.layouts = layouts
+        self._group = group
         self.num_shares = dist.get_world_size(group)
         self.share: int | None = group.rank()
 
@@ -80,20 +83,22 @@ class RankCopies:
         """All-gather what changed, some megabytes at a time."""
         with torch.no_grad():
             for layout in self.layouts:
-                if any(slot.parameter.requires_grad for slot in layout.slots):
+                if _is_trained(layout):
                     self._gather(layout)
 
     def _gather(self, layout: FlatLayout) -> None:
-        width = max(high - low for low, high in zip(layout.bounds, layout.bounds[1:], strict=False))
+        # All ranks go through their own shares in windows of the same size, as far as the longest share goes: those of
+        # whole parameters differ in length. What a window has behind a share's end is never copied out.
+        width = max(high - low for low, high in pairwise(layout.bounds))
         for start in range(0, width, _WINDOW):
             size = min(_WINDOW, width - start)
             own = torch.zeros(size, dtype=layout.dtype, device=layout.device)
             self._copy(layout, self._group.rank(), start, own, to_parameters=False)
             gathered = own.new_empty(size * self.num_shares)
             all_gather_single(gathered, own, self._group)
-            for share, part in enumerate(gathered.split(size)):
+            for share, window in enumerate(gathered.split(size)):
                 if share != self.share:
-                    self._copy(layout, share, start, part, to_parameters=True)
+                    self._copy(layout, share, start, window, to_parameters=True)
 
     def _copy(self, layout: FlatLayout, share: int, start: int, window: Tensor, to_parameters: bool) -> None:
         """Between a window of a share, from its element ``start`` on, and the parameters."""
@@ -101,7 +106,8 @@ class RankCopies:
         high = min(low + window.numel(), layout.bounds[share + 1])
         for piece in layout.pieces(low, high):
             begin = piece.slot.start + piece.low - low
-            part = window[begin : begin + piece.high - piece.low]
+            end = piece.slot.start + piece.high - low
+            part = window[begin:end]
             values = _values_of(piece)
             if to_parameters:
                 values.copy_(part)
@@ -138,12 +144,17 @@ class NodeCopies:
         num_shares: int,
         between_nodes: dist.ProcessGroup | None = None,
     ) -> None:
-        self.layouts, self._mesh, self._between_nodes = layouts, mesh, between_nodes
-        self.share, self.num_shares = share, num_shares
+        self.layouts = layouts
+        self._mesh = mesh
+        self._between_nodes = between_nodes
+        self.share = share
+        self.num_shares = num_shares
+        # For each layout: the node's copy, the parameters' views of it by name, and the pages that this rank has
+        # written since the last step.
         self._memories = [self._map(layout) for layout in layouts]
-        self._homes: list[dict[str, Tensor]] = [
-            self._move(layout, memory) for layout, memory in zip(layouts, self._memories, strict=True)
-        ]
+        self._homes: list[dict[str, Tensor]] = []
+        for layout, memory in zip(layouts, self._memories, strict=True):
+            self._homes.append(self._move(layout, memory))
         self._written: list[Tensor] = []
 
     def _map(self, layout: FlatLayout) -> NodeMemory:
@@ -170,17 +181,20 @@ class NodeCopies:
         self._mesh.exchange()
         homes = {}
         for slot in layout.slots:
-            flat = memory.view(layout.dtype, slot.start * layout.dtype.itemsize, slot.parameter.numel())
-            homes[slot.name] = flat.as_strided(slot.parameter.size(), slot.parameter.stride())
+            parameter = slot.parameter
+            flat = memory.view(layout.dtype, slot.start * layout.dtype.itemsize, parameter.numel())
+            home = flat.as_strided(parameter.size(), parameter.stride())
+            homes[slot.name] = home
             # Reads see the file; a write goes to a page of this rank's own (a private mapping), until `begin_step` has
             # published it. So user code that writes to a parameter disturbs no other rank.
-            slot.parameter.data = homes[slot.name]
+            parameter.data = home
         return homes
 
     def values(self, layout: int, piece: Piece) -> Tensor:
         """See :meth:`Copies.values`."""
-        start = piece.slot.start
-        return _shared(self._memories[layout], self.layouts[layout], start + piece.low, start + piece.high)
+        low = piece.slot.start + piece.low
+        high = piece.slot.start + piece.high
+        return _shared(self._memories[layout], self.layouts[layout], low, high)
 
     def begin_step(self) -> None:
         """Wait for the node's ranks, and put what user code has written since the last step into the copy.
@@ -200,13 +214,14 @@ class NodeCopies:
         with torch.no_grad():
             for layout, memory, pages in zip(self.layouts, self._memories, self._written, strict=True):
                 low, high = self._own_range(layout)
-                memory.publish(pages, low * layout.dtype.itemsize, high * layout.dtype.itemsize)
+                size = layout.dtype.itemsize
+                memory.publish(pages, low * size, high * size)
 
     def end_step(self) -> None:
         """Send shares to other nodes, wait for the node's ranks, and see the copy again where user code wrote."""
         if self._between_nodes is not None:
             for layout, memory in zip(self.layouts, self._memories, strict=True):
-                if any(slot.parameter.requires_grad for slot in layout.slots):
+                if _is_trained(layout):
                     self._gather_between_nodes(layout, memory, self._between_nodes)
         # Behind this barrier every share is stepped. Only then may private pages go, which hid the file from this rank:
         # from here on it sees what all ranks have made of it.
@@ -219,16 +234,20 @@ class NodeCopies:
         """What this rank answers for in its node: its share, and those of its partners in other nodes."""
         if self.share is None:
             return 0, 0
-        if self._between_nodes is None:
-            return layout.bounds[self.share], layout.bounds[self.share + 1]
-        first = self.share - self._between_nodes.rank()
-        return layout.bounds[first], layout.bounds[first + dist.get_world_size(self._between_nodes)]
+        # Partners have neighbouring shares, in the order of their ranks between nodes.
+        first = self.share
+        count = 1
+        if self._between_nodes is not None:
+            first -= self._between_nodes.rank()
+            count = dist.get_world_size(self._between_nodes)
+        return layout.bounds[first], layout.bounds[first + count]
 
     def _gather_between_nodes(self, layout: FlatLayout, memory: NodeMemory, group: dist.ProcessGroup) -> None:
         assert self.share is not None
         first = self.share - group.rank()
         for other in range(dist.get_world_size(group)):
-            low, high = layout.bounds[first + other], layout.bounds[first + other + 1]
+            low = layout.bounds[first + other]
+            high = layout.bounds[first + other + 1]
             for start in range(low, high, _WINDOW):
                 part = _shared(memory, layout, start, min(start + _WINDOW, high))
                 dist.broadcast(part, group=group, group_src=other)
@@ -241,13 +260,16 @@ class NodeCopies:
         """
         for layout, homes in zip(self.layouts, self._homes, strict=True):
             for slot in layout.slots:
-                parameter, home = slot.parameter, homes[slot.name]
+                parameter = slot.parameter
+                home = homes[slot.name]
                 if parameter.data_ptr() == home.data_ptr():
                     continue
                 if parameter.shape != home.shape or parameter.dtype != home.dtype:
+                    before = f"{tuple(home.shape)}, {home.dtype}"
+                    now = f"{tuple(parameter.shape)}, {parameter.dtype}"
                     raise ValueError(
-                        f"{slot.name} was {tuple(home.shape)}, {home.dtype}, and is {tuple(parameter.shape)}, "
-                        f"{parameter.dtype} now. With shard='optimizer' parameters keep their shapes and types."
+                        f"{slot.name} was {before}, and is {now} now. With shard='optimizer' parameters keep their "
+                        "shapes and types."
                     )
                 home.copy_(parameter.detach())
                 parameter.data = home
@@ -264,20 +286,28 @@ class NodeCopies:
 
     def _require_same_writes(self) -> None:
         """Leave out pages that were written with what was there, as when weights are swapped, and swapped back."""
-        pairs = list(zip(self._memories, self._written, strict=True))
-        self._written = [memory.differing(pages) for memory, pages in pairs]
-        names = self._names_on(self._written)
+        written = self._written
+        self._written = []
+        for memory, pages in zip(self._memories, written, strict=True):
+            self._written.append(memory.differing(pages))
+        names = ", ".join(self._names_on(self._written)) or "none"
         is_same = self._all_wrote_alike()
-        told = self._mesh.exchange(", ".join(names).encode()[:_TEXT_BYTES] or b"none")
-        if is_same:
-            for (memory, before), now in zip(pairs, self._written, strict=True):
-                memory.drop(before[~torch.isin(before, now)])
-            return
-        describe, ranks = self._mesh.topology.describe, self._mesh.topology.local_ranks
-        everyones = {ranks[local]: text.decode(errors="replace") for local, text in told.messages.items()}
-        everyones[self._mesh.topology.rank] = ", ".join(names) or "none"
-        written = "; ".join(f"{describe(rank)}: {text}" for rank, text in sorted(everyones.items()))
-        raise ValueError(
+        told = self._mesh.exchange(names.encode()[:_TEXT_BYTES])
+        if not is_same:
+            raise self._error_of_writes(names, told.messages)
+        # What was left out is the file's again; `end_step` drops the rest, behind the step.
+        for memory, before, now in zip(self._memories, written, self._written, strict=True):
+            is_left_out = ~torch.isin(before, now)
+            memory.drop(before[is_left_out])
+
+    def _error_of_writes(self, names: str, messages: Mapping[int, bytes]) -> ValueError:
+        """Says which parameters each rank has written; ``messages`` has the others' names by local rank."""
+        topology = self._mesh.topology
+        names_of = {topology.rank: names}
+        for local, text in messages.items():
+            names_of[topology.local_ranks[local]] = text.decode(errors="replace")
+        written = "; ".join(f"{topology.describe(rank)}: {names_of[rank]}" for rank in sorted(names_of))
+        return ValueError(
             f"User code has written to other parameters on some ranks than on others ({written}). Replicas have to "
             "stay equal: write the same values on every rank, or leave out shard='optimizer' to let them differ."
         )
@@ -289,8 +319,9 @@ class NodeCopies:
             size = layout.dtype.itemsize
             ranges = page_ranges(pages)
             for slot in layout.slots:
-                low, high = slot.start * size, slot.stop * size
-                if any(begin < high and low < end for begin, end in ranges):
+                first = slot.start * size
+                last = slot.stop * size - 1
+                if any(low <= last and first < high for low, high in ranges):
                     names.append(slot.name)
         return names
 
@@ -302,6 +333,10 @@ class NodeCopies:
             for slot in layout.slots:
                 slot.parameter.data = slot.parameter.detach().clone()
         self._memories = []
+
+
+def _is_trained(layout: FlatLayout) -> bool:
+    return any(slot.parameter.requires_grad for slot in layout.slots)
 
 
 def _values_of(piece: Piece) -> Tensor:

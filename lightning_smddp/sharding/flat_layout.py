@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +65,8 @@ class FlatLayout:
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """What of the parameters lies in [start, stop)."""
         for slot in self.slots:
-            low, high = max(start, slot.start), min(stop, slot.stop)
+            low = max(start, slot.start)
+            high = min(stop, slot.stop)
             if low < high:
                 yield Piece(slot, low - slot.start, high - slot.start)
 
@@ -85,9 +88,15 @@ def lay_out(named: Sequence[tuple[str, nn.Parameter]], shares: int, splits: bool
     """
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        kinds.setdefault((parameter.dtype, parameter.device, parameter.requires_grad), []).append((name, parameter))
-    make = _equal_shares if splits else _whole_parameters
-    return [make(members, shares) for members in kinds.values()]
+        kind = (parameter.dtype, parameter.device, parameter.requires_grad)
+        kinds.setdefault(kind, []).append((name, parameter))
+    layouts = []
+    for members in kinds.values():
+        if splits:
+            layouts.append(_equal_shares(members, shares))
+        else:
+            layouts.append(_whole_parameters(members, shares))
+    return layouts
 
 
 def movable(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[list[tuple[str, nn.Parameter]], list[str]]:
@@ -96,14 +105,14 @@ def movable(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[list[tuple[str, 
     Moved are dense ones of their own memory. Views of one memory, subclasses of tensors, sparse ones, single numbers
     and empty ones stay, and are stepped by each rank.
     """
-    owners: dict[int, int] = {}
+    users: Counter[int] = Counter()  # of each memory, by its address
     for _, parameter in named:
         if _is_plain(parameter):
-            key = parameter.untyped_storage().data_ptr()
-            owners[key] = owners.get(key, 0) + 1
-    moved, staying = [], []
+            users[parameter.untyped_storage().data_ptr()] += 1
+    moved = []
+    staying = []
     for name, parameter in named:
-        if _is_plain(parameter) and owners[parameter.untyped_storage().data_ptr()] == 1:
+        if _is_plain(parameter) and users[parameter.untyped_storage().data_ptr()] == 1:
             moved.append((name, parameter))
         else:
             staying.append(name)
@@ -115,31 +124,37 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
     A view where ``tensor`` lies in memory so too, as gradients do; else a copy.
     """
+    # Dense and without overlap, whatever the order of its dimensions: its memory is one row of all elements, which
+    # `as_strided` shows without a copy.
     if tensor.stride() != like.stride():
-        tensor = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        copy = torch.empty_strided(like.size(), like.stride(), dtype=tensor.dtype, device=tensor.device)
+        tensor = copy.copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
     if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
         return False
-    return (
-        parameter.ndim > 0 and parameter.numel() > 0 and torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
-    )
+    if parameter.ndim == 0 or parameter.numel() == 0:
+        return False
+    is_dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
+    return is_dense
 
 
 def _aligned(position: int, dtype: torch.dtype) -> int:
+    """The next position, in elements, at which a cache line begins."""
     step = _ALIGNMENT // dtype.itemsize
-    return -(-position // step) * step
+    return math.ceil(position / step) * step
 
 
 def _equal_shares(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> FlatLayout:
-    slots, end = [], 0
-    for name, parameter in members:
-        slots.append(Slot(name, parameter, end))
-        end = _aligned(slots[-1].stop, parameter.dtype)
-    width = _aligned(-(-end // shares), members[0][1].dtype)
-    return FlatLayout(tuple(slots), tuple(index * width for index in range(shares + 1)))
+    slots: list[Slot] = []
+    end = _append(slots, members, 0)
+    # Whole cache lines, so that no two ranks write to the same one. So the last shares may be short, or empty.
+    dtype = slots[0].parameter.dtype
+    width = _aligned(math.ceil(end / shares), dtype)
+    bounds = [index * width for index in range(shares + 1)]
+    return FlatLayout(tuple(slots), tuple(bounds))
 
 
 def _whole_parameters(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> FlatLayout:
@@ -152,10 +167,16 @@ def _whole_parameters(members: Sequence[tuple[str, nn.Parameter]], shares: int) 
         loads[share] += parameter.numel()
         chosen[share].append((name, parameter))
     slots: list[Slot] = []
-    bounds, end = [0], 0
+    bounds = [0]
     for part in chosen:
-        for name, parameter in part:
-            slots.append(Slot(name, parameter, end))
-            end = _aligned(slots[-1].stop, parameter.dtype)
-        bounds.append(end)
+        bounds.append(_append(slots, part, bounds[-1]))
     return FlatLayout(tuple(slots), tuple(bounds))
+
+
+def _append(slots: list[Slot], members: Iterable[tuple[str, nn.Parameter]], end: int) -> int:
+    """Put ``members`` behind the ``slots``, which end at position ``end``; returns where they end now."""
+    for name, parameter in members:
+        slot = Slot(name, parameter, end)
+        slots.append(slot)
+        end = _aligned(slot.stop, parameter.dtype)
+    return end

@@ -75,8 +75,10 @@ class FullySharded:
     """
 
     def __init__(self, root: nn.Module, units: Units, plan: ShardingPlan) -> None:
-        self.root, self.units, self.plan = root, units, plan
-        self._originals = dict(root.named_parameters())
+        self.root = root
+        self.units = units
+        self.plan = plan
+        self._originals = dict(root.named_parameters())  # what is tied has one name here, and several places
         self._places = _places(root)
         _require_dividable(self._originals)
         self.replicated = {name: p for name, p in self._originals.items() if p.dim() == 0}
@@ -90,18 +92,24 @@ class FullySharded:
         self._root = cast(FSDPModule, root)
         self._used: set[str] = set()  # parameters with a gradient since the last average
         self._had: set[str] = set()  # and those that had one, of an earlier average
-        self._noted: set[str] = set()
+        self._noted: set[str] = set()  # those whose whole tensors tell of their gradients
         self.synchronizes = True
         start(root)
         self._parameters = parameters_of(root)
-        self._in_step = self._holds = False
+        self._in_step = False
+        self._holds = False
         self._handles: list[RemovableHandle] = []
         for name, parameter in root.named_parameters():
             if parameter.requires_grad and name not in self.replicated:  # a use outside of its unit ends here
                 parameter.register_hook(partial(self._note, name))
 
     def _divide(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
-        own = {self._names[id(p)]: p for p in module.parameters() if id(p) in self._names}
+        # Parameters of units in it are other objects since they were divided, so they have no name here.
+        own: dict[str, nn.Parameter] = {}
+        for parameter in module.parameters():
+            name = self._names.get(id(parameter))
+            if name is not None:
+                own[name] = parameter
         self.plan.fill(list(own))
         _require_one_dtype(own)
         for parameter in own.values():
@@ -140,13 +148,13 @@ class FullySharded:
             match_trained(parameters)
         self.hold_memory(trains and not self.plan.reshard and self.plan.mesh.device_type == "cpu")
         self._in_step = True
-        self._keep_whole(trains)
+        self._keep_whole(root=True, units=trains and not self.plan.reshard)
         try:
             with forward_of(self.root):
                 yield
         finally:
             self._in_step = False
-            self._keep_whole(None)
+            self._keep_whole(root=False, units=False)
         if not trains:
             self.reshard()
 
@@ -156,10 +164,11 @@ class FullySharded:
         A CPU's memory that is given back and taken again is zeroed by the kernel, page by page: for all units that
         costs more than their gathering.
         """
-        if on != self._holds:
-            self._holds = on
-            self.reshard()
-            hold_memory(self.root, on)
+        if on == self._holds:
+            return
+        self._holds = on
+        self.reshard()
+        hold_memory(self.root, on)
 
     def watch_calls(self) -> None:
         """For steps that do backward passes themselves: what they call behind one is whole again, and frozen or not.
@@ -176,12 +185,12 @@ class FullySharded:
             self._root.unshard()
             match_trained(parameters)
 
-    def _keep_whole(self, trains: bool | None) -> None:
-        """What stays whole behind a forward pass: the root in steps, the units where they are not to be freed."""
+    def _keep_whole(self, root: bool, units: bool) -> None:
+        """Whether the root and the units stay whole behind their forward passes."""
         for module in self._modules:
-            keeps = bool(trains) and not self.plan.reshard
+            keeps = units
             if module is self._root:
-                keeps = trains is not None
+                keeps = root
             module.set_reshard_after_forward(not keeps, recurse=False)
 
     def before_backward(self, loss: Tensor, watches: bool = True) -> None:
@@ -221,11 +230,11 @@ class FullySharded:
         for parameter in self.replicated.values():
             if parameter.grad is not None:
                 self._used.add(self._names[id(parameter)])
-        # A gradient of zeros, where a rank has none, is part of an average. But if no rank has one, there is none.
-        names = list(self._originals)
         # One message of a byte for each parameter, in the order of names: the same order on every rank, whatever it has
         # used.
-        told = from_numbers([flag, *(name in self._used for name in names)], torch.uint8, device)
+        names = list(self._originals)
+        mine = [name in self._used for name in names]
+        told = from_numbers([flag, *mine], torch.uint8, device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         self._used.clear()
         flagged, *used = told.tolist()
@@ -234,9 +243,15 @@ class FullySharded:
             if name in self.replicated:
                 if is_used:
                     self._average(self.replicated[name])
-            elif name not in self._had and not (is_used and divided[name].requires_grad):
-                divided[name].grad = None
-            elif is_used and not divided[name].requires_grad:
+                continue
+            parameter = divided[name]
+            if is_used and parameter.requires_grad:
+                continue  # FSDP2 has averaged it, with zeros of the ranks that have not used it
+            # FSDP2 averages zeros where no rank has a gradient, and also what was frozen within the step. In one
+            # process there is none then. A gradient of an earlier average stays, unless something was added to it.
+            if name not in self._had:
+                parameter.grad = None
+            elif is_used:
                 raise RuntimeError(
                     f"{name} was frozen within a step, where it was whole already, and has a gradient of an earlier "
                     "backward pass. Freeze it before the step, or use it by calling the module that it is in."
@@ -285,16 +300,21 @@ class FullySharded:
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
+        names = self.units.names
+        ranks = self.shard_group.size()
         total = sum(original.numel() for original in self._originals.values())
-        in_units = sum(p.numel() for name in self.units.names for p in self.root.get_submodule(name).parameters())
+        in_units = 0
+        for name in names:
+            in_units += sum(parameter.numel() for parameter in self.root.get_submodule(name).parameters())
+        outside = (total - in_units) / max(1, total)
         when = "gathered for forward and again for backward"
         if not self.plan.reshard:
             when = "gathered for forward, kept for backward"
         rows = [
-            ("ranks", f"{dist.get_world_size()} on {self.plan.mesh.device_type}, {self.shard_group.size()} to a copy"),
-            ("parameters", f"{total:,}, of which each rank keeps about {total // self.shard_group.size():,}"),
-            ("units", f"{len(self.units.names)} ({_shown(self.units.names)}), {when}"),
-            ("outside of units", f"{(total - in_units) / max(1, total):.0%} of the parameters, whole in each step"),
+            ("ranks", f"{dist.get_world_size()} on {self.plan.mesh.device_type}, {ranks} to a copy"),
+            ("parameters", f"{total:,}, of which each rank keeps about {total // ranks:,}"),
+            ("units", f"{len(names)} ({_shown(names)}), {when}"),
+            ("outside of units", f"{outside:.0%} of the parameters, whole in each step"),
         ]
         if isinstance(self.plan.offload, CPUOffloadPolicy):
             rows.append(("offload", "shares, their gradients and their optimizer's state are in the host's memory"))
@@ -319,7 +339,9 @@ class FullySharded:
         undo(self.root)
         for name, original in self._originals.items():
             if name not in self.replicated:
-                swap_contents(original, whole[name].detach().requires_grad_(divided[name].requires_grad))
+                value = whole[name].detach()
+                value.requires_grad_(divided[name].requires_grad)
+                swap_contents(original, value)
         for module, key, original in self._places:
             module.register_parameter(key, original)
         return {id(divided[name]): original for name, original in self._originals.items()}
@@ -341,17 +363,18 @@ def _require_one_dtype(parameters: Mapping[str, nn.Parameter]) -> None:
         if parameter.requires_grad:
             first.setdefault(parameter.dtype, name)
     if len(first) > 1:
-        texts = [f"{name} is {dtype}" for dtype, name in first.items()]
+        texts = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
         raise ValueError(
-            f"Parameters that are gathered together have several dtypes: {', '.join(texts)}. Give all of them one, or "
-            "make modules of one dtype units by `wrap=`."
+            f"Parameters that are gathered together have several dtypes: {texts}. Give all of them one, or make modules"
+            " of one dtype units by `wrap=`."
         )
 
 
 def _require_dividable(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
-        hooks: Any = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-        if any(hooks):
+        before: Any = parameter._backward_hooks
+        behind: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if before or behind:
             raise ValueError(
                 f"{name} has a hook of its own (`register_hook` or `register_post_accumulate_grad_hook`), which would "
                 "not be called: its parts are other tensors. Use `on_after_backward`, or strategy='smddp'."

@@ -38,18 +38,22 @@ class LocalSteps:
 
     def stand_next_to_step(self) -> None:
         """Be the last one before the step and the first one behind it, among hooks that others have registered."""
-        for handle, is_last in zip(self._handles, (True, False), strict=False):
-            handle.hooks_dict_ref().move_to_end(handle.id, last=is_last)
+        if not self._handles:
+            return
+        before, after = self._handles
+        before.hooks_dict_ref().move_to_end(before.id, last=True)
+        after.hooks_dict_ref().move_to_end(after.id, last=False)
 
     def restore(self) -> None:
         """Behind a step, also one that failed: groups and states are as ever."""
         if self._whole is None:
             return
-        optimizer, whole = self.optimizer, self._whole
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+        states = self.optimizer.state
+        for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
             for parameter, share in zip(parameters, group["params"], strict=True):
-                if share is not parameter and share in optimizer.state:
-                    optimizer.state[parameter] = self._with_placements(parameter, optimizer.state.pop(share))
+                if share is not parameter and share in states:
+                    of_share = states.pop(share)
+                    states[parameter] = self._with_placements(parameter, of_share)
             group["params"] = parameters
         self._whole = None
         self._known.clear()
@@ -85,7 +89,7 @@ class LocalSteps:
             # objects.
             state = self.optimizer.state.pop(parameter)
             of_share = {name: _local(value) for name, value in state.items()}
-            self._known[parameter] = (state, dict(of_share))
+            self._known[parameter] = (state, dict(of_share))  # a copy: the step puts its new objects into the other
             self.optimizer.state[share] = of_share
         return share
 
@@ -97,7 +101,7 @@ class LocalSteps:
         for name, value in of_share.items():
             if name in before and before[name] is value:
                 found[name] = state[name]
-            elif isinstance(value, Tensor) and value.ndim and value.shape == parameter.to_local().shape:
+            elif isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.to_local().shape:
                 found[name] = divided_like(value, parameter)
             else:
                 found[name] = value

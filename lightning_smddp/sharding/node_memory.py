@@ -13,6 +13,7 @@ they are dropped, so that the rank sees the file again.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import sys
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from lightning_smddp.communication.shared_segments import create_file
 
-_ENTRY_BYTES = 8  # of a page in /proc/self/pagemap
+# Linux has 64 bits for each page of a process in /proc/self/pagemap. Bit 63, the sign, says that the page is in memory.
+_ENTRY_BYTES = 8
 _SWAPPED = 1 << 62
 _OF_FILE = 1 << 61  # the page belongs to the file, or to memory that processes share
 
@@ -50,32 +52,36 @@ class NodeMemory:
     def written_pages(self) -> Tensor:
         """Numbers of the pages that this rank has written to since they were dropped, ascending (int64)."""
         first = self.own.data_ptr() // mmap.PAGESIZE
-        count = -(-self.own.numel() // mmap.PAGESIZE)
+        count = math.ceil(self.own.numel() / mmap.PAGESIZE)
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             pagemap.seek(first * _ENTRY_BYTES)
             told = bytearray(pagemap.read(count * _ENTRY_BYTES))
         entries = torch.frombuffer(told, dtype=torch.int64)
-        # Bit 63, the sign, says that a page is in memory.
         # A page of a private mapping is of the file until it is written; its copy is anonymous memory. So a page that
         # exists, in memory or swapped out, and is not of the file, is one that this rank has written.
-        exists = (entries < 0) | (entries & _SWAPPED).bool()
-        return (exists & ~(entries & _OF_FILE).bool()).nonzero().view(-1)
+        is_in_memory = entries < 0
+        is_swapped = (entries & _SWAPPED).bool()
+        is_of_file = (entries & _OF_FILE).bool()
+        is_written = (is_in_memory | is_swapped) & ~is_of_file
+        return is_written.nonzero().view(-1)
 
     def publish(self, pages: Tensor, start: int, stop: int) -> None:
         """Write this rank's bytes [start, stop), as far as they are on ``pages``, into the file."""
-        for low, high in page_ranges(pages):
-            low, high = max(low, start), min(high, stop)
+        for first, end in page_ranges(pages):
+            low = max(first, start)
+            high = min(end, stop)
             if low < high:
                 self.shared[low:high].copy_(self.own[low:high])
 
     def differing(self, pages: Tensor) -> Tensor:
         """Those of ``pages`` whose bytes are not the file's: some are written with what was there."""
-        unlike = []
+        found = []
         for page in pages.tolist():
             low = page * mmap.PAGESIZE
-            high = min(low + mmap.PAGESIZE, self.own.numel())
-            unlike.append(not torch.equal(self.own[low:high], self.shared[low:high]))
-        return pages[torch.tensor(unlike, dtype=torch.bool)]
+            high = low + mmap.PAGESIZE  # of the last page maybe behind the tensors' end, where a slice ends, too
+            if not torch.equal(self.own[low:high], self.shared[low:high]):
+                found.append(page)
+        return torch.tensor(found, dtype=torch.int64)
 
     def drop(self, pages: Tensor) -> None:
         """Forget what this rank wrote on ``pages``: it sees the file there again."""
@@ -88,10 +94,10 @@ def page_ranges(pages: Tensor) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     for page in pages.tolist():
         low = page * mmap.PAGESIZE
-        if ranges and ranges[-1][1] == low:
-            ranges[-1] = (ranges[-1][0], low + mmap.PAGESIZE)
-        else:
-            ranges.append((low, low + mmap.PAGESIZE))
+        high = low + mmap.PAGESIZE
+        if ranges and ranges[-1][1] == low:  # goes on where the last range ends
+            low, _ = ranges.pop()
+        ranges.append((low, high))
     return ranges
 
 
@@ -105,18 +111,22 @@ def unsupported() -> str | None:
             memory = NodeMemory(descriptor)
         finally:
             os.close(descriptor)
-        return _try_out(memory)
+        works = _works(memory)
     except OSError as error:
         return f"no memory can be shared: {error}"
+    if not works:
+        return "this system does not tell which pages of a private mapping were written"
+    return None
 
 
-def _try_out(memory: NodeMemory) -> str | None:
+def _works(memory: NodeMemory) -> bool:
+    """Whether a write to the first page is seen by all, and one to the second is told, and gone when it is dropped."""
+    second = mmap.PAGESIZE
     int(memory.own.sum())  # both pages are read, so that they are known
     memory.shared[0] = 1
-    memory.own[mmap.PAGESIZE] = 2
-    sees = memory.own[0] == 1 and memory.shared[mmap.PAGESIZE] == 0
+    memory.own[second] = 2
+    sees = memory.own[0] == 1 and memory.shared[second] == 0
     tells = memory.written_pages().tolist() == [1]
     memory.drop(torch.tensor([1]))
-    if sees and tells and memory.own[mmap.PAGESIZE] == 0:
-        return None
-    return "this system does not tell which pages of a private mapping were written"
+    forgets = memory.own[second] == 0
+    return bool(sees and tells and forgets)

@@ -7,7 +7,7 @@ gradient is the same part of the whole gradient. So its state is there for these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +39,8 @@ class OptimizerShards:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.splits = optimizer, True
+        self.optimizer = optimizer
+        self.splits = True
         self.pieces: dict[int, list[ShardedPiece]] = {}
         self._copies: Copies | None = None
         self._whole: list[list[nn.Parameter]] | None = None  # the groups' parameters, while it steps
@@ -54,15 +55,20 @@ class OptimizerShards:
 
     def cut(self, copies: Copies, splits: bool) -> None:
         """Step a share of the parameters of ``copies`` from here on; others are stepped by every rank."""
-        self._copies, self.splits = copies, splits
-        fused = {id(p) for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]}
+        self._copies = copies
+        self.splits = splits
+        fused: set[int] = set()
+        for group in self.optimizer.param_groups:
+            if group.get("fused"):
+                fused.update(id(parameter) for parameter in group["params"])
         for number, layout in enumerate(copies.layouts):
             for slot in layout.slots:
-                self.pieces[id(slot.parameter)] = []
-            if copies.share is not None:
-                for piece in layout.pieces_of_share(copies.share):
-                    parameter = piece.slot.parameter
-                    self.pieces[id(parameter)] += self._cut(copies, number, piece, id(parameter) in fused)
+                self.pieces[id(slot.parameter)] = []  # also where this rank's share has nothing of it
+            if copies.share is None:
+                continue
+            for piece in layout.pieces_of_share(copies.share):
+                key = id(piece.slot.parameter)
+                self.pieces[key] += self._cut(copies, number, piece, is_fused=key in fused)
 
     def _cut(self, copies: Copies, layout: int, piece: Piece, is_fused: bool) -> Iterator[ShardedPiece]:
         """Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times."""
@@ -89,24 +95,36 @@ class OptimizerShards:
     def parts_of(self, parameter: nn.Parameter) -> list[ShardedPiece]:
         """What this rank steps of a parameter: all of it, if it is not sharded."""
         pieces = self.pieces.get(id(parameter))
-        return [ShardedPiece(0, parameter.numel(), parameter)] if pieces is None else pieces
+        if pieces is None:
+            return [ShardedPiece(0, parameter.numel(), parameter)]
+        return pieces
 
     def stepped(self) -> list[nn.Parameter]:
         """What this rank steps: pieces, and parameters that have no shares."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        return [part.parameter for parameter in parameters for part in self.parts_of(parameter)]
+        return self._stepped_of(all_parameters(self.optimizer))
+
+    def _stepped_of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        found: list[nn.Parameter] = []
+        for parameter in parameters:
+            for part in self.parts_of(parameter):
+                found.append(part.parameter)
+        return found
 
     def gradients(self, of_all: bool) -> list[Tensor]:
         """This rank's share of the gradients; with ``of_all`` also those of parameters that have no shares."""
         found: list[Tensor] = []
-        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
-            if parameter.grad is None or not (of_all or self.has_pieces(parameter)):
-                continue
+        for parameter in all_parameters(self.optimizer):
             gradient = parameter.grad
-            if self.splits and self.has_pieces(parameter):
-                gradient = in_memory_order(parameter.grad, parameter)
-                found += [gradient[part.low : part.high] for part in self.parts_of(parameter)]
-            elif self.parts_of(parameter):
+            if gradient is None:
+                continue
+            pieces = self.pieces.get(id(parameter))
+            if pieces is None:
+                if of_all:
+                    found.append(gradient)
+            elif self.splits:
+                flat = in_memory_order(gradient, parameter)
+                found += [flat[piece.low : piece.high] for piece in pieces]
+            elif pieces:  # the one that is the whole
                 found.append(gradient)
         return found
 
@@ -152,26 +170,23 @@ class OptimizerShards:
         # so its state is that of pieces, without being told of them.
         self._whole = [group["params"] for group in self.optimizer.param_groups]
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
-            group["params"] = self._pieces_with_gradients(whole)
+            for parameter in whole:
+                self._share_gradient(parameter)
+            group["params"] = self._stepped_of(whole)
 
-    def _pieces_with_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        taken: list[nn.Parameter] = []
-        for parameter in parameters:
-            pieces = self.pieces.get(id(parameter), [])
-            if parameter.grad is not None and pieces:
-                self._share_gradient(parameter, pieces)
-            taken += [part.parameter for part in self.parts_of(parameter)]
-        return taken
-
-    def _share_gradient(self, parameter: nn.Parameter, pieces: Sequence[ShardedPiece]) -> None:
-        assert parameter.grad is not None
-        if not self.splits:
-            for whole in pieces:
-                whole.parameter.grad = parameter.grad
+    def _share_gradient(self, parameter: nn.Parameter) -> None:
+        """Give the pieces of a parameter their part of its gradient."""
+        gradient = parameter.grad
+        pieces = self.pieces.get(id(parameter))
+        if gradient is None or not pieces:
             return
-        gradient = in_memory_order(parameter.grad, parameter)
-        for part in pieces:
-            part.parameter.grad = gradient[part.low : part.high]
+        if not self.splits:
+            for piece in pieces:
+                piece.parameter.grad = gradient
+            return
+        flat = in_memory_order(gradient, parameter)
+        for piece in pieces:
+            piece.parameter.grad = flat[piece.low : piece.high]
 
     def restore(self) -> None:
         """Give the groups their parameters again: after a step, or an error in it."""
@@ -213,6 +228,11 @@ class ShardedPiece:
     parameter: nn.Parameter
 
 
+def all_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters of an optimizer's groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of a step whose closure has been called already. ``args`` begins with the optimizer."""
     closure: Callable[[], Any] | None = kwargs.get("closure")
@@ -229,5 +249,6 @@ def closure_called(args: Any, kwargs: Any) -> tuple[Any, Any]:
         return loss
 
     if len(args) > 1:
-        return (args[0], known, *args[2:]), kwargs
+        optimizer, _, *others = args
+        return (optimizer, known, *others), kwargs
     return args, {**kwargs, "closure": known}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_smddp.sharding.flat_layout import in_memory_order
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards, ShardedPiece
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, ShardedPiece, all_parameters
 from lightning_smddp.wire.pytree import copied
 from lightning_smddp.wire.values import gathered_values
 
@@ -33,23 +33,28 @@ def whole_states(
     Raises:
         ValueError: on every rank: a state has something else than tensors and what JSON carries.
     """
-    parameters = _parameters(shards)
+    optimizer = shards.optimizer
+    parameters = all_parameters(optimizer)
+    # (number of the parameter, first element, one behind the last) -> the state of these elements on this rank. Ranks
+    # number parameters alike, and no two of them step the same elements.
     local = {}
     for number, parameter in enumerate(parameters):
         if group.rank() != 0 and not shards.has_pieces(parameter):
             continue  # every rank has this state; the first one's counts
         for part in shards.parts_of(parameter):
-            state = shards.optimizer.state.get(part.parameter)
+            state = optimizer.state.get(part.parameter)
             if state:
                 local[number, part.low, part.high] = state
+
+    what = f"{type(optimizer).__name__}'s state"
     whole: dict[int, dict[str, Any]] = {}
-    for of_rank in gathered_values(local, f"{type(shards.optimizer).__name__}'s state", group, False, device):
+    for of_rank in gathered_values(local, what, group, False, device):
         for (number, low, high), state in of_rank.items():
             if shards.splits:
                 _add(whole.setdefault(number, {}), state, parameters[number], low, high)
             else:
                 whole[number] = state
-    return {parameters[number]: state for number, state in sorted(whole.items())}
+    return {parameters[number]: whole[number] for number in sorted(whole)}
 
 
 def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -58,9 +63,11 @@ def whole_state_dict(shards: OptimizerShards, group: dist.ProcessGroup, device: 
     See :func:`whole_states`.
     """
     states = whole_states(shards, group, device)
-    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(shards))}
-    state = {numbers[id(parameter)]: of_parameter for parameter, of_parameter in states.items()}
-    return {"state": state, "param_groups": _numbered(_groups(shards))}
+    state = {}
+    for number, parameter in enumerate(all_parameters(shards.optimizer)):
+        if parameter in states:
+            state[number] = states[parameter]
+    return {"state": state, "param_groups": _numbered(shards.optimizer.param_groups)}
 
 
 def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> None:
@@ -69,55 +76,58 @@ def load_whole_state_dict(shards: OptimizerShards, whole: Mapping[str, Any]) -> 
     Raises:
         ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
     """
+    # What is saved numbers whole parameters: 0, 1, 2 ... over all groups. The optimizer has pieces while it loads, so
+    # it gets the same groups with pieces in the parameters' place, numbered anew, and the state of each piece.
     groups: list[dict[str, Any]] = []
-    state: dict[Any, Any] = {key: value for key, value in whole["state"].items() if not isinstance(key, int)}
+    state: dict[Any, Any] = {}
+    for key, value in whole["state"].items():
+        if not isinstance(key, int):  # of no parameter
+            state[key] = value
     count = 0
     for group, saved in zip(shards.optimizer.param_groups, whole["param_groups"], strict=False):
-        numbers = []
+        numbers: list[int | None] = []
+        if len(group["params"]) != len(saved["params"]):
+            numbers.append(None)  # one too many, so that the optimizer itself refuses the group
         for parameter, number in zip(group["params"], saved["params"], strict=False):
             for part in shards.parts_of(parameter):
                 if number in whole["state"]:
                     state[count] = _part_of_state(whole["state"][number], parameter, part, shards.splits)
                 numbers.append(count)
                 count += 1
-        is_as_long = len(group["params"]) == len(saved["params"])
-        groups.append({**saved, "params": numbers if is_as_long else [None, *numbers]})
-    groups += whole["param_groups"][len(groups) :]
+        groups.append({**saved, "params": numbers})
+    groups += whole["param_groups"][len(groups) :]  # and too many groups
+
+    optimizer = shards.optimizer
+    given = {**whole, "state": state, "param_groups": groups}
     with shards.as_pieces():
-        optimizer = shards.optimizer
-        type(optimizer).load_state_dict(optimizer, {**whole, "state": state, "param_groups": groups})  # not Fabric's
-        loaded = [{key: value for key, value in group.items() if key != "params"} for group in _groups(shards)]
-    for group, words in zip(_groups(shards), loaded, strict=True):
-        group.update(words)
-
-
-def _groups(shards: OptimizerShards) -> list[dict[str, Any]]:
-    return shards.optimizer.param_groups
-
-
-def _parameters(shards: OptimizerShards) -> list[nn.Parameter]:
-    return [parameter for group in _groups(shards) for parameter in group["params"]]
+        type(optimizer).load_state_dict(optimizer, given)  # not Fabric's
 
 
 def _numbered(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The groups as ``Optimizer.state_dict`` has them: parameters are numbers."""
-    numbered, count = [], 0
+    numbered = []
+    count = 0
     for group in groups:
-        numbers = list(range(count, count + len(group["params"])))
-        numbered.append({**{key: value for key, value in group.items() if key != "params"}, "params": numbers})
-        count += len(numbers)
+        end = count + len(group["params"])
+        saved = {key: value for key, value in group.items() if key != "params"}
+        saved["params"] = list(range(count, end))
+        numbered.append(saved)
+        count = end
     return numbered
 
 
 def _add(whole: dict[str, Any], part: Mapping[str, Any], parameter: nn.Parameter, low: int, high: int) -> None:
     """Put the state of elements [low, high) into the whole parameter's."""
     for key, value in part.items():
-        if not (isinstance(value, Tensor) and value.shape == (high - low,)):
+        is_elementwise = isinstance(value, Tensor) and value.shape == (high - low,)
+        if not is_elementwise:
             whole.setdefault(key, value)
             continue
         if key not in whole:
             whole[key] = torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False)
-        in_memory_order(whole[key], whole[key])[low:high] = value
+        # The flat tensor is a view: `empty_like` has kept the parameter's order in memory, in which pieces are counted.
+        flat = in_memory_order(whole[key], whole[key])
+        flat[low:high] = value
 
 
 def _part_of_state(
@@ -128,7 +138,8 @@ def _part_of_state(
     is_cut = splits and part.parameter is not parameter
     for key, value in whole.items():
         if is_cut and isinstance(value, Tensor) and value.shape == parameter.shape:
-            state[key] = in_memory_order(value, parameter)[part.low : part.high].clone()
+            flat = in_memory_order(value, parameter)
+            state[key] = flat[part.low : part.high].clone()
         else:
             state[key] = copied(value)
     return state

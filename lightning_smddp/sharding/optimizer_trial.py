@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -22,8 +23,16 @@ from torch.optim import LBFGS, Optimizer
 _STEPS = 12  # some optimizers begin to do more than they did only after some steps, as RAdam after five
 _LEARNING_RATE = 1e-2  # a schedule may begin with zero
 _LARGEST = 3  # elements of small copies in each dimension
-_SIDES = {0: (), 1: (6007,), 2: (96, 129), 3: (9, 32, 43), 4: (6, 8, 16, 17), 5: (3, 4, 8, 8, 17)}
-# More than 4096 elements each, odd ones: optimizers with 8-bit states take small tensors in another way.
+# Shapes of trials, by number of dimensions. More than 4096 elements but for 0: optimizers with 8-bit states take small
+# tensors in another way. The last side is odd, so that rows do not end where vectors do.
+_SHAPES = {
+    0: (),
+    1: (6007,),
+    2: (96, 129),
+    3: (9, 32, 43),
+    4: (6, 8, 16, 17),
+    5: (3, 4, 8, 8, 17),
+}
 _CPU = torch.device("cpu")
 
 
@@ -57,7 +66,8 @@ def why_not_one_by_one(optimizer: Optimizer) -> str | None:
             return _failure("its step", error)
         tolerance = 1e-6
     for one, other in zip(together, apart, strict=True):
-        if not torch.allclose(one, other, rtol=tolerance, atol=0.0, equal_nan=True):
+        is_same = torch.allclose(one, other, rtol=tolerance, atol=0.0, equal_nan=True)
+        if not is_same:
             return "what it does to one parameter depends on others"
     return None
 
@@ -70,23 +80,15 @@ def granularity(optimizer: Optimizer) -> tuple[Granularity, str]:
     why = why_not_one_by_one(optimizer)
     if why is not None:
         return Granularity.NONE, why
-    kinds: dict[Kind, nn.Parameter] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            kinds.setdefault((number, min(parameter.ndim, max(_SIDES)), parameter.dtype, parameter.device), parameter)
-    for kind, parameter in kinds.items():
+    for trial in _trials(optimizer):
         try:
-            expected = _stepped_trial(optimizer, kind, parameter)
+            expected = trial.stepped()
         except Exception as error:
             return Granularity.NONE, _failure("its step", error)
-        why = _differs_in_parts(optimizer, kind, parameter, expected)
+        why = _differs_in_parts(trial, expected)
         if why is not None:
             return Granularity.PARAMETER, why
     return Granularity.ELEMENT, ""
-
-
-Kind = tuple[int, int, torch.dtype, torch.device]
-"""A group's number, dimensions, type and device."""
 
 
 def _failure(what: str, error: Exception) -> str:
@@ -98,109 +100,163 @@ def _failure(what: str, error: Exception) -> str:
 
 def _whole_and_halves(optimizer: Optimizer, in_double: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Values of small parameters behind some steps on all of them, and behind steps on each half."""
-    originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    count = len(originals)
+    count = len(_parameters(optimizer))
     half = count // 2
     if count == 1:  # what depends on other parameters shows with two only
         half, count = 1, 2
-    together = _stepped(optimizer, originals, range(count), in_double)
-    first = _stepped(optimizer, originals, range(half), in_double)
-    second = _stepped(optimizer, originals, range(half, count), in_double)
+    together = _stepped(optimizer, range(count), in_double)
+    first = _stepped(optimizer, range(half), in_double)
+    second = _stepped(optimizer, range(half, count), in_double)
     return together, first + second
 
 
-def _stepped(optimizer: Optimizer, originals: Sequence[Tensor], chosen: range, in_double: bool) -> list[Tensor]:
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _stepped(optimizer: Optimizer, chosen: range, in_double: bool) -> list[Tensor]:
     """The values of the ``chosen`` parameters of a small copy after some steps on them alone."""
+    originals = _parameters(optimizer)
     small = [_small(parameter, number, in_double) for number, parameter in enumerate(originals)]
-    clone = copy_with(optimizer, dict(zip(map(id, originals), small, strict=True)))
+    stand_ins = {id(original): copied for original, copied in zip(originals, small, strict=True)}
+    clone = copy_with(optimizer, stand_ins)
     if chosen.stop > len(small):  # a second one beside the only one
-        small.append(_small(originals[0], 1, in_double))
-        next(group for group in clone.param_groups if group["params"])["params"].append(small[1])
-    kept = {id(small[number]) for number in chosen}
+        second = _small(originals[0], 1, in_double)
+        small.append(second)
+        (group,) = [group for group in clone.param_groups if group["params"]]
+        group["params"].append(second)
+    stepped = [small[number] for number in chosen]
+    kept = {id(parameter) for parameter in stepped}
     for group in clone.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) in kept]
+    # All gradients are made before the first step: they depend on the values that parameters begin with.
     gradients = []
     for step in range(_STEPS):
-        gradients.append({id(small[number]): _gradient(small[number], number, step) for number in chosen})
-    _step(clone, [small[number] for number in chosen], gradients)
-    return [small[number].detach() for number in chosen]
+        gradients.append([_gradient(small[number], number, step) for number in chosen])
+    _step(clone, stepped, gradients)
+    return [parameter.detach() for parameter in stepped]
 
 
 def _small(parameter: Tensor, number: int, in_double: bool) -> nn.Parameter:
     """A parameter of as many dimensions."""
     shape = [min(size, _LARGEST) for size in parameter.shape]
-    values = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64).reshape(shape) + 0.1 * number
+    values = torch.linspace(-1, 1, math.prod(shape), dtype=torch.float64)
+    values = values.reshape(shape) + 0.1 * number
     if not in_double:
-        device = _CPU if parameter.is_meta else parameter.device
+        device = parameter.device
+        if parameter.is_meta:
+            device = _CPU
         values = values.to(device, parameter.dtype)
     return nn.Parameter(values, parameter.requires_grad)
 
 
 def _gradient(parameter: Tensor, number: int, step: int) -> Tensor:
     """From small to so large that each limit of a norm is passed, and of another size for each parameter."""
-    return (parameter.detach() * 3 + step).cos() * (1.0 + number) * 10.0 ** (2 * (step % 6) - 4)
+    waves = (parameter.detach() * 3 + step).cos()
+    power = 2 * (step % 6) - 4  # from -4 to 6
+    return waves * (1.0 + number) * 10.0**power
 
 
 # ---- a parameter, and parts of it ----
 
 
-def _stepped_trial(
-    optimizer: Optimizer, kind: Kind, original: nn.Parameter, low: int = 0, high: int | None = None
-) -> Tensor:
-    """A parameter of some kind behind some steps; with ``low`` and ``high`` a part of it, in one dimension."""
-    number, ndim, dtype, device = kind
-    values = torch.randn(_SIDES[ndim], generator=torch.Generator().manual_seed(ndim))
-    gradients = [_trial_gradient(values, step) for step in range(_STEPS)]
-    if high is not None:
-        values = values.reshape(-1)[low:high]
-        gradients = [gradient.reshape(-1)[low:high] for gradient in gradients]
-    trial = nn.Parameter(values.to(device, dtype, copy=True))
-    everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parameters = {id(parameter): _small(parameter, 0, in_double=False) for parameter in everyone}
-    clone = copy_with(optimizer, {**parameters, id(original): trial})
-    for index, group in enumerate(clone.param_groups):
-        group["params"] = [trial] if index == number else []
-    _step(clone, [trial], [{id(trial): gradient.to(device, dtype, copy=True)} for gradient in gradients])
-    return trial.detach()
+@dataclass(frozen=True)
+class _Trial:
+    """A parameter of a kind that an optimizer has, to be stepped as a whole and in parts.
+
+    Attributes:
+        optimizer: the user's.
+        group: number of the group that the parameter is in.
+        original: the optimizer's first parameter of this kind.
+    """
+
+    optimizer: Optimizer
+    group: int
+    original: nn.Parameter
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the trial: as many as the original has, up to the most that are tried."""
+        return min(self.original.ndim, max(_SHAPES))
+
+    def stepped(self, low: int = 0, high: int | None = None) -> Tensor:
+        """The parameter behind some steps; with ``low`` and ``high`` a part of it, in one dimension."""
+        values = torch.randn(_SHAPES[self.ndim], generator=torch.Generator().manual_seed(self.ndim))
+        gradients = [_trial_gradient(values, step) for step in range(_STEPS)]
+        if high is not None:
+            values = values.reshape(-1)[low:high]
+            gradients = [gradient.reshape(-1)[low:high] for gradient in gradients]
+        like = self.original
+        parameter = nn.Parameter(values.to(like.device, like.dtype, copy=True))
+        # All other parameters get small stand-ins, wherever the optimizer may hold them, and are in no group.
+        stand_ins: dict[int, nn.Parameter] = {}
+        for other in _parameters(self.optimizer):
+            stand_ins[id(other)] = _small(other, 0, in_double=False)
+        stand_ins[id(self.original)] = parameter
+        clone = copy_with(self.optimizer, stand_ins)
+        for group in clone.param_groups:
+            group["params"] = []
+        clone.param_groups[self.group]["params"] = [parameter]
+        of_steps = [[gradient.to(like.device, like.dtype, copy=True)] for gradient in gradients]
+        _step(clone, [parameter], of_steps)
+        return parameter.detach()
+
+
+def _trials(optimizer: Optimizer) -> list[_Trial]:
+    """One for each group, number of dimensions, type and device."""
+    trials: dict[Any, _Trial] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            trial = _Trial(optimizer, number, parameter)
+            trials.setdefault((number, trial.ndim, parameter.dtype, parameter.device), trial)
+    return list(trials.values())
 
 
 def _trial_gradient(like: Tensor, step: int) -> Tensor:
     """The same for each trial, of very different sizes from step to step."""
     values = torch.randn(like.shape, generator=torch.Generator().manual_seed(step))
-    return values * 10.0 ** (step % 5 - 2)
+    power = step % 5 - 2
+    return values * 10.0**power
 
 
-def _differs_in_parts(optimizer: Optimizer, kind: Kind, original: nn.Parameter, expected: Tensor) -> str | None:
+def _differs_in_parts(trial: _Trial, expected: Tensor) -> str | None:
     """Why a parameter in two parts, of which one rank has one, is not stepped as the whole; None if it is."""
-    cut = expected.numel() * 2 // 5
-    for low, high in ((0, cut), (cut, expected.numel())):
+    flat = expected.reshape(-1)
+    count = flat.numel()
+    cut = count * 2 // 5
+    for low, high in ((0, cut), (cut, count)):
         if low == high:
             continue
         try:
-            part = _stepped_trial(optimizer, kind, original, low, high)
+            part = trial.stepped(low, high)
         except Exception as error:
             return _failure("a step on a part of a parameter", error)
-        if not _equal(part, expected.reshape(-1)[low:high]):
-            return f"a part of a parameter is stepped in another way than the whole ({kind[1]} dimensions, {kind[2]})"
+        if not _equal(part, flat[low:high]):
+            return (
+                f"a part of a parameter is stepped in another way than the whole ({trial.ndim} dimensions, "
+                f"{trial.original.dtype})"
+            )
     return None
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Up to the last bits, which differ where a vector's end is computed element by element."""
-    tolerance = 1e-6 if one.dtype in (torch.float32, torch.float64) else 1e-2
+    tolerance = 1e-2
+    if one.dtype in (torch.float32, torch.float64):
+        tolerance = 1e-6
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 # ---- copies ----
 
 
-def _step(clone: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Mapping[int, Tensor]]) -> None:
-    """Step with one set of gradients after the other, by ``id`` of the parameter."""
+def _step(clone: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Sequence[Tensor]]) -> None:
+    """Step with one set of gradients after the other: for each step one for each of the ``parameters``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for of_step in gradients:
-            for parameter in parameters:
-                parameter.grad = of_step[id(parameter)]
+            for parameter, gradient in zip(parameters, of_step, strict=True):
+                parameter.grad = gradient
             type(clone).step(clone)  # an instance's own may be a scheduler's, bound to the original
 
 
@@ -211,6 +267,8 @@ def copy_with(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:
         optimizer: the user's.
         parameters: what stands in for each, also where attributes hold them, by the ``id`` of the optimizer's own.
     """
+    # `deepcopy` takes what its memo has for an object's `id` instead of copying it. So the copy has the stand-ins, an
+    # empty state and itself wherever the optimizer's attributes lead to parameters, the state or the optimizer.
     memo: dict[int, Any] = dict(parameters)
     memo[id(optimizer.state)] = defaultdict(dict)
     clone = object.__new__(type(optimizer))

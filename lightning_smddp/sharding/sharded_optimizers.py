@@ -15,7 +15,7 @@ from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.sharding.copies import Copies, NodeCopies, RankCopies
 from lightning_smddp.sharding.flat_layout import lay_out, movable
 from lightning_smddp.sharding.node_memory import unsupported
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.wire.gather import gather_json
@@ -70,10 +70,11 @@ class ShardedOptimizers:
     ) -> None:
         self._communicator = communicator
         self._reasons: dict[str, str] = {}
-        self.shards, self.splits = list(shards), True
+        self.shards = list(shards)
+        self.splits = True
         for each in shards:
             splits, why = splits_parameters(each.optimizer)
-            if not splits:
+            if not splits:  # then the others do not either: all have the same layouts
                 self.splits = False
                 self._reasons[type(each.optimizer).__name__] = why
         moved, self.staying = movable(named)
@@ -83,17 +84,21 @@ class ShardedOptimizers:
             each.cut(self.copies, self.splits)
 
     def _make_copies(self, named: list[tuple[str, nn.Parameter]]) -> Copies:
-        communicator, topology = self._communicator, self._communicator.topology
+        communicator = self._communicator
+        topology = communicator.topology
         self.note = self._connect(named)
         if self.note is not None:
             layouts = lay_out(named, topology.world_size, self.splits)
             return RankCopies(layouts, communicator.group)
-        share = between_nodes = None
-        num_shares = topology.num_nodes * topology.num_shards
+        between_nodes = None
         if topology.num_nodes > 1:
             between_nodes = communicator.partners("parameters")
+        # As many ranks of each node have shares as the smallest node has ranks. Ranks of equal local rank, which
+        # exchange what they have stepped, have neighbouring ones: with 2 nodes those of local rank 0 have 0 and 1.
+        share = None
         if topology.local_rank < topology.num_shards:
             share = topology.local_rank * topology.num_nodes + topology.node_rank
+        num_shares = topology.num_nodes * topology.num_shards
         layouts = lay_out(named, num_shares, self.splits)
         return NodeCopies(layouts, self.meshes[0], share, num_shares, between_nodes)
 
@@ -105,11 +110,16 @@ class ShardedOptimizers:
             reason = f"parameters are on {communicator.device.type}"
         elif all(len(ranks) == 1 for ranks in communicator.topology.nodes):
             reason = "no node has more than one rank"
-        reason = next((text for text in gather_json(reason, communicator.group, communicator.device) if text), None)
-        if reason is None:
-            self.meshes, reason = NodeMesh.connect(
-                communicator.topology, communicator.group, communicator.device, communicator.timeout
-            )
+        # What one rank cannot do no rank does: the first reason of all counts on each.
+        for text in gather_json(reason, communicator.group, communicator.device):
+            if text:
+                return str(text)
+        self.meshes, reason = NodeMesh.connect(
+            communicator.topology,
+            communicator.group,
+            communicator.device,
+            communicator.timeout,
+        )
         return reason
 
     def clip_by_norm(
@@ -120,9 +130,10 @@ class ShardedOptimizers:
         Gradients have to be equal on all ranks. Collective.
         """
         communicator = self._communicator
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(p.grad is not None and p.grad.dtype.itemsize < 4 for p in parameters):  # norms of parts would round more
-            return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        parameters = all_parameters(optimizer)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.dtype.itemsize < 4:  # norms of parts would round more
+                return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         own = self.of(optimizer).gradients(of_all=communicator.rank == 0)
         total = norm_over_ranks(own, communicator.group, norm_type, communicator.device, error_if_nonfinite)
         # Most steps need no scaling. That is known where the norm is; of a device it would have to be waited for.
@@ -132,7 +143,8 @@ class ShardedOptimizers:
 
     def of(self, optimizer: Optimizer) -> OptimizerShards:
         """The shares of one of the optimizers."""
-        return next(shards for shards in self.shards if shards.optimizer is optimizer)
+        (found,) = [shards for shards in self.shards if shards.optimizer is optimizer]
+        return found
 
     def load_whole_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load the states of all optimizers, as a checkpoint has them."""
@@ -141,10 +153,15 @@ class ShardedOptimizers:
 
     def describe(self) -> list[tuple[str, str]]:
         """What runs here, in rows of name and value."""
-        how = "parts of parameters" if self.splits else "whole parameters"
-        where = "one copy of the parameters a node" if self.note is None else f"a copy a rank ({self.note})"
+        how = "whole parameters"
+        if self.splits:
+            how = "parts of parameters"
+        where = f"a copy a rank ({self.note})"
+        if self.note is None:
+            where = "one copy of the parameters a node"
         rows = [("optimizer shards", f"{self.copies.num_shares} of {how}; {where}")]
-        rows += [("note", f"{name} has shares of whole parameters: {why}") for name, why in self._reasons.items()]
+        for name, why in self._reasons.items():
+            rows.append(("note", f"{name} has shares of whole parameters: {why}"))
         if self.staying:
             kept = counted(len(self.staying), "parameter")
             rows.append(("note", f"{kept} stepped by every rank, as {self.staying[0]!r} is no memory of its own"))

@@ -9,10 +9,10 @@ attributes (``self.down1``, ``self.down2``), modules in attributes are taken as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 Wrap = Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]] | None
 
@@ -70,14 +70,15 @@ def _size(module: nn.Module) -> int:
 def _found(model: nn.Module) -> dict[str, nn.Module]:
     """Elements of containers; where these have too little of the model, modules in attributes as well."""
     total = _size(model)
-    elements = dict(_elements(model, "", total, attributes=False))
-    if _size(nn.ModuleList(elements.values())) < _ENOUGH * total:
-        return dict(_elements(model, "", total, attributes=True))
+    elements = _elements(model, "", total, attributes=False)
+    together = nn.ModuleList(elements.values())  # counts what is tied once
+    if _size(together) < _ENOUGH * total:
+        return _elements(model, "", total, attributes=True)
     return elements
 
 
-def _elements(module: nn.Module, prefix: str, total: int, attributes: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Elements of containers, the outermost ones that are not too large.
+def _elements(module: nn.Module, prefix: str, total: int, attributes: bool) -> dict[str, nn.Module]:
+    """Elements of containers by name, the outermost ones that are not too large.
 
     Args:
         module: where to look.
@@ -85,18 +86,27 @@ def _elements(module: nn.Module, prefix: str, total: int, attributes: bool) -> I
         total: parameters of the whole model.
         attributes: every module is a container, of those in its attributes.
     """
+    found: dict[str, nn.Module] = {}
     with_parameters = [child for child in module.children() if _size(child) > 0]
-    is_container = (attributes or isinstance(module, _CONTAINERS)) and len(with_parameters) > 1
+    is_container = attributes or isinstance(module, _CONTAINERS)
+    has_elements = is_container and len(with_parameters) > 1
     for key, child in module.named_children():
-        name, size = f"{prefix}{key}", _size(child)
+        name = f"{prefix}{key}"
+        size = _size(child)
         if size < _SMALL * total or size == 0:
             continue
-        inside = list(_elements(child, f"{name}.", total, attributes))
-        is_divided = size > _LARGE * total and sum(_size(part) for _, part in inside) > _MOST * size
-        if is_container and is_callable(child) and not is_divided:
-            yield name, child
+        # A child is one unit, unless it is so large that its own elements are better, and they are nearly all of it:
+        # what is in none of them stays with the root, whole for a whole step.
+        inside = _elements(child, f"{name}.", total, attributes)
+        is_divided = False
+        if size > _LARGE * total:
+            in_elements = sum(_size(element) for element in inside.values())
+            is_divided = in_elements > _MOST * size
+        if has_elements and is_callable(child) and not is_divided:
+            found[name] = child
         else:
-            yield from inside
+            found.update(inside)
+    return found
 
 
 def is_callable(module: nn.Module) -> bool:
@@ -107,57 +117,74 @@ def is_callable(module: nn.Module) -> bool:
 def _given(
     model: nn.Module, wrap: Callable[[str, nn.Module], bool] | Sequence[str | type[nn.Module]]
 ) -> dict[str, nn.Module]:
-    modules = {name: module for name, module in model.named_modules() if name}
-    if callable(wrap):
-        return {name: module for name, module in modules.items() if wrap(name, module) and is_callable(module)}
+    modules = dict(model.named_modules())
+    del modules[""]  # the root
     found: set[str] = set()
-    for entry in wrap:
-        names = [name for name, module in modules.items() if _matches(entry, name, module)]
-        if not names:
-            raise ValueError(
-                f"wrap={list(wrap)!r}: {_written(entry)} is neither the name of a module in {type(model).__name__} nor "
-                f"the class of one. Its modules: {', '.join(list(modules)[:8])} ..."
-            )
-        for name in names:
-            if not is_callable(modules[name]):
-                raise ValueError(
-                    f"wrap={list(wrap)!r}: {name!r} is a {type(modules[name]).__name__}, which has no `forward` around "
-                    "which its parameters could be gathered. Name the modules in it."
-                )
-        found.update(names)
+    if callable(wrap):
+        for name, module in modules.items():
+            if wrap(name, module) and is_callable(module):
+                found.add(name)
+    else:
+        for entry in wrap:
+            found.update(_matches(entry, modules, type(model).__name__, wrap))
     return {name: module for name, module in modules.items() if name in found}
 
 
-def _matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    if isinstance(entry, str):
-        return entry in (name, type(module).__name__)
-    return isinstance(module, entry)
-
-
-def _written(entry: str | type[nn.Module]) -> str:
-    if isinstance(entry, str):
-        return repr(entry)
-    return entry.__name__
+def _matches(
+    entry: str | type[nn.Module],
+    modules: Mapping[str, nn.Module],
+    model: str,
+    wrap: Sequence[str | type[nn.Module]],
+) -> list[str]:
+    """Names of the ``modules`` that an entry of ``wrap`` stands for; ``model`` is the root's class."""
+    names = []
+    for name, module in modules.items():
+        if isinstance(entry, str):
+            is_match = entry in (name, type(module).__name__)
+        else:
+            is_match = isinstance(module, entry)
+        if is_match:
+            names.append(name)
+    if not names:
+        written = repr(entry)
+        if not isinstance(entry, str):
+            written = entry.__name__
+        first = ", ".join(list(modules)[:8])
+        raise ValueError(
+            f"wrap={list(wrap)!r}: {written} is neither the name of a module in {model} nor the class of one. Its "
+            f"modules: {first} ..."
+        )
+    for name in names:
+        if not is_callable(modules[name]):
+            kind = type(modules[name]).__name__
+            raise ValueError(
+                f"wrap={list(wrap)!r}: {name!r} is a {kind}, which has no `forward` around which its parameters could "
+                "be gathered. Name the modules in it."
+            )
+    return names
 
 
 def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """For each parameter (by ``id``) the modules that have it as their own, and the name of it."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
-        for key, parameter in _own_parameters(module):
-            owners.setdefault(id(parameter), []).append((module, f"{prefix}.{key}".lstrip(".")))
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{prefix}.{key}".lstrip(".")
+            owners.setdefault(id(parameter), []).append((module, name))
     return owners
-
-
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_parameters(recurse=False, remove_duplicate=False)
 
 
 def _shared_outside(module: nn.Module, owners: dict[int, list[tuple[nn.Module, str]]]) -> str | None:
     """A parameter in ``module`` that a module outside of it has too; None if there is none."""
-    inside = {id(child) for child in module.modules()}
+    modules = set(module.modules())
     for parameter in module.parameters():
-        places = owners[id(parameter)]
-        if any(id(owner) not in inside for owner, _ in places):
-            return next(name for owner, name in places if id(owner) in inside)
+        names_inside = []
+        is_shared = False
+        for owner, name in owners[id(parameter)]:
+            if owner in modules:
+                names_inside.append(name)
+            else:
+                is_shared = True
+        if is_shared:
+            return names_inside[0]
     return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_smddp._compat.fsdp import call_as_is, divided_like
@@ -42,13 +44,20 @@ def all_of(value: DTensor, device: torch.device | None = None) -> Tensor:
         device = torch.device("cpu")
         if mesh.device_type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-    size = mesh.size(mesh.ndim - 1)
-    rows = -(-value.size(0) // size)  # as torch.chunk: the last ranks may have less, or nothing
-    own = local.new_zeros((rows, *value.shape[1:]), device=device)
+    # The mesh's last dimension has the ranks that divide one copy. Each sends equally many rows, as the collective has
+    # it: behind its own there are zeros, which come last in what is gathered.
+    last = mesh.ndim - 1
+    rows_of_rank = _rows_of_rank(value.size(0), mesh)
+    own = local.new_zeros((rows_of_rank, *value.shape[1:]), device=device)
     own[: local.size(0)].copy_(local)
-    found = own.new_empty((size * rows, *value.shape[1:]))
-    all_gather_single(found.view(-1), own.view(-1), mesh.get_group(mesh.ndim - 1))
+    found = own.new_empty((mesh.size(last) * rows_of_rank, *value.shape[1:]))
+    all_gather_single(found.view(-1), own.view(-1), mesh.get_group(last))
     return found[: value.size(0)]
+
+
+def _rows_of_rank(rows: int, mesh: DeviceMesh) -> int:
+    """Of so many rows each rank's, as ``torch.chunk`` divides them: the last ranks may have less, or nothing."""
+    return math.ceil(rows / mesh.size(mesh.ndim - 1))
 
 
 @dataclass(frozen=True)
@@ -77,21 +86,21 @@ def gathered_model(state: Mapping[str, Any], keepers: Keepers, device: torch.dev
 
     Tied weights are one tensor again.
     """
-    numbers: dict[int, int] = {}
-    wholes: dict[int, Tensor] = {}
+    wholes: dict[int, Tensor | None] = {}  # by `id` of the divided one; None for those that other ranks keep
     kept: dict[str, Any] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             if keepers.keeps(0):
                 kept[name] = value
             continue
-        if id(value) not in numbers:
-            numbers[id(value)] = len(numbers)
-            gathered = whole(value, device)
-            if keepers.keeps(numbers[id(value)]):
-                wholes[id(value)] = gathered
-        if keepers.keeps(numbers[id(value)]):
-            kept[name] = wholes[id(value)]
+        if id(value) not in wholes:
+            gathered: Tensor | None = whole(value, device)  # all ranks gather, also what they do not keep
+            if not keepers.keeps(len(wholes)):
+                gathered = None
+            wholes[id(value)] = gathered
+        found = wholes[id(value)]
+        if found is not None:
+            kept[name] = found
     return kept
 
 
@@ -122,9 +131,9 @@ def own_part(value: Tensor, like: DTensor, device: torch.device | None = None) -
     if device is None:
         device = like.to_local().device
     mesh = like.device_mesh
-    size = -(-value.size(0) // mesh.size(mesh.ndim - 1))  # as torch.chunk: the last ranks may have less, or nothing
-    low = min(size * mesh.get_local_rank(mesh.ndim - 1), value.size(0))
-    local = value.detach()[low : low + size].to(device, copy=True)
+    rows = _rows_of_rank(value.size(0), mesh)
+    low = rows * mesh.get_local_rank(mesh.ndim - 1)
+    local = value.detach()[low : low + rows].to(device, copy=True)
     return divided_like(local, like)
 
 
@@ -134,7 +143,9 @@ def divided_model_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str
     found = dict(state)
     for name, value in state.items():
         like = own.get(name)
-        if isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape:
+        if not isinstance(like, DTensor) or not isinstance(value, Tensor):
+            continue
+        if value.shape == like.shape:  # else `load_state_dict` says what is wrong
             found[name] = own_part(value, like).to(like.dtype)
     return found
 
@@ -143,9 +154,11 @@ def divided_optimizer_state(parameters: Sequence[Tensor], state: Mapping[str, An
     """A whole optimizer's ``state_dict`` for one of divided ``parameters``, in the order of its groups."""
     states = {}
     for number, values in state["state"].items():
-        like = parameters[number] if isinstance(number, int) else None
         states[number] = values
-        if isinstance(like, DTensor) and isinstance(values, Mapping):
+        if not isinstance(number, int) or not isinstance(values, Mapping):
+            continue
+        like = parameters[number]
+        if isinstance(like, DTensor):
             states[number] = {key: _divided(value, like) for key, value in values.items()}
     return {**state, "state": states}
 

@@ -62,8 +62,12 @@ class WholeView:
             if name == "__setitem__" and isinstance(args[0], DTensor):
                 return _set_item(*args)
             if _writes(name) and _has_divided(args[0]):
-                return call_as_is(function, (args[0], *(_shares(value, args[0]) for value in args[1:])), kwargs)
-            return function(*map_leaves(_whole, args), **map_leaves(_whole, kwargs))
+                written, *operands = args
+                shares = [_shares(operand, written) for operand in operands]
+                return call_as_is(function, (written, *shares), kwargs)
+            whole_args = map_leaves(_whole, args)
+            whole_kwargs = map_leaves(_whole, kwargs)
+            return function(*whole_args, **whole_kwargs)
 
 
 def _writes(name: str) -> bool:
@@ -79,17 +83,20 @@ def _shares(value: Any, written: Any) -> Any:
     """An operand of an operator that writes to ``written``: of a whole tensor of its shape this rank's share."""
     if isinstance(value, (list, tuple)) and isinstance(written, (list, tuple)):
         return [_shares(one, other) for one, other in zip(value, written, strict=True)]
-    is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    if is_plain and isinstance(written, DTensor) and value.dim() > 0:
-        return own_part(value.expand(written.shape), written)
-    return value
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if not isinstance(written, DTensor) or value.dim() == 0:
+        return value
+    return own_part(value.expand(written.shape), written)
 
 
 def _set_item(divided: DTensor, index: Any, value: Any) -> None:
     with torch.no_grad():
         whole = all_of(divided)
-        whole[map_leaves(_whole, index)] = _whole(value)
-        divided.to_local().copy_(own_part(whole, divided).to_local())
+        new = _whole(value)
+        whole[map_leaves(_whole, index)] = new
+        own = own_part(whole, divided)
+        divided.to_local().copy_(own.to_local())
 
 
 def _whole(value: Any) -> Any:
