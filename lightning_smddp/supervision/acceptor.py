@@ -13,8 +13,8 @@ from collections.abc import Callable
 from lightning_smddp.supervision.connection import Connection, Message
 from lightning_smddp.supervision.loop import Loop
 
-_PROOF_WITHIN_S = 5.0
-_MAX_PENDING = 64
+_PROOF_WITHIN_S = 5.0  # that it knows the secret
+_MAX_PENDING = 64  # connections without a proof at a time
 _MAX_GREETING_BYTES = 4096
 _RETRY_S = 0.1
 _log = logging.getLogger(__name__)
@@ -29,7 +29,10 @@ class Acceptor:
     def __init__(
         self, loop: Loop, listener: socket.socket, secret: str, admit: Callable[[Message, Connection], str | None]
     ) -> None:
-        self._loop, self._listener, self._secret, self._admit = loop, listener, secret, admit
+        self._loop = loop
+        self._listener = listener
+        self._secret = secret
+        self._admit = admit
         self._pending: set[Connection] = set()
         self._closed = False
         listener.setblocking(False)
@@ -37,13 +40,14 @@ class Acceptor:
 
     def close(self) -> None:
         """Close the listener, and connections that have not said who they are: nobody comes in any more."""
-        if not self._closed:
-            self._closed = True
-            self._loop.unwatch(self._listener.fileno())
-            self._listener.close()
-            for connection in self._pending:
-                connection.close()
-            self._pending.clear()
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.unwatch(self._listener.fileno())
+        self._listener.close()
+        for connection in self._pending:
+            connection.close()
+        self._pending.clear()
 
     def abandon(self) -> None:
         """In a forked child: let go of the sockets."""
@@ -88,10 +92,11 @@ class Acceptor:
             self._drop(connection, who, reason)
 
     def _drop(self, connection: Connection, who: str, reason: str) -> None:
-        if connection in self._pending:
-            self._pending.discard(connection)
-            connection.close()
-            _log.warning("The supervisor of this job dropped a connection from %s: %s.", who, reason)
+        if connection not in self._pending:  # admitted, or dropped before
+            return
+        self._pending.discard(connection)
+        connection.close()
+        _log.warning("The supervisor of this job dropped a connection from %s: %s.", who, reason)
 
 
 def _refuse_all(message: Message) -> None:
@@ -122,8 +127,9 @@ def listen(address: str) -> socket.socket:
             reasons.append(f"{numeric}: {error.strerror}")
             continue
         return listener
+    why = "; ".join(reasons) or "unknown"
     raise ValueError(
-        f"The supervisor cannot listen on the address {address!r} of rank 0 ({'; '.join(reasons) or 'unknown'}). "
+        f"The supervisor cannot listen on the address {address!r} of rank 0 ({why}). "
         "Set MASTER_ADDR to an address of the host of rank 0."
     )
 
@@ -131,10 +137,14 @@ def listen(address: str) -> socket.socket:
 def _numbers_of(address: str) -> list[str]:
     """What ``address`` resolves to; a name's loopback addresses only if the name is ``localhost``."""
     try:
-        found = [str(info[4][0]) for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+        answers = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    found = [number.partition("%")[0] for number in dict.fromkeys(found)]
+    found = []
+    for *_, place in answers:
+        number, _, _ = str(place[0]).partition("%")  # an IPv6 address may name its interface behind that
+        if number not in found:
+            found.append(number)
     if address == "localhost" or address in found:
         return found
     return [number for number in found if not ipaddress.ip_address(number).is_loopback]
@@ -143,7 +153,7 @@ def _numbers_of(address: str) -> list[str]:
 def _default_route() -> str | None:
     """This host's address on the way to elsewhere; no packet is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))
+        probe.connect(("192.0.2.1", 9))  # of RFC 5737, which nobody has
         return str(probe.getsockname()[0])
     return None
 
@@ -153,9 +163,8 @@ def connect(addresses: list[str], port: int, deadline: float) -> socket.socket:
     while True:
         for address in addresses:
             try:
-                return socket.create_connection(
-                    (address, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))
-                )
+                left_s = deadline - time.monotonic()
+                return socket.create_connection((address, port), timeout=max(0.1, min(5.0, left_s)))
             except OSError as error:
                 problem = error
         if time.monotonic() > deadline:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_smddp.supervision.connection import Connection, Message
-from lightning_smddp.supervision.failure import Failure, failure_of
+from lightning_smddp.supervision.failure import Failure
 from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.peer import OomWatch, Peer
 from lightning_smddp.supervision.processes import Process, has_ended
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopGate
 
-_LATE_BEATS = 3.0
+_LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
 
 
 class State:
@@ -78,26 +78,20 @@ class Client:
         on_failure: Callable[[Failure], None],
         on_stop: Callable[[int], None],
     ) -> None:
-        self._loop, self._own, self.rank = loop, own, own.rank
-        self._limit, self._period, self._state, self._oom = limit, period, state, oom
-        self._on_failure, self._on_stop = on_failure, on_stop
+        self._loop = loop
+        self._own = own
+        self.rank = own.rank
+        self._limit = limit
+        self._period = period
+        self._state = state
+        self._oom = oom
+        self._on_failure = on_failure
+        self._on_stop = on_stop
         self.tell: Callable[[Message], None] = lambda message: None  # to the hub
         self.hub: Peer | None = None  # of a rank other than 0
         self.neighbour: Peer | None = None  # watched for a hub on another host
         self.pids: frozenset[int] = frozenset()
         self.missing: list[Process] = []  # did not answer when the ranks were asked where to stop
-        self._handlers: dict[str, Callable[[Message], None]] = {
-            "beat": self._heard,
-            "ping": lambda message: self.beat(),
-            "welcome": self._welcomed,
-            "failure": self._told_of_failure,
-            "ask": self._asked,
-            "stop": self._told_to_stop,
-            "epoch": lambda message: self._state.update(epoch=int(message["epoch"])),
-            "refused": self._refused,
-            "over": lambda message: self._state.update(first_is_over=True),
-            "bye": self._left,
-        }
 
     def join(self, connection: Connection) -> None:
         """Use this connection to the hub, whose name comes with its welcome."""
@@ -111,48 +105,61 @@ class Client:
         kind = message["type"]
         if self.hub is not None:
             self.hub.silence_s = 0.0
-        handler = self._handlers.get(kind)
-        if handler is None:
+        if kind == "beat":
+            self._heard(message)
+        elif kind == "ping":
+            self.beat()
+        elif kind == "welcome":
+            self._welcomed(message)
+        elif kind == "failure":
+            failure = Failure.from_json(message["failure"])
+            kill = message["kill"]
+            self.record(failure, Process.from_json(kill) if kill is not None else None)
+        elif kind == "ask":
+            self._asked(int(message["signum"]))
+        elif kind == "stop":
+            self.missing = [Process.from_json(values) for values in message["missing"]]
+            self.decide(int(message["signum"]), message["step"])
+        elif kind == "epoch":
+            self._state.update(epoch=int(message["epoch"]))
+        elif kind == "refused":
+            text = f"the supervisor of rank 0 refused it: {message['reason']}"
+            self.record(self._own.failure("exception", text), None)
+        elif kind == "over":
+            self._state.update(first_is_over=True)
+        elif kind == "bye":
+            self._left()
+        else:
             raise ValueError(f"unknown message {kind!r}")
-        handler(message)
 
     def _heard(self, message: Message) -> None:
         if self.hub is not None and isinstance(self.hub.progress, RemoteProgress):
             self.hub.progress.told = Reading.from_json(message["progress"])
 
-    def _told_of_failure(self, message: Message) -> None:
-        kill = message["kill"]
-        self.record(Failure.from_json(message["failure"]), None if kill is None else Process.from_json(kill))
-
-    def _asked(self, message: Message) -> None:
+    def _asked(self, signum: int) -> None:
         """How far this rank has come, and so where it can stop."""
         self._state.attention = True  # before the answer reads the step
-        signum = int(message["signum"])
         first = self._state.gate.answer(signum)
         self._state.update()
         self.tell({"type": "ready", "step": first})
         self._on_stop(signum)
 
-    def _told_to_stop(self, message: Message) -> None:
-        self.missing = [Process.from_json(values) for values in message["missing"]]
-        self.decide(int(message["signum"]), message["step"])
-
-    def _refused(self, message: Message) -> None:
-        text = f"the supervisor of rank 0 refused it: {message['reason']}"
-        self.record(failure_of(self.rank, self._own.host, os.getpid(), Reading(), "exception", text), None)
-
-    def _left(self, message: Message) -> None:
+    def _left(self) -> None:
         if self.hub is not None:
             self.hub.has_left = True
         self._state.update(goodbye=True, first_is_over=True)
 
     def _welcomed(self, message: Message) -> None:
-        ranks = {int(rank): (Process.from_json(values), int(number)) for rank, values, number in message["ranks"]}
+        ranks: dict[int, tuple[Process, int]] = {}
+        for rank, values, descriptor in message["ranks"]:
+            ranks[int(rank)] = (Process.from_json(values), int(descriptor))
         self.pids = frozenset(process.pid for process, _ in ranks.values())
         if self.hub is not None:
             process = Process.from_json(message["process"])
-            progress = RemoteProgress(process.pid if process.is_here else None, int(message["descriptor"]))
-            self.hub.host, self.hub.process, self.hub.progress = str(message["host"]), process, progress
+            pid = process.pid if process.is_here else None
+            self.hub.host = str(message["host"])
+            self.hub.process = process
+            self.hub.progress = RemoteProgress(pid, int(message["descriptor"]))
             self.hub.watch_process(self._loop, self._hub_ended)
             if not process.is_here:
                 self._watch_neighbour(ranks)
@@ -160,18 +167,21 @@ class Client:
 
     def _watch_neighbour(self, ranks: dict[int, tuple[Process, int]]) -> None:
         """The hub does not see how a process of this host ends: each rank tells it of the next one."""
-        here = sorted(rank for rank, (process, _) in ranks.items() if process.is_here)
-        following = next((rank for rank in here if rank > self.rank), here[0] if here else self.rank)
-        if following != self.rank:
-            process, descriptor = ranks[following]
-            progress = RemoteProgress(process.pid, descriptor)
-            self.neighbour = Peer(following, self._own.host, process, progress, None)
-            self.neighbour.watch_process(self._loop, self._neighbour_ended)
+        others = [rank for rank, (process, _) in ranks.items() if process.is_here and rank != self.rank]
+        if not others:
+            return
+        # A ring: the last rank of the host watches the first one.
+        higher = [rank for rank in others if rank > self.rank]
+        following = min(higher or others)
+        process, descriptor = ranks[following]
+        progress = RemoteProgress(process.pid, descriptor)
+        self.neighbour = Peer(following, self._own.host, process, progress, None)
+        self.neighbour.watch_process(self._loop, self._neighbour_ended)
 
     def _neighbour_ended(self, neighbour: Peer, how: str) -> None:
         def tell(text: str) -> None:
-            progress = neighbour.progress.read().to_json()
-            self.tell({"type": "ended", "rank": neighbour.rank, "how": text, "progress": progress})
+            reading = neighbour.progress.read()
+            self.tell({"type": "ended", "rank": neighbour.rank, "how": text, "progress": reading.to_json()})
 
         neighbour.settle(self._loop, self._oom, how, tell)
 
@@ -187,25 +197,30 @@ class Client:
         """Tell the hub how far this rank is."""
         if self.hub is None:
             return
-        self.hub.send({"type": "beat", "progress": self._own.progress.read().to_json()}, droppable=True)
+        reading = self._own.progress.read()
+        self.hub.send({"type": "beat", "progress": reading.to_json()}, droppable=True)
 
     def tick(self, seconds: float) -> None:
         """A period has gone by, of which this thread was there to see ``seconds``."""
         self.beat()
-        if self.hub is not None and self.hub.is_in_run:
-            self.hub.silence_s += seconds
-            if self.hub.silence_s > self._limit:
-                self.declare_hub_silent()
+        if self.hub is None or not self.hub.is_in_run:
+            return
+        self.hub.silence_s += seconds
+        if self.hub.silence_s > self._limit:
+            self.declare_hub_silent()
 
     @property
     def hub_is_late(self) -> bool:
         """Whether the hub has missed several heartbeats."""
-        return self.hub is not None and self.hub.is_in_run and self.hub.silence_s > _LATE_BEATS * self._period
+        if self.hub is None or not self.hub.is_in_run:
+            return False
+        return self.hub.silence_s > _LATE_BEATS * self._period
 
     def declare_hub_silent(self) -> None:
         """Rank 0 is stopped or cut off."""
         assert self.hub is not None
-        self.record(self.hub.failure("silent", self.hub.silence(None)), self.hub.process)
+        failure = self.hub.failure("silent", self.hub.silence(None))
+        self.record(failure, self.hub.process)
 
     def parent_ended(self, pid: int, text: str) -> None:
         """The launcher of this rank has gone; if that is rank 0 itself, the cause is whatever ended that."""
@@ -213,27 +228,31 @@ class Client:
         if hub is not None and hub.process.pid == pid and hub.process.is_here:
             self._hub_ended(hub, "its process ended")
         else:
-            self.report(
-                failure_of(self.rank, self._own.host, os.getpid(), self._own.progress.read(), "died", text), False
-            )
+            self.report(self._own.failure("died", text), False)
 
     def report(self, failure: Failure, of_communication: bool) -> None:
         """This rank has failed: tell the hub, which tells everyone including this rank."""
-        if self.hub is not None and not self.hub.is_in_run:
-            if of_communication and self.hub.has_left:
-                text = f"it ended its run while rank {self.rank} was in the middle of its own: {failure.message}"
-                failure = self.hub.failure("left", text)
-            self.record(failure, None)
+        if self.hub is None or self.hub.is_in_run:
+            self.tell({"type": "failure", "failure": failure.to_json(), "of_communication": of_communication})
             return
-        self.tell({"type": "failure", "failure": failure.to_json(), "of_communication": of_communication})
+        # No hub any more. A collective that breaks because rank 0 has left the run early is not this rank's fault.
+        if of_communication and self.hub.has_left:
+            text = f"it ended its run while rank {self.rank} was in the middle of its own: {failure.message}"
+            failure = self.hub.failure("left", text)
+        self.record(failure, None)
 
     def _hub_ended(self, hub: Peer | None, how: str) -> None:
-        if hub is not None and hub.is_in_run:
-            if self.hub_is_late:  # it was stopped, and another rank has killed it for that already
-                self.declare_hub_silent()
-            hub.has_ended = True
-            self._state.update(first_is_over=True)
-            hub.settle(self._loop, self._oom, how, lambda text: self.record(hub.failure("died", text), None))
+        if hub is None or not hub.is_in_run:
+            return
+        if self.hub_is_late:  # it was stopped, and another rank has killed it for that already
+            self.declare_hub_silent()
+        hub.has_ended = True
+        self._state.update(first_is_over=True)
+
+        def died(text: str) -> None:
+            self.record(hub.failure("died", text), None)
+
+        hub.settle(self._loop, self._oom, how, died)
 
     def record(self, failure: Failure, kill: Process | None) -> None:
         """Note the job's first failure, once: wake the training thread, and start counting its time to end.
@@ -256,7 +275,7 @@ class Client:
             missing.append(self.hub.process)
         for process in missing:
             if process.pid != os.getpid():
-                process.kill_with_workers(self.pids)
+                process.kill_with_workers(self.pids)  # nothing happens if it is of another host
 
 
 class ParentWatch:
@@ -266,7 +285,9 @@ class ParentWatch:
     """
 
     def __init__(self, loop: Loop, pid: int, on_end: Callable[[int, str], None]) -> None:
-        self._loop, self._pid, self._on_end = loop, pid, on_end
+        self._loop = loop
+        self._pid = pid
+        self._on_end = on_end
         self._is_parent = os.getppid() == pid
         self._process = Process.of(pid)
         self._descriptor = self._process.open()
@@ -282,12 +303,15 @@ class ParentWatch:
             gone = has_ended(self._descriptor)
         else:
             gone = self._process.namespace != "" and not self._process.exists()
-        if gone or (self._is_parent and os.getppid() != self._pid):
+        # A process whose parent has ended gets another one.
+        if self._is_parent and os.getppid() != self._pid:
+            gone = True
+        if gone:
             self.close()
             self._on_end(self._pid, f"its launcher (process {self._pid}) ended")
 
     def close(self) -> None:
-        """Stop watching the connection to the hub, and drop it."""
+        """Stop watching the process, and let go of its descriptor."""
         self._done = True
         if self._descriptor is not None:
             self._loop.unwatch(self._descriptor)

@@ -35,9 +35,13 @@ class Connection:
         on_end: Callable[[str], None],
         max_line: int = MAX_LINE_BYTES,
     ) -> None:
-        self.on_message, self.on_end, self.max_line = on_message, on_end, max_line
-        self._loop, self._peer = loop, peer
-        self._received, self._unsent = bytearray(), bytearray()
+        self.on_message = on_message
+        self.on_end = on_end
+        self.max_line = max_line
+        self._loop = loop
+        self._peer = peer
+        self._received = bytearray()
+        self._unsent = bytearray()
         self.closed = self._awaits_room = False
         peer.setblocking(False)
         with contextlib.suppress(OSError):  # not a TCP socket
@@ -77,10 +81,11 @@ class Connection:
 
     def close(self) -> None:
         """Close it; what the peer has not taken is lost."""
-        if not self.closed:
-            self.closed = True
-            self._loop.unwatch(self._peer.fileno())
-            self._peer.close()
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.unwatch(self._peer.fileno())
+        self._peer.close()
 
     def abandon(self) -> None:
         """In a forked child: let go of the socket, which is the parent's."""
@@ -90,6 +95,7 @@ class Connection:
         while not self.closed:
             line, found, rest = self._received.partition(b"\n")
             if not found:
+                # `_received` is left as it is: the rest of this line is still to come.
                 if len(line) > self.max_line:
                     self._end(f"it sent more than {self.max_line} bytes in a line")
                 return
@@ -105,12 +111,14 @@ class Connection:
     def _flush(self) -> None:
         try:
             while self._unsent:
-                del self._unsent[: self._peer.send(self._unsent)]
+                sent = self._peer.send(self._unsent)
+                del self._unsent[:sent]
         except BlockingIOError:
             pass
         except OSError as error:
             self._loop.call(self._break, error.strerror or str(error))  # later: the sender is not prepared for it
             return
+        # The selector is asked for room only as long as something is unsent: a free socket can always be written.
         if self.is_clogged != self._awaits_room:
             self._awaits_room = self.is_clogged
             self._loop.watch(self._peer.fileno(), self.receive, self._flush if self.is_clogged else None)

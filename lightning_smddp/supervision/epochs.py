@@ -28,7 +28,9 @@ class EpochEnds:
         tell: Callable[[Message], None],
         declare: Callable[[Failure], None],
     ) -> None:
-        self._peers, self._tell, self._declare = peers, tell, declare
+        self._peers = peers
+        self._tell = tell
+        self._declare = declare
         self._came: dict[int, tuple[int, int]] = {}  # rank -> epoch, batches
         self._validating: set[int] = set()
 
@@ -44,16 +46,20 @@ class EpochEnds:
         if not self._came:
             return
         peers = {peer.rank: peer for peer in self._peers()}
-        first, (epoch, batches) = next(iter(self._came.items()))
-        for rank, peer in peers.items():
-            problem = self._problem(peer, epoch, batches, first in self._validating)
+        # All are compared with the rank that came first.
+        rank = next(iter(self._came))
+        first = peers[rank]
+        epoch, batches = self._came[rank]
+        for peer in peers.values():
+            problem = self._problem(peer, epoch, batches, rank in self._validating)
             if problem is not None:
-                text = f"{peers[first].name} ended epoch {epoch} after {counted(batches, 'batch')}, {problem}. {_CURE}"
-                self._declare(self._blamed(peers[first], peer).failure("left", text))
+                text = f"{first.name} ended epoch {epoch} after {counted(batches, 'batch')}, {problem}. {_CURE}"
+                blamed = self._blamed(first, peer)
+                self._declare(blamed.failure("left", text))
                 return
             if peer.has_left:
-                waits = f"it ended its run while {peers[first].name} waited for it at the end of epoch {epoch}"
-                self._declare(peers[rank].failure("left", waits))
+                text = f"it ended its run while {first.name} waited for it at the end of epoch {epoch}"
+                self._declare(peer.failure("left", text))
                 return
         if len(self._came) == len(peers):
             self._came.clear()
@@ -61,15 +67,18 @@ class EpochEnds:
             self._tell({"type": "epoch", "epoch": epoch})
 
     def _problem(self, peer: Peer, epoch: int, batches: int, validates: bool) -> str | None:
-        if peer.rank in self._came:
-            remote_epoch, remote_batches = self._came[peer.rank]
-            if (remote_epoch, remote_batches) != (epoch, batches):
-                return f"{peer.name} ended epoch {remote_epoch} after {remote_batches}"
+        """How ``peer`` differs from a rank that has ended ``epoch`` after ``batches``; None if it may still come."""
+        came = self._came.get(peer.rank)
+        if came == (epoch, batches):
             return None
+        if came is not None:
+            return f"{peer.name} ended epoch {came[0]} after {came[1]}"
         reading = peer.progress.read()
-        if reading.epoch == epoch and reading.batches > batches:
+        if reading.epoch != epoch:
+            return None
+        if reading.batches > batches:
             return f"{peer.name} is in batch {reading.batches} of it"
-        if validates and (reading.epoch, reading.batches, reading.phase) == (epoch, batches, "validation"):
+        if validates and reading.batches == batches and reading.phase == "validation":
             return f"{peer.name} validates after as many, and goes on"
         return None
 

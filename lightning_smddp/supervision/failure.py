@@ -7,12 +7,13 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from lightning_smddp.communication.errors import RankFailedError
-from lightning_smddp.supervision.progress import Reading
+from lightning_smddp.communication.errors import RankFailedError, RankTimeoutError
+from lightning_smddp.supervision.progress import Reading, place
 
 Kind = Literal["exception", "died", "silent", "timeout", "left", "stopped"]
 RUNS_HOOKS: frozenset[Kind] = frozenset({"exception", "left"})  # the rank's process is there, and may be in one
 MAX_MESSAGE_CHARACTERS = 2000
+# In the texts of errors of communication that are plain RuntimeErrors.
 _WORDS = (
     "gloo",
     "NCCL",
@@ -60,14 +61,14 @@ class Failure:
 
     def describe(self) -> str:
         """One line: ``rank 1 (host a, process 12) failed at step 7 (backward): ValueError: bad``."""
-        where = "" if self.step < 0 else f" at step {self.step}"
-        phase = f" ({self.phase})" if self.phase else ""
-        text = " ".join(self.message.split())
-        return f"rank {self.rank} (host {self.host}, process {self.pid}) {_VERBS[self.kind]}{where}{phase}: {text}"
+        rank = f"rank {self.rank} (host {self.host}, process {self.pid})"
+        cause = " ".join(self.message.split())
+        return f"{rank} {_VERBS[self.kind]}{place(self.step, self.phase)}: {cause}"
 
     def error(self) -> RankFailedError:
         """The error that the other ranks raise."""
-        return RankFailedError(self.rank, _capital(self.describe()))
+        text = self.describe()
+        return RankFailedError(self.rank, text[:1].upper() + text[1:])
 
     def to_json(self) -> dict[str, Any]:
         """All attributes by name, as a message carries them; :meth:`from_json` checks them again."""
@@ -76,11 +77,19 @@ class Failure:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Failure:
         """The reverse; raises ``ValueError``, ``KeyError`` or ``TypeError`` for anything else."""
-        if values["kind"] not in get_args(Kind):
-            raise ValueError(f"unknown kind of failure {values['kind']!r}")
-        texts = {name: str(values[name])[:MAX_MESSAGE_CHARACTERS] for name in ("host", "phase", "kind", "message")}
-        numbers = {name: int(values[name]) for name in ("rank", "pid", "step")}
-        return cls(**numbers, **texts, time=float(values["time"]))  # type: ignore[arg-type]
+        kind = values["kind"]
+        if kind not in get_args(Kind):
+            raise ValueError(f"unknown kind of failure {kind!r}")
+        return cls(
+            rank=int(values["rank"]),
+            host=str(values["host"])[:MAX_MESSAGE_CHARACTERS],
+            pid=int(values["pid"]),
+            step=int(values["step"]),
+            phase=str(values["phase"])[:MAX_MESSAGE_CHARACTERS],
+            kind=kind,
+            message=str(values["message"])[:MAX_MESSAGE_CHARACTERS],
+            time=float(values["time"]),
+        )
 
 
 def failure_of(rank: int, host: str, pid: int, at: Reading, kind: Kind, message: str) -> Failure:
@@ -90,16 +99,24 @@ def failure_of(rank: int, host: str, pid: int, at: Reading, kind: Kind, message:
 
 def text_of(error: BaseException) -> str:
     """Type and message of an exception; a lack of memory is called that."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    is_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or "out of memory" in text
-    return f"{'out of memory (OOM): ' if is_memory else ''}{text}"[:MAX_MESSAGE_CHARACTERS]
+    name = type(error).__name__
+    text = name
+    if str(error):
+        text = f"{name}: {error}"
+    # torch's allocator for CUDA raises `torch.OutOfMemoryError`; an error of CUDA itself says so in its text only.
+    if isinstance(error, MemoryError) or "OutOfMemory" in name or "out of memory" in text:
+        text = f"out of memory (OOM): {text}"
+    return text[:MAX_MESSAGE_CHARACTERS]
 
 
 def is_timeout(error: BaseException) -> bool:
     """Whether a collective or the store waited too long for a peer."""
+    if isinstance(error, RankTimeoutError):
+        return True
+    if not is_of_communication(error):
+        return False
     text = str(error).lower()
-    names = {cls.__name__ for cls in type(error).__mro__}
-    return "RankTimeoutError" in names or (is_of_communication(error) and ("timed out" in text or "timeout" in text))
+    return "timed out" in text or "timeout" in text
 
 
 def is_of_communication(error: BaseException) -> bool:
@@ -108,12 +125,10 @@ def is_of_communication(error: BaseException) -> bool:
     Gloo's errors have no type of their own. torch's other ones (NCCL, the store) derive from ``DistError``. Of an
     error in a callback a ``torch.futures.Future`` keeps the text only.
     """
-    names = {cls.__name__ for cls in type(error).__mro__}
+    names = [cls.__name__ for cls in type(error).__mro__]  # `DistError` itself would have to be imported from torch
     if isinstance(error, RankFailedError) or "DistError" in names:
         return True
+    if type(error) is not RuntimeError:
+        return False
     text = str(error)
-    return type(error) is RuntimeError and any(word in text for word in _WORDS)
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return any(word in text for word in _WORDS)

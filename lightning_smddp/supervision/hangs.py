@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from lightning_smddp.supervision.peer import Peer
-from lightning_smddp.supervision.progress import DevicePoint, Progress, Reading
+from lightning_smddp.supervision.progress import DevicePoint, Progress, Reading, place
 
 LENIENCY_S = 30.0
 _QUIET_PERIODS = 2  # without a move of the host, before its device is looked at
+# The phases in the order in which a step comes to them. Other ones count as later than all of these.
 _ORDER = ("", "setup", "forward", "backward", "communication", "optimizer", "data", "validation", "checkpoint")
 
 
@@ -52,9 +53,12 @@ class DeviceStillness:
     def __init__(
         self, progress: Progress, device: Device, period: float, in_collective: Callable[[], bool] = lambda: False
     ) -> None:
-        self._progress, self._device, self._quiet_s = progress, device, _QUIET_PERIODS * period
+        self._progress = progress
+        self._device = device
+        self._quiet_s = _QUIET_PERIODS * period
         self._in_collective = in_collective
-        self._moves, self._still_s = -1, 0.0
+        self._moves = -1
+        self._still_s = 0.0
         self._point: int | None = None
         self._host_was = False  # in a collective, at the last tick
         self._waited_s = 0.0
@@ -63,22 +67,31 @@ class DeviceStillness:
         """So much time has gone by."""
         moves = self._progress.moves
         if moves != self._moves:
-            self._moves, self._still_s, self._point, self._host_was = moves, 0.0, None, False
+            self._moves = moves
+            self._still_s = 0.0
+            self._point = None
+            self._host_was = False
         self._still_s += seconds
         # A host that goes on needs no look at its device. Behind a quiet while two looks tell: the device is where it
         # was at the last tick, or the training thread is in a collective still.
-        is_quiet = self._still_s > self._quiet_s
-        point = self._device.look() if is_quiet else None
-        host_is = is_quiet and self._in_collective()
+        point = None
+        host_is = False
+        if self._still_s > self._quiet_s:
+            point = self._device.look()
+            host_is = self._in_collective()
         device_waits = point is not None and point == self._point
-        waits = device_waits or (host_is and self._host_was)
-        self._point, self._host_was = point, host_is
-        self._waited_s = self._waited_s + seconds if waits else 0.0
+        host_waits = host_is and self._host_was
+        self._point = point
+        self._host_was = host_is
         here = None
         if device_waits:
             here = self._device.where()
-        elif waits:  # the device has done all
+        elif host_waits:  # the device has done all
             here = DevicePoint(max(self._progress.step, 0), self._progress.phase, 0, True)
+        if device_waits or host_waits:
+            self._waited_s += seconds
+        else:
+            self._waited_s = 0.0
         self._progress.waits(self._waited_s, here)
 
 
@@ -97,40 +110,54 @@ class HangRule:
 
     def __init__(self, limit: float) -> None:
         self._limit = limit
-        self._moves: dict[int, int] = {}
-        self._still_s: dict[int, float] = {}
+        self._moves: dict[int, int] = {}  # of each rank, at the last tick
+        self._still_s: dict[int, float] = {}  # of each rank: how long that number has been the same
 
     def tick(self, peers: Iterable[Peer], seconds: float) -> tuple[Peer, Reading, str] | None:
         """So much time has gone by. If there is a hang: who is behind, where, and what is known of it."""
         present = [peer for peer in peers if peer.is_in_run]
-        readings = {peer.rank: peer.progress.read() for peer in present}
-        for rank, reading in readings.items():
-            moved = self._moves.get(rank) != reading.moves
-            self._moves[rank] = reading.moves
-            self._still_s[rank] = 0.0 if moved else self._still_s[rank] + seconds
-        longest = max((reading.waited_s for reading in readings.values()), default=0.0)
-        nobody_moves = all(self._still_s[rank] >= self._limit for rank in readings)
-        if longest < self._limit + (0.0 if nobody_moves else LENIENCY_S) or len(present) == 1:
+        readings: dict[int, Reading] = {}
+        allowed_s = self._limit
+        for peer in present:
+            rank = peer.rank
+            reading = peer.progress.read()
+            readings[rank] = reading
+            if self._moves.get(rank) == reading.moves:
+                self._still_s[rank] += seconds
+            else:
+                self._moves[rank] = reading.moves
+                self._still_s[rank] = 0.0
+            if self._still_s[rank] < self._limit:
+                allowed_s = self._limit + LENIENCY_S
+        waited = [reading.waited_s for reading in readings.values()]
+        if max(waited, default=0.0) < allowed_s or len(present) == 1:
             return None
         return _judge(present, readings)
 
 
 def _judge(present: Sequence[Peer], readings: dict[int, Reading]) -> tuple[Peer, Reading, str]:
+    """What :meth:`HangRule.tick` returns, of at least two ranks, of which at least one waits."""
     late = _behind(present, readings)
+    # Never empty: a rank that waits is late only where all others wait as well.
     waiting = [peer for peer in present if peer is not late and readings[peer.rank].waited_s > 0]
-    by = max(waiting, key=lambda peer: readings[peer.rank].waited_s) if waiting else present[0]
+    by = max(waiting, key=lambda peer: readings[peer.rank].waited_s)
     at = readings[by.rank]
-    text = f"{by.name} waited for it for {at.waited_s:.0f} s{_place(at.step, at.phase)}"
     if late is None:
         return by, at, f"it has waited for {at.waited_s:.0f} s; no rank is behind: all are at the same point"
+    text = f"{by.name} waited for it for {at.waited_s:.0f} s"
+    if at.step >= 0:
+        text += place(at.step, at.phase)
     reading = readings[late.rank]
     if reading.waited_s == 0:
         return late, reading, f"{text}; its device has nothing left to do, it is its host that does not go on"
     point = reading.device
     if point is None:
         return late, reading, f"{text}; its device has not passed any mark"
-    does = "waits for others, too" if point.communicates else "computes and does not come to an end"
-    return late, Reading(point.step, point.phase), f"{text}; its device {does}"
+    # Of a rank that waits the device tells more than the host, which runs ahead of it.
+    where = Reading(point.step, point.phase)
+    if point.communicates:
+        return late, where, f"{text}; its device waits for others, too"
+    return late, where, f"{text}; its device computes and does not come to an end"
 
 
 def _behind(present: Sequence[Peer], readings: dict[int, Reading]) -> Peer | None:
@@ -140,24 +167,26 @@ def _behind(present: Sequence[Peer], readings: dict[int, Reading]) -> Peer | Non
     elsewhere = [peer for peer in present if readings[peer.rank].waited_s == 0]
     if elsewhere:
         return min(elsewhere, key=lambda peer: _order(readings[peer.rank].step, readings[peer.rank].phase))
-    keys = {peer.rank: _device_order(readings[peer.rank]) for peer in present}
-    first = min(keys.values())
-    if all(key == first for key in keys.values()):
+    orders = {peer.rank: _device_order(readings[peer.rank]) for peer in present}
+    if min(orders.values()) == max(orders.values()):
         return None
-    return next(peer for peer in present if keys[peer.rank] == first)
+    return min(present, key=lambda peer: orders[peer.rank])
 
 
 def _device_order(reading: Reading) -> tuple[int, bool, int, int]:
+    """Sorts devices by how far they are; the least far one is waited for."""
     point = reading.device
     if point is None:
         return (-1, False, 0, 0)
     step, phase = _order(point.step, point.phase)
-    return (step, point.communicates, phase, 0 if point.communicates else point.count)
+    # Within a step who computes is before all who communicate, as those may wait for it. How many marks of this phase
+    # a device has passed tells only computing ones apart.
+    if point.communicates:
+        return (step, True, phase, 0)
+    return (step, False, phase, point.count)
 
 
 def _order(step: int, phase: str) -> tuple[int, int]:
-    return step, _ORDER.index(phase) if phase in _ORDER else len(_ORDER)
-
-
-def _place(step: int, phase: str) -> str:
-    return f" at step {step}{f' ({phase})' if phase else ''}" if step >= 0 else ""
+    if phase not in _ORDER:
+        return (step, len(_ORDER))
+    return (step, _ORDER.index(phase))

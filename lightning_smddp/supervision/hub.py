@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lightning_smddp.supervision.acceptor import Acceptor
 from lightning_smddp.supervision.connection import MAX_LINE_BYTES, Connection, Message
 from lightning_smddp.supervision.epochs import EpochEnds
-from lightning_smddp.supervision.failure import Failure, Kind, failure_of
+from lightning_smddp.supervision.failure import Failure, failure_of
 from lightning_smddp.supervision.hangs import HangRule
 from lightning_smddp.supervision.loop import Loop, Timer
 from lightning_smddp.supervision.peer import OomWatch, Peer
@@ -19,6 +19,7 @@ from lightning_smddp.supervision.processes import Process
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 from lightning_smddp.supervision.stop import StopVote
 
+_MOST_CHARACTERS = 200  # of a text that a rank sends, such as its host's name
 _LATE_BEATS = 3.0  # so many periods without a heartbeat are more than an accident
 _ANSWER_WITHIN_S = 0.75  # less than ranks wait to hear whose fault a timeout is
 
@@ -58,8 +59,13 @@ class Hub:
         oom: OomWatch,
         agree_within_s: float,
     ) -> None:
-        self._loop, self._own, self._world_size = loop, own, world_size
-        self._period, self._limit, self._tell_own, self._oom = period, limit, tell_own, oom
+        self._loop = loop
+        self._own = own
+        self._world_size = world_size
+        self._period = period
+        self._limit = limit
+        self._tell_own = tell_own
+        self._oom = oom
         self.peers: dict[int, Peer] = {own.rank: own}
         self.failure: Failure | None = None
         self.secret = secrets.token_hex(16)
@@ -80,13 +86,16 @@ class Hub:
         self._start_if_complete()
 
     def _admit(self, message: Message, connection: Connection) -> str | None:
-        rank, host = int(message["rank"]), str(message["host"])[:200]
+        """Make a peer of who knows the secret; returns why it is refused, None if it is not."""
+        rank = int(message["rank"])
+        host = str(message["host"])[:_MOST_CHARACTERS]
         if message["world_size"] != self._world_size or not 0 < rank < self._world_size:
             return f"it is rank {rank} of {message['world_size']}, this job has {self._world_size} ranks"
         if rank in self.peers:
             return f"rank {rank} is here already (host {self.peers[rank].host}), this one is on host {host}"
         process = Process.from_json(message["process"])
-        progress = RemoteProgress(process.pid if process.is_here else None, int(message["descriptor"]))
+        pid = process.pid if process.is_here else None
+        progress = RemoteProgress(pid, int(message["descriptor"]))
         peer = Peer(rank, host, process, progress, connection)
         connection.max_line = MAX_LINE_BYTES
         connection.on_message = lambda received: self.receive(peer, received)
@@ -102,17 +111,16 @@ class Hub:
         self.started = True
         if self._acceptor is not None:
             self._acceptor.close()
-        own = self._own
+        ranks = []
+        for peer in self.peers.values():
+            ranks.append([peer.rank, peer.process.to_json(), peer.progress.descriptor])
         self._tell_all(
             {
                 "type": "welcome",
-                "host": own.host,
-                "process": own.process.to_json(),
-                "descriptor": getattr(own.progress, "descriptor", -1),
-                "ranks": [
-                    [peer.rank, peer.process.to_json(), getattr(peer.progress, "descriptor", -1)]
-                    for peer in self.peers.values()
-                ],
+                "host": self._own.host,
+                "process": self._own.process.to_json(),
+                "descriptor": self._own.progress.descriptor,
+                "ranks": ranks,
             }
         )
 
@@ -120,7 +128,9 @@ class Hub:
         if self.started or self.failure is not None:
             return
         missing = [rank for rank in range(self._world_size) if rank not in self.peers]
-        names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        names = ", ".join(str(rank) for rank in missing[:20])
+        if len(missing) > 20:
+            names += ", ..."
         text = f"of {self._world_size} ranks, these did not start within {within_s:g} s: {names}"
         self.declare(failure_of(missing[0], "unknown", 0, Reading(), "timeout", text))
 
@@ -142,11 +152,17 @@ class Hub:
         elif kind == "ready":
             self._stops.answer(peer.rank, int(message["step"]))
         elif kind == "epoch":
-            self._epochs.came(peer.rank, int(message["epoch"]), int(message["batches"]), bool(message["validates"]))
+            self._epochs.came(
+                peer.rank,
+                int(message["epoch"]),
+                int(message["batches"]),
+                bool(message["validates"]),
+            )
         elif kind == "bye":
             self._left(peer)
         elif kind == "ended":
-            self._told_ended(peer, int(message["rank"]), str(message["how"])[:200], message["progress"])
+            how = str(message["how"])[:_MOST_CHARACTERS]
+            self._told_ended(peer, int(message["rank"]), how, message["progress"])
         elif kind == "ack":
             peer.acknowledged = True
         else:
@@ -164,55 +180,46 @@ class Hub:
     # ---- failures ----
 
     def _reported(self, failure: Failure, of_communication: bool) -> None:
-        # A collective breaks if another rank has left the run early. Then that one is the cause, not who reports.
-        gone = next((m for m in self.peers.values() if m.has_left and m.rank != failure.rank), None)
-        if of_communication and gone is not None:
-            text = f"it ended its run while rank {failure.rank} was in the middle of its own: {failure.message}"
-            failure = gone.failure("left", text)
+        if of_communication:
+            # A collective breaks if another rank has left the run early. Then that one is the cause, not who reports.
+            for peer in self.peers.values():
+                if peer.has_left and peer.rank != failure.rank:
+                    text = f"it ended its run while rank {failure.rank} was in the middle of its own: {failure.message}"
+                    failure = peer.failure("left", text)
+                    break
         self.declare(failure)
 
     def _timed_out(self, peer: Peer, text: str) -> None:
-        found = self._late(peer)
-        if found is None:
-            everyone = "all ranks say that they are at the same point"
-            self.declare(peer.failure("timeout", f"{text}; no rank is behind: {everyone}"))
-            return
-        late, kind = found
+        """``peer`` was the first whose collective has timed out: declare whose fault that is."""
         at = peer.progress.read()
-        waiter = f"{peer.name} waited for it at step {at.step}{f' ({at.phase})' if at.phase else ''}: {text}"
-        if kind == "silent":
-            self._find_silent(late, f"; {waiter}", lambda: self._timed_out(peer, text))
-        else:
-            self.declare(late.failure(kind, waiter))
-
-    def _late(self, asking: Peer) -> tuple[Peer, Kind] | None:
-        """Who is waited for: the one that is silent, else behind in steps, else in another phase than the rest."""
-        peers = [peer for peer in self.peers.values() if peer.is_in_run]
-        silent = max(peers, key=lambda peer: peer.silence_s)
-        if silent.silence_s > _LATE_BEATS * self._period:
-            return silent, "silent"
-        readings = {peer.rank: peer.progress.read() for peer in peers}
-        steps = [reading.step for reading in readings.values()]
-        if min(steps) < max(steps):
-            return next(m for m in peers if readings[m.rank].step == min(steps)), "timeout"
-        phases = Counter(reading.phase for reading in readings.values())
-        usual = max(phases, key=lambda phase: (phases[phase], phase == readings[asking.rank].phase))
-        odd = next((m for m in peers if readings[m.rank].phase != usual), None)
-        if odd is None and len(peers) == 2:  # the other one has waited in vain
-            odd = next(m for m in peers if m is not asking)
-        return None if odd is None else (odd, "timeout")
+        where = f"at step {at.step}"
+        if at.phase:
+            where += f" ({at.phase})"
+        waiter = f"{peer.name} waited for it {where}: {text}"
+        present = [other for other in self.peers.values() if other.is_in_run]
+        most_silent = max(present, key=lambda other: other.silence_s)
+        if most_silent.silence_s > _LATE_BEATS * self._period:
+            self._find_silent(most_silent, f"; {waiter}", lambda: self._timed_out(peer, text))
+            return
+        late = _late(present, peer)
+        if late is not None:
+            self.declare(late.failure("timeout", waiter))
+            return
+        everyone = "all ranks say that they are at the same point"
+        self.declare(peer.failure("timeout", f"{text}; no rank is behind: {everyone}"))
 
     def _ended(self, peer: Peer, how: str) -> None:
-        if peer.is_in_run:
-            peer.has_ended = True
-            if self.failure is not None and self.failure.rank == peer.rank:
-                self._tell_all({"type": "over"})
-            peer.settle(
-                self._loop,
-                self._oom,
-                how,
-                lambda text: self.declare(peer.failure("died", self._ended_text(peer, text))),
-            )
+        """The process of ``peer``, or its connection, has ended: find out how, and declare that, unless it has left."""
+        if not peer.is_in_run:
+            return
+        peer.has_ended = True
+        if self.failure is not None and self.failure.rank == peer.rank:
+            self._tell_all({"type": "over"})
+
+        def declare(text: str) -> None:
+            self.declare(peer.failure("died", self._ended_text(peer, text)))
+
+        peer.settle(self._loop, self._oom, how, declare)
 
     def _told_ended(self, by: Peer, rank: int, how: str, progress: list[Any]) -> None:
         """``by`` saw the end of another rank of its host, which is not this one."""
@@ -261,13 +268,15 @@ class Hub:
             self._loop.call(doubt.if_heard)  # after what this word says
 
     def _settle_doubt(self, company_is_heard: bool) -> None:
-        doubt, self._doubt = self._doubt, None
+        doubt = self._doubt
+        self._doubt = None
         assert doubt is not None
         doubt.deadline.cancel()
         self._declare_silent(doubt.silent, company_is_heard, doubt.waiter)
 
     def _declare_silent(self, silent: Peer, company_is_heard: bool | None, waiter: str) -> None:
-        self.declare(silent.failure("silent", silent.silence(company_is_heard) + waiter), silent.process)
+        text = silent.silence(company_is_heard) + waiter
+        self.declare(silent.failure("silent", text), silent.process)
 
     def _company(self, peer: Peer) -> list[Peer]:
         """The other ranks of its host."""
@@ -278,18 +287,19 @@ class Hub:
         if self.failure is not None:
             return
         self.failure = failure
-        process = None if kill is None else kill.to_json()
+        process = kill.to_json() if kill is not None else None
         self._tell_all({"type": "failure", "failure": failure.to_json(), "kill": process})
 
     @property
     def unaware(self) -> bool:
         """Whether some rank that is still there has not confirmed the failure."""
-        return any(m.is_in_run and not m.acknowledged for m in list(self.peers.values()))
+        # Asked by the training thread, while the loop's may let a rank in: hence a copy.
+        return any(peer.is_in_run and not peer.acknowledged for peer in list(self.peers.values()))
 
     @property
     def others_are_there(self) -> bool:
         """Whether the run of some other rank is not over yet."""
-        return any(peer.is_in_run for peer in list(self.peers.values()) if peer is not self._own)
+        return any(peer.is_in_run and peer is not self._own for peer in self.peers.values())
 
     # ---- time ----
 
@@ -299,15 +309,17 @@ class Hub:
             if peer is self._own or not peer.is_in_run:
                 continue
             peer.silence_s += seconds
-            peer.send({"type": "beat", "progress": self._own.progress.read().to_json()}, droppable=True)
+            reading = self._own.progress.read()
+            peer.send({"type": "beat", "progress": reading.to_json()}, droppable=True)
             if peer.silence_s > self._limit:
                 self._find_silent(peer, "", lambda: None)
         self._epochs.look()
-        if self.started and self.failure is None:
-            found = self._hangs.tick(self.peers.values(), seconds)
-            if found is not None:
-                late, at, text = found
-                self.declare(failure_of(late.rank, late.host, late.process.pid, at, "timeout", text))
+        if not self.started or self.failure is not None:
+            return
+        found = self._hangs.tick(self.peers.values(), seconds)
+        if found is not None:
+            late, at, text = found
+            self.declare(failure_of(late.rank, late.host, late.process.pid, at, "timeout", text))
 
     def say_bye(self) -> None:
         """To the ranks that are still there: they go on without a hub."""
@@ -342,3 +354,22 @@ class Hub:
             self._acceptor.abandon()
         for peer in self.peers.values():
             peer.abandon()
+
+
+def _late(present: Sequence[Peer], asking: Peer) -> Peer | None:
+    """Who is waited for, if no rank is silent: behind in steps, else in another phase than the rest; None if nobody."""
+    readings = {peer.rank: peer.progress.read() for peer in present}
+    first = min(present, key=lambda peer: readings[peer.rank].step)
+    last = max(present, key=lambda peer: readings[peer.rank].step)
+    if readings[first.rank].step < readings[last.rank].step:
+        return first
+    # All are in the same step. Where two phases have equally many ranks, that of the one who asks is the usual one.
+    phases = Counter(reading.phase for reading in readings.values())
+    own = asking.progress.read().phase  # it may have ended meanwhile, and so be none of those present
+    usual = max(phases, key=lambda phase: (phases[phase], phase == own))
+    for peer in present:
+        if readings[peer.rank].phase != usual:
+            return peer
+    if len(present) == 2:  # the other one has waited in vain
+        return present[0] if present[1] is asking else present[1]
+    return None

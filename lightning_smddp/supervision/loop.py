@@ -37,6 +37,7 @@ class Loop:
         for end in (self._reader, self._writer):
             os.set_blocking(end, False)
         self._calls: deque[_Callback] = deque()
+        # A heap by time. Timers of one moment are told apart by a number, as they have no order themselves.
         self._timers: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
         self._stopped = False
@@ -55,12 +56,15 @@ class Loop:
     def later(self, seconds: float, function: Callable[..., object], *args: Any) -> Timer:
         """Call ``function(*args)`` in so many seconds."""
         timer = Timer(lambda: void(function, *args))
-        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), timer))
+        due = time.monotonic() + seconds
+        heapq.heappush(self._timers, (due, next(self._numbers), timer))
         return timer
 
     def watch(self, descriptor: int, readable: _Callback, writable: _Callback | None = None) -> None:
         """Call ``readable()`` when ``descriptor`` can be read, ``writable()`` when written; replaces what was set."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
+        events = selectors.EVENT_READ
+        if writable is not None:
+            events |= selectors.EVENT_WRITE
         if descriptor in self._selector.get_map():
             self._selector.modify(descriptor, events, (readable, writable))
         else:
@@ -90,18 +94,23 @@ class Loop:
                     writable()
             # Also those that calls make: what one of them asks for is done before the loop sleeps again.
             while self._calls:
-                self._calls.popleft()()
+                call = self._calls.popleft()
+                call()
             self._run_timers()
 
     def _patience(self) -> float | None:
+        """For how many seconds to wait for descriptors; None: until one is ready."""
         if self._calls:
             return 0.0
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        if not self._timers:
+            return None
+        due = self._timers[0][0]
+        return max(0.0, due - time.monotonic())
 
     def _run_timers(self) -> None:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
-            timer = heapq.heappop(self._timers)[2]
+            _, _, timer = heapq.heappop(self._timers)
             if timer.call is not None:
                 timer.call()
 
@@ -113,7 +122,8 @@ class Loop:
     def close(self) -> None:
         """Close its descriptors: after ``run``, or in a forked child, where this leaves the parent's loop alone."""
         self._selector.close()
-        writer, self._writer = self._writer, -1
+        writer = self._writer
+        self._writer = -1
         os.close(writer)
         os.close(self._reader)
 

@@ -14,11 +14,15 @@ from lightning_smddp.supervision.processes import Process, ending, has_ended, oo
 from lightning_smddp.supervision.progress import Reading, RemoteProgress
 
 _SETTLE_S = 0.1  # a connection ends a little before its process, and last messages may still be on their way
-_MAX_LOOKS = 6
+_MAX_LOOKS = 6  # of _SETTLE_S each
 _OOM_WINDOW = 10  # ticks
 
 
 class _Readable(Protocol):
+    """``Progress`` of this rank, ``RemoteProgress`` of another."""
+
+    descriptor: int
+
     def read(self) -> Reading: ...
 
 
@@ -51,8 +55,11 @@ class Peer:
     def __init__(
         self, rank: int, host: str, process: Process, progress: _Readable, connection: Connection | None
     ) -> None:
-        self.rank, self.host, self.process = rank, host, process
-        self.progress, self.connection = progress, connection
+        self.rank = rank
+        self.host = host
+        self.process = process
+        self.progress = progress
+        self.connection = connection
         self.silence_s = 0.0
         self.has_left = False  # said goodbye
         self.has_ended = False
@@ -73,12 +80,13 @@ class Peer:
 
     def silence(self, company_is_heard: bool | None) -> str:
         """What its silence means: on another host that depends on the other ranks there; None: there are none."""
-        cause = ": its process is stopped, its host is down, or the network between the hosts is cut"
         if self.process.is_here:
             cause = ": it is stopped, or cut off"
+        elif company_is_heard is None:
+            cause = ": its process is stopped, its host is down, or the network between the hosts is cut"
         elif company_is_heard:
             cause = ": it is stopped, as other ranks of its host are heard"
-        elif company_is_heard is not None:
+        else:
             cause = f", nor from any rank of host {self.host}: that is down, or the network between the hosts is cut"
         return f"nothing was heard from it for {self.silence_s:.0f} s{cause}"
 
@@ -88,15 +96,19 @@ class Peer:
 
     def send(self, message: Message, droppable: bool = False) -> None:
         """To its process; a ``droppable`` one not before it has taken the earlier ones."""
-        if self.connection is not None and not (droppable and self.connection.is_clogged):
-            self.connection.send(message)
+        if self.connection is None:
+            return
+        if droppable and self.connection.is_clogged:
+            return
+        self.connection.send(message)
 
     def watch_process(self, loop: Loop, on_end: Callable[[Peer, str], None]) -> None:
         """Call ``on_end(self, how)`` when its process ends, if it is on this host.
 
         Needed beside the connection: processes that it started may hold that open.
         """
-        self._descriptor, self._loop = self.process.open(), loop
+        self._descriptor = self.process.open()
+        self._loop = loop
         if self._descriptor is None:
             return
         descriptor = self._descriptor
@@ -104,6 +116,7 @@ class Peer:
         def ended() -> None:
             loop.unwatch(descriptor)
             if self.connection is not None:
+                # What it sent before its end comes first: a goodbye, or its own word on why it fails.
                 self.connection.receive()
             on_end(self, "its process ended")
 
@@ -114,16 +127,18 @@ class Peer:
 
         On another host only a rank there can see that; its ``account`` may come meanwhile.
         """
+        # Not at the first look: its last messages, with the real cause maybe, are to come before.
+        descriptor = self._descriptor
         if self.account is not None:
             then(self.account)
-        elif looks and self._descriptor is not None and has_ended(self._descriptor):
-            then(self._how_it_ended(oom, self._descriptor))
-        elif looks >= _MAX_LOOKS and self._descriptor is None:
-            then(f"its process or its connection ended ({how})")
-        elif looks >= _MAX_LOOKS:
-            then(f"its connection ended ({how}), though its process did not yet")
-        else:
+        elif looks > 0 and descriptor is not None and has_ended(descriptor):
+            then(self._how_it_ended(oom, descriptor))
+        elif looks < _MAX_LOOKS:
             loop.later(_SETTLE_S, self.settle, loop, oom, how, then, looks + 1)
+        elif descriptor is None:
+            then(f"its process or its connection ended ({how})")
+        else:
+            then(f"its connection ended ({how}), though its process did not yet")
 
     def _how_it_ended(self, oom: OomWatch, descriptor: int) -> str:
         text = f"its process {ending(self.process.pid, descriptor)}"

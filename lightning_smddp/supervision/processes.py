@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h; exit c
 _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_EXIT_CODE_OFFSET = 60
 # Fields of /proc/PID/stat after the command's name, by proc(5)'s number less 3.
-_STATE, _PARENT, _START, _EXIT_CODE = 0, 1, 19, 49
+_STATE = 0
+_PARENT = 1
+_START = 19
+_EXIT_CODE = 49
 
 
 @functools.cache
@@ -26,9 +29,10 @@ def namespace() -> str:
     """Boot id and process-id namespace: where process ids mean the same. Empty where unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        pid_namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+    return f"{boot}/{pid_namespace}"
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,7 @@ class Process:
     @classmethod
     def of(cls, pid: int) -> Process:
         """The process that has this id now."""
-        fields = _stat(pid)
-        return cls(pid, int(fields[_START]) if fields else 0, namespace())
+        return cls(pid, _start(_stat(pid)), namespace())
 
     @classmethod
     def from_json(cls, values: list[Any]) -> Process:
@@ -69,7 +72,9 @@ class Process:
     def exists(self) -> bool:
         """Whether it runs or is stopped; one that ended and was not waited for yet (a zombie) does not."""
         fields = _stat(self.pid)
-        return bool(fields) and int(fields[_START]) == self.start and fields[_STATE] not in "ZX"
+        if not fields or _start(fields) != self.start:
+            return False
+        return fields[_STATE] not in "ZX"
 
     def open(self) -> int | None:
         """A descriptor that becomes readable when it ends, or None. The caller closes it."""
@@ -79,8 +84,8 @@ class Process:
             descriptor = os.pidfd_open(self.pid)
         except OSError:  # gone, or a kernel before 5.3
             return None
-        fields = _stat(self.pid)
-        if not fields or int(fields[_START]) != self.start:
+        # Read after that: if this process still has the id, it had it when the descriptor was opened.
+        if _start(_stat(self.pid)) != self.start:
             os.close(descriptor)
             return None
         return descriptor
@@ -98,17 +103,20 @@ class Process:
             os.close(descriptor)
         return True
 
-    def kill_with_workers(self, spare: Iterable[int]) -> bool:
+    def kill_with_workers(self, spare: Collection[int]) -> bool:
         """:meth:`kill` it and the processes it forked, such as DataLoader workers; not those numbered in ``spare``.
 
         Helpers that were started with a command of their own go on: some of them clean up.
         """
-        workers = [worker for worker in _workers(self) if worker.pid not in set(spare)] if self.is_here else []
-        killed = self.kill()
-        if killed:
-            for worker in workers:
+        if not self.is_here:
+            return False
+        workers = _workers(self)  # before its death, which makes them another process's children
+        if not self.kill():
+            return False
+        for worker in workers:
+            if worker.pid not in spare:
                 worker.kill()
-        return killed
+        return True
 
 
 def has_ended(descriptor: int) -> bool:
@@ -123,11 +131,14 @@ def ending(pid: int, descriptor: int) -> str:
     code = _exit_code(pid, descriptor)
     if code is None:
         return "ended"
+    # As waitpid(2) has it: the low seven bits are the signal's number, the second byte is the exit code.
     number = code & 0x7F
-    if number:
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return f"was killed by {name}"
-    return f"exited with code {code >> 8}"
+    if number == 0:
+        return f"exited with code {code >> 8}"
+    name = f"signal {number}"
+    if number in set(signal.Signals):
+        name = signal.Signals(number).name
+    return f"was killed by {name}"
 
 
 def _exit_code(pid: int, descriptor: int) -> int | None:
@@ -143,9 +154,12 @@ def _exit_code(pid: int, descriptor: int) -> int | None:
         fcntl.ioctl(descriptor, _PIDFD_GET_INFO, info)
     except OSError:  # a kernel before 6.13
         return None
-    if not struct.unpack_from("=Q", info)[0] & _PIDFD_INFO_EXIT:
+    # The first field was what is asked for, and is what the kernel has filled in.
+    (filled,) = struct.unpack_from("=Q", info)
+    if not filled & _PIDFD_INFO_EXIT:
         return None
-    return int(struct.unpack_from("=i", info, _PIDFD_EXIT_CODE_OFFSET)[0])
+    (code,) = struct.unpack_from("=i", info, _PIDFD_EXIT_CODE_OFFSET)
+    return int(code)
 
 
 def kill_own_workers() -> None:
@@ -160,8 +174,10 @@ def oom_kills() -> int:
     total = 0
     for path in ("/proc/vmstat", *_memory_events()):
         with contextlib.suppress(OSError, ValueError):
-            lines = Path(path).read_text().splitlines()
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+            for line in Path(path).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    _, count = line.split()
+                    total += int(count)
     return total
 
 
@@ -184,11 +200,13 @@ def _workers(parent: Process) -> list[Process]:
     command = _command(parent.pid)
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(entry.name))
-        if fields and int(fields[_PARENT]) == parent.pid:
-            own = _command(int(entry.name))
-            if own == command or b"--multiprocessing-fork" in own:
-                found.append(Process(int(entry.name), int(fields[_START]), parent.namespace))
+        pid = int(entry.name)
+        fields = _stat(pid)
+        if not fields or int(fields[_PARENT]) != parent.pid:
+            continue
+        own = _command(pid)
+        if own == command or b"--multiprocessing-fork" in own:
+            found.append(Process(pid, _start(fields), parent.namespace))
     return found
 
 
@@ -200,7 +218,18 @@ def _command(pid: int) -> bytes:
 
 
 def _stat(pid: int) -> list[str]:
+    """The fields of its stat file from ``_STATE`` on; empty if it is not there."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return []
+    # The command's name before is in parentheses, and may have spaces and parentheses of its own.
+    _, _, fields = text.rpartition(")")
+    return fields.split()
+
+
+def _start(fields: list[str]) -> int:
+    """When a process began, in clock ticks since boot; 0 if it is not there."""
+    if not fields:
+        return 0
+    return int(fields[_START])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 PHASES = (
@@ -23,6 +23,7 @@ PHASES = (
     "teardown",
 )
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+# What is in the shared memory: ten signed words. The last four are the device's point; its step is -1 if there is none.
 _STEP, _PHASE, _EPOCH, _BATCHES, _MOVES, _WAITED_MS, _AT_STEP, _AT_PHASE, _AT_COUNT, _AT_COMMUNICATES = range(10)
 _BYTES = 10 * 8
 
@@ -62,7 +63,9 @@ class Reading:
 
     def to_json(self) -> list[Any]:
         """All attributes in their order; ``device`` as a list of its own, or None."""
-        device = None if self.device is None else list(astuple(self.device))
+        device = None
+        if self.device is not None:
+            device = [self.device.step, self.device.phase, self.device.count, self.device.communicates]
         return [self.step, self.phase, self.epoch, self.batches, self.moves, self.waited_s, device]
 
     @classmethod
@@ -157,10 +160,13 @@ class Progress:
     def waits(self, seconds: float, device: DevicePoint | None) -> None:
         """For how long neither host nor device have moved, and where the device is. For the watching thread."""
         self._cells[_WAITED_MS] = round(seconds * 1000)
-        self._cells[_AT_STEP] = -1 if device is None else device.step
-        if device is not None:
-            self._cells[_AT_PHASE], self._cells[_AT_COUNT] = _NUMBERS.get(device.phase, 0), device.count
-            self._cells[_AT_COMMUNICATES] = device.communicates
+        if device is None:
+            self._cells[_AT_STEP] = -1
+            return
+        self._cells[_AT_STEP] = device.step
+        self._cells[_AT_PHASE] = _NUMBERS.get(device.phase, 0)
+        self._cells[_AT_COUNT] = device.count
+        self._cells[_AT_COMMUNICATES] = device.communicates
 
     def read(self) -> Reading:
         """Batch, epoch, step and phase, as the rank last wrote them."""
@@ -168,12 +174,16 @@ class Progress:
 
     def close(self) -> None:
         """Give the shared memory back; the attributes stay, in memory of this process only."""
-        if self.descriptor >= 0:
-            shared, self._cells = self._cells, _copy(self._cells)
-            shared.release()
-            self._memory.close()  # it has a descriptor of its own
-            os.close(self.descriptor)
-            self.descriptor = -1
+        if self.descriptor < 0:
+            return
+        # The copy first: the training thread may read and write the attributes meanwhile.
+        shared = self._cells
+        copy = bytearray(shared.tobytes())
+        self._cells = memoryview(copy).cast("q")
+        shared.release()
+        self._memory.close()  # it has a descriptor of its own
+        os.close(self.descriptor)
+        self.descriptor = -1
 
 
 class RemoteProgress:
@@ -185,22 +195,26 @@ class RemoteProgress:
     """
 
     def __init__(self, pid: int | None, descriptor: int) -> None:
-        self.told, self.descriptor = Reading(), descriptor
+        self.told = Reading()
+        self.descriptor = descriptor
         self._memory: mmap.mmap | None = None
         self._cells: memoryview | None = None
+        if pid is None or descriptor < 0:
+            return
         # Another user's process, another kernel than Linux, or the process has gone: its messages have to do.
         with contextlib.suppress(OSError, ValueError):
-            if pid is not None and descriptor >= 0:
-                file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    self._memory = mmap.mmap(file, _BYTES, access=mmap.ACCESS_READ)
-                    self._cells = memoryview(self._memory).cast("q")
-                finally:
-                    os.close(file)
+            file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._memory = mmap.mmap(file, _BYTES, access=mmap.ACCESS_READ)
+                self._cells = memoryview(self._memory).cast("q")
+            finally:
+                os.close(file)
 
     def read(self) -> Reading:
         """The rank's progress as its memory has it now; as its last message told, where that cannot be seen."""
-        return self.told if self._cells is None else _read(self._cells)
+        if self._cells is None:
+            return self.told
+        return _read(self._cells)
 
     def close(self) -> None:
         """Give the memory back; what was read last stays known."""
@@ -211,14 +225,12 @@ class RemoteProgress:
             self._cells = self._memory = None
 
 
-def _copy(cells: memoryview) -> memoryview:
-    return memoryview(bytearray(cells.tobytes())).cast("q")
-
-
 def _read(cells: memoryview) -> Reading:
     device = None
     if cells[_AT_STEP] >= 0:
-        device = DevicePoint(cells[_AT_STEP], _phase(cells[_AT_PHASE]), cells[_AT_COUNT], bool(cells[_AT_COMMUNICATES]))
+        phase = _phase(cells[_AT_PHASE])
+        communicates = bool(cells[_AT_COMMUNICATES])
+        device = DevicePoint(cells[_AT_STEP], phase, cells[_AT_COUNT], communicates)
     return Reading(
         cells[_STEP],
         _phase(cells[_PHASE]),
@@ -231,4 +243,17 @@ def _read(cells: memoryview) -> Reading:
 
 
 def _phase(number: int) -> str:
-    return PHASES[number] if 0 <= number < len(PHASES) else ""
+    """The name of a phase; empty for a number that is none's."""
+    if not 0 <= number < len(PHASES):
+        return ""
+    return PHASES[number]
+
+
+def place(step: int, phase: str) -> str:
+    """`` at step 7 (backward)``, as far as either is known: -1 and an empty phase are left out."""
+    text = ""
+    if step >= 0:
+        text += f" at step {step}"
+    if phase:
+        text += f" ({phase})"
+    return text

@@ -19,9 +19,9 @@ from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.processes import kill_own_workers
 
 INTERRUPT_AFTER_S = 0.5  # errors of communication come by themselves within less
-CLEAN_UP_WITHIN_S = 1.0
+CLEAN_UP_WITHIN_S = 1.0  # each
 ALL_CLEAN_UPS_WITHIN_S = 2.5
-_LOOK_S = 0.2
+_LOOK_S = 0.2  # whether others still run hooks
 
 
 class InterruptionError(RankFailedError):
@@ -57,7 +57,9 @@ class Shutdown:
         is_waiting: Callable[[], bool],
         others_run_hooks: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._loop, self._where, self._is_waiting = loop, where, is_waiting
+        self._loop = loop
+        self._where = where
+        self._is_waiting = is_waiting
         self._others_run_hooks = others_run_hooks
         self.hooks_s = self._hooks_until = 0.0
         self._thread = threading.get_ident()
@@ -98,37 +100,45 @@ class Shutdown:
         The rank that failed may be in a hook of the user's, and gloo holds this thread until that has ended. So it has
         ``grace`` seconds again behind the hooks of others.
         """
-        self._loop.later(min(INTERRUPT_AFTER_S, grace), self.interrupt, failure)
-        self._loop.later(min(INTERRUPT_AFTER_S, grace), self._release_unless, lambda: self.is_handled)
-        self._loop.later(grace, self._release_unless, lambda: False)
+        # The interruption comes before the release: a training thread that is set free finds its error waiting.
+        interrupt_after = min(INTERRUPT_AFTER_S, grace)
+        self._loop.later(interrupt_after, self.interrupt, failure)
+        self._loop.later(interrupt_after, self._release_unhandled)
+        self._loop.later(grace, self._release)
         self._hooks_until = time.monotonic() + self.hooks_s
         force = functools.partial(self._force_when_due, code, failure.describe())
         self._loop.later(grace, self._force_if_stuck, grace, unwind, force)
 
     def interrupt(self, failure: Failure) -> bool:
         """Raise in the training thread, if it runs Python code and handles no error yet; whether it was tried."""
-        busy = self.is_handled or self.is_over or self._is_waiting() or _handles_an_exception(self._thread)
-        if busy or self._thread not in sys._current_frames():
+        if self.is_handled or self.is_over or self._is_waiting() or _handles_an_exception(self._thread):
+            return False
+        if self._thread not in sys._current_frames():
             return False
         # The interpreter is given a class, and makes the object in the other thread, without arguments: so each failure
         # has a class of its own, which knows it.
-        error = type(
-            "RankFailedError", (InterruptionError,), {"failure": failure, "__module__": RankFailedError.__module__}
-        )
+        attributes = {"failure": failure, "__module__": RankFailedError.__module__}
+        error = type("RankFailedError", (InterruptionError,), attributes)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(error))
         return True
 
-    def _release_unless(self, excused: Callable[[], bool]) -> None:
+    def _release_unhandled(self) -> None:
+        """Not where the training thread has an error in hand: ranks that have failed alike end by themselves."""
+        if not self.is_handled:
+            self._release()
+
+    def _release(self) -> None:
         """Set free a training thread that waits for a device; it has its error by then, or :meth:`interrupt`'s comes.
 
-        Later where it has one in hand: ranks that have failed alike, and end by themselves, need nothing of the kind.
-        In a thread, as this may take its time.
+        Once, and in a thread, as this may take its time.
         """
-        if self.is_over or excused():
+        if self.is_over:
             return
-        releases, self.releases = self.releases, []
+        releases = self.releases
+        self.releases = []
         for release in releases:
-            threading.Thread(target=_run_guarded, args=(release,), name="smddp-release", daemon=True).start()
+            thread = threading.Thread(target=_run_guarded, args=(release,), name="smddp-release", daemon=True)
+            thread.start()
 
     def _force_if_stuck(self, grace: float, unwind: float, force: Callable[[], None]) -> None:
         if self.is_handled:
@@ -138,11 +148,11 @@ class Shutdown:
         else:
             force()
 
-    def _wait_for_hooks(self, *patience: Any) -> None:
+    def _wait_for_hooks(self, grace: float, unwind: float, force: Callable[[], None]) -> None:
         if self._must_wait_for_hooks():
-            self._loop.later(_LOOK_S, self._wait_for_hooks, *patience)
+            self._loop.later(_LOOK_S, self._wait_for_hooks, grace, unwind, force)
         else:
-            self._loop.later(patience[0], self._force_if_stuck, *patience)
+            self._loop.later(grace, self._force_if_stuck, grace, unwind, force)
 
     def _must_wait_for_hooks(self) -> bool:
         return time.monotonic() < self._hooks_until and not self.is_handled and self._others_run_hooks()
@@ -158,14 +168,15 @@ class Shutdown:
     def force(self, code: int, reason: str) -> None:
         """Say why in one line, tidy up, and end the process, whatever its other threads do."""
         if self.error is not None:
-            os.write(2, "".join(traceback.format_exception(self.error)).encode(errors="replace"))
-        line = f"lightning-smddp: {self._where()} is ended, exit code {code}. Cause: {' '.join(reason.split())}\n"
-        os.write(2, line.encode(errors="replace"))  # not sys.stderr, whose lock another thread may hold
+            write_to_stderr("".join(traceback.format_exception(self.error)))
+        cause = " ".join(reason.split())
+        write_to_stderr(f"lightning-smddp: {self._where()} is ended, exit code {code}. Cause: {cause}\n")
         deadline = time.monotonic() + ALL_CLEAN_UPS_WITHIN_S
         for clean_up in [_flush, *reversed(self.clean_ups)]:
             thread = threading.Thread(target=_run_guarded, args=(clean_up,), daemon=True)
             thread.start()
-            thread.join(max(0.05, min(CLEAN_UP_WITHIN_S, deadline - time.monotonic())))
+            left_s = deadline - time.monotonic()
+            thread.join(max(0.05, min(CLEAN_UP_WITHIN_S, left_s)))
         # At once: `sys.exit` would only end this thread, and an orderly exit waits for threads that may wait for a
         # peer.
         os._exit(code)
@@ -179,7 +190,13 @@ def _run_guarded(clean_up: Callable[[], object]) -> None:
     try:
         clean_up()
     except Exception as error:  # the process ends in any case, and the next clean-up has its turn
-        os.write(2, f"lightning-smddp: {clean_up!r} failed: {error!r}\n".encode(errors="replace"))
+        write_to_stderr(f"lightning-smddp: {clean_up!r} failed: {error!r}\n")
+
+
+def write_to_stderr(text: str) -> None:
+    """To the descriptor, not to ``sys.stderr``, whose lock another thread may hold."""
+    with contextlib.suppress(OSError):  # it is closed, or nobody reads it
+        os.write(2, text.encode(errors="replace"))
 
 
 def _flush() -> None:

@@ -38,7 +38,8 @@ class Signals:
     def __init__(self, loop: Loop, on_signal: Callable[[int], None], signums: Iterable[int]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("Signals can be watched from the main thread only. Call `Trainer.fit` there.")
-        self._loop, self._on_signal = loop, on_signal
+        self._loop = loop
+        self._on_signal = on_signal
         self._written: Counter[int] = Counter()
         self._handled: Counter[int] = Counter()
         self._reported: Counter[int] = Counter()
@@ -61,13 +62,17 @@ class Signals:
         Afterwards :meth:`close` the descriptors in the loop's thread or after its end.
         """
         for signum, previous in self._previous.items():
-            if signal.getsignal(signum) == self._handle:
-                signal.signal(signum, signal.SIG_DFL if previous is None else previous)
-        current = signal.set_wakeup_fd(-1)
-        back = self._previous_wakeup if current == self._writer else current
-        if back >= 0:
+            if signal.getsignal(signum) != self._handle:
+                continue
+            if previous is None:  # one that was not set from Python, and cannot be set again
+                previous = signal.SIG_DFL
+            signal.signal(signum, previous)
+        descriptor = signal.set_wakeup_fd(-1)
+        if descriptor == self._writer:
+            descriptor = self._previous_wakeup
+        if descriptor >= 0:
             with contextlib.suppress(ValueError, OSError):  # closed meanwhile
-                signal.set_wakeup_fd(back)
+                signal.set_wakeup_fd(descriptor)
 
     def close(self, watched: bool = True) -> None:
         """Close the descriptors; ``watched``: the loop is still open."""
@@ -81,18 +86,21 @@ class Signals:
         self._loop.call(self._report, signum)
 
     def _read(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        try:
             data = os.read(self._reader, 4096)
-            if self._previous_wakeup >= 0:
-                with contextlib.suppress(OSError):  # full, or closed meanwhile: its owner's concern
-                    os.write(self._previous_wakeup, data)
-            for signum in data:
-                if signum in self._previous:
-                    self._written[signum] += 1
-                    self._report(signum)
+        except BlockingIOError:
+            return
+        if self._previous_wakeup >= 0:
+            with contextlib.suppress(OSError):  # full, or closed meanwhile: its owner's concern
+                os.write(self._previous_wakeup, data)
+        for signum in data:
+            if signum in self._previous:
+                self._written[signum] += 1
+                self._report(signum)
 
     def _report(self, signum: int) -> None:
         """Each signal is seen once or twice: by its byte, by its handler. The larger count is how many came."""
-        while self._reported[signum] < max(self._written[signum], self._handled[signum]):
+        came = max(self._written[signum], self._handled[signum])
+        while self._reported[signum] < came:
             self._reported[signum] += 1
             self._on_signal(signum)

@@ -55,7 +55,9 @@ class StopGate:
 
     def may_pass(self, step: int) -> bool:
         """Whether the training thread need not wait at ``step``."""
-        return self.decision is not None or (self.first is not None and step < self.first)
+        if self.decision is not None:
+            return True
+        return self.first is not None and step < self.first
 
     def verdict(self, step: int) -> Stop | None:
         """For a thread that may pass."""
@@ -77,11 +79,13 @@ class StopVote:
         tell: Callable[[Message], None],
         within_s: float,
     ) -> None:
-        self._loop, self._peers, self._tell, self._within_s = loop, peers, tell, within_s
+        self._loop = loop
+        self._peers = peers
+        self._tell = tell
+        self._within_s = within_s
         self.signum: int | None = None
         self._answers: dict[int, int] = {}
-        self._timer: Timer | None = None
-        self.missing: list[Peer] = []
+        self._timer: Timer | None = None  # while the answers are awaited
 
     def request(self, signum: int) -> None:
         """Some rank was asked to stop; the first one counts."""
@@ -97,19 +101,19 @@ class StopVote:
 
     def look(self) -> None:
         """Decide if everyone who is still there has answered."""
-        if self._timer is not None and not self._unanswered():
-            self._decide(max(self._answers.values()))
+        if self._answers and not self._unanswered():
+            self._decide(max(self._answers.values()), [])
 
     def _unanswered(self) -> list[Peer]:
         return [peer for peer in self._peers() if peer.is_in_run and peer.rank not in self._answers]
 
     def _give_up(self) -> None:
-        self.missing = self._unanswered()
-        self._decide(None)
+        self._decide(None, self._unanswered())
 
-    def _decide(self, step: int | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            missing = [peer.process.to_json() for peer in self.missing]
-            self._tell({"type": "stop", "signum": self.signum, "step": step, "missing": missing})
+    def _decide(self, step: int | None, missing: list[Peer]) -> None:
+        if self._timer is None:  # nobody has asked, or it is decided
+            return
+        self._timer.cancel()
+        self._timer = None
+        processes = [peer.process.to_json() for peer in missing]
+        self._tell({"type": "stop", "signum": self.signum, "step": step, "missing": processes})

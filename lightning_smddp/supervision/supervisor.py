@@ -19,9 +19,9 @@ from lightning_smddp.supervision.watch import Watch, WatchOptions
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_REPORT_WITHIN_S = 1.0
+_REPORT_WITHIN_S = 1.0  # until the hub's word on a report has come back
 _FIND_WITHIN_S = 2.0  # whose fault it is that a collective has timed out
-_GOODBYE_WITHIN_S = 2.0
+_GOODBYE_WITHIN_S = 2.0  # until the hub answers
 _live: weakref.WeakSet[Supervisor] = weakref.WeakSet()
 
 
@@ -40,9 +40,12 @@ class Supervisor:
     """
 
     def __init__(self, watch: Watch) -> None:
-        self._watch, self._state, self._shutdown = watch, watch.state, watch.shutdown
+        self._watch = watch
+        self._state = watch.state
+        self._shutdown = watch.shutdown
         self._gate = watch.state.gate
-        self.rank, self.progress = watch.rank, watch.progress
+        self.rank = watch.rank
+        self.progress = watch.progress
         self._pid = os.getpid()
         self._closed = False
         _live.add(self)
@@ -93,36 +96,43 @@ class Supervisor:
         kind: Kind = "exception"
         text = text_of(error)
         if isinstance(error, SystemExit):
-            kind, text = "left", f"it called sys.exit({error.code!r}) in the middle of the run"
+            kind = "left"
+            text = f"it called sys.exit({error.code!r}) in the middle of the run"
         elif isinstance(error, KeyboardInterrupt):
             kind = "stopped"
         self._watch.report(kind, text, is_of_communication(error))
         self._state.wait_for(lambda: False, _REPORT_WITHIN_S)
 
-    def explain(self, error: BaseException, wait: float = _FIND_WITHIN_S) -> BaseException:
+    def explain(self, error: BaseException) -> BaseException:
         """What to raise for ``error``, which is about to end training: itself, or the failure that it follows from.
 
-        An error of communication waits up to ``wait`` seconds for word of the rank that caused it. An error of this
-        rank's own is reported to the others. An exit after an agreed stop is neither.
+        An error of communication waits up to two seconds for word of the rank that caused it. An error of this rank's
+        own is reported to the others. An exit after an agreed stop is neither.
 
         Returns:
             ``error``, or a :class:`RankFailedError` that names the first cause; raise that ``from error``.
         """
         self._shutdown.take_over(error)
-        if isinstance(error, InterruptionError) or (self.stop_decided and not isinstance(error, Exception)):
+        if isinstance(error, InterruptionError):
+            return error
+        if self.stop_decided and not isinstance(error, Exception):  # the exit after a stop
             return error
         follows = is_of_communication(error)
         if follows and self.failure is None:
             if is_timeout(error):
                 self._watch.report_timeout(text_of(error))
-            self._state.wait_for(lambda: False, wait)
+            self._state.wait_for(lambda: False, _FIND_WITHIN_S)
         if self.failure is None:
             self.report(error)
         failure = self.failure
-        if failure is None or not follows or (failure.rank == self.rank and failure.kind == "exception"):
+        if failure is None or not follows:
+            return error
+        if failure.rank == self.rank and failure.kind == "exception":
             return error
         explained = failure.error()
-        return error if str(error) == str(explained) else explained
+        if str(error) == str(explained):
+            return error
+        return explained
 
     def at_emergency(self, clean_up: Callable[[], object]) -> None:
         """Call ``clean_up`` before a forced end, in a thread of its own and for a second at most; last one first."""
@@ -160,8 +170,11 @@ class Supervisor:
         Returns:
             Whether there was anything to wait for.
         """
-        failure, state = self.failure, self._state
-        if failure is None or failure.kind not in RUNS_HOOKS or failure.rank == self.rank or state.first_is_over:
+        failure = self.failure
+        state = self._state
+        if failure is None or failure.kind not in RUNS_HOOKS or failure.rank == self.rank:
+            return False
+        if state.first_is_over:
             return False
         with state.changed:
             state.changed.wait_for(lambda: state.first_is_over, seconds)
@@ -208,10 +221,11 @@ class Supervisor:
         gate = self._gate
         came = self._state.wait_for(lambda: gate.may_pass(step), self._watch.agree_within_s + 2.0)
         self._raise_failure()
-        if not came:
-            self._watch.call(self._watch.client.decide, gate.signum or signal.SIGTERM, None)
-            return Stop(gate.signum or signal.SIGTERM, step, agreed=False)
-        return gate.verdict(step)
+        if came:
+            return gate.verdict(step)
+        signum = gate.signum or signal.SIGTERM
+        self._watch.call(self._watch.client.decide, signum, None)
+        return Stop(signum, step, agreed=False)
 
     # ---- epochs ----
 
@@ -228,8 +242,10 @@ class Supervisor:
         """
         self._state.epoch = -1  # one of this number may have ended before; the answer needs this rank's message
         self._watch.tell({"type": "epoch", "epoch": epoch, "batches": batches, "validates": validates})
-        if not self._state.wait_for(lambda: self._state.epoch >= epoch, self._watch.collective_timeout):
-            self._watch.report_timeout(f"it waited {self._watch.collective_timeout:g} s at the end of epoch {epoch}")
+        seconds = self._watch.collective_timeout
+        came = self._state.wait_for(lambda: self._state.epoch >= epoch, seconds)
+        if not came:
+            self._watch.report_timeout(f"it waited {seconds:g} s at the end of epoch {epoch}")
             self._state.wait_for(lambda: False, _FIND_WITHIN_S)
         self._raise_failure()
 
@@ -251,7 +267,9 @@ class Supervisor:
             return self.failure
         self._closed = True
         self._shutdown.take_over()
-        self._watch.close(patience if self.rank == 0 else _GOODBYE_WITHIN_S)
+        if self.rank != 0:
+            patience = _GOODBYE_WITHIN_S
+        self._watch.close(patience)
         _live.discard(self)
         return self.failure
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 from lightning_smddp.supervision.acceptor import connect, listen
 from lightning_smddp.supervision.client import Client, ParentWatch, State
 from lightning_smddp.supervision.connection import Connection, Message
-from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind, failure_of
+from lightning_smddp.supervision.failure import RUNS_HOOKS, Failure, Kind
 from lightning_smddp.supervision.hangs import DeviceStillness
 from lightning_smddp.supervision.hub import Hub
 from lightning_smddp.supervision.loop import Loop
 from lightning_smddp.supervision.peer import OomWatch, Peer
 from lightning_smddp.supervision.processes import Process
-from lightning_smddp.supervision.progress import Progress
-from lightning_smddp.supervision.shutdown import Shutdown
+from lightning_smddp.supervision.progress import Progress, place
+from lightning_smddp.supervision.shutdown import Shutdown, write_to_stderr
 from lightning_smddp.supervision.signals import Signals
 from lightning_smddp.supervision.stop import AGREE_WITHIN_S
 
@@ -35,9 +35,9 @@ KEY = "smddp/supervision"
 HEARTBEAT_S = 1.0
 RANKS_PER_SECOND = 32  # heartbeats that the hub takes in a second; with more ranks each comes less often
 SECOND_SIGNAL_AFTER_S = 1.0  # a launcher may pass on what the terminal has sent to everyone
-_FAREWELL_S = 0.3
-_ALL_KNOW_S = 1.0
-_JOIN_S = 3.0
+_FAREWELL_S = 0.3  # for last messages
+_ALL_KNOW_S = 1.0  # for rank 0, until all others have confirmed that they know of the failure
+_JOIN_S = 3.0  # for the watching thread to end
 _log = logging.getLogger(__name__)
 
 
@@ -80,14 +80,18 @@ class Watch:
     """
 
     def __init__(self, store: Store, options: WatchOptions) -> None:
-        self._store, self._options = store, options
-        self.rank, self._world_size, self.host = options.rank, options.world_size, options.host
-        self.collective_timeout, self._stop_grace = options.collective_timeout, options.stop_grace
+        self._store = store
+        self._options = options
+        self.rank = options.rank
+        self._world_size = options.world_size
+        self.host = options.host
+        self.collective_timeout = options.collective_timeout
+        self._stop_grace = options.stop_grace
         self.agree_within_s = min(AGREE_WITHIN_S, options.stop_grace / 4)
         crowd = max(1.0, options.world_size / RANKS_PER_SECOND)
-        # A stopped rank 0 is killed with the end of stop_grace by those that have missed its heartbeats until then.
+        # Several heartbeats come in `collective_timeout`, after which silence is a failure. Several come in `stop_grace`,
+        # too: with its end a stopped rank 0 is killed by those that have missed its heartbeats until then.
         self.period = min(HEARTBEAT_S * crowd, options.collective_timeout / 4, options.stop_grace / 6)
-        self._limit = max(options.collective_timeout, 3 * self.period)  # of silence
         self.progress = Progress()
         self.state = State()
         self.stop_signal: int | None = None
@@ -99,7 +103,7 @@ class Watch:
         self.client = Client(
             self._loop,
             self._own,
-            self._limit,
+            self.collective_timeout,
             self.period,
             self.state,
             self._oom,
@@ -135,29 +139,30 @@ class Watch:
             self._own,
             self._world_size,
             self.period,
-            self._limit,
+            self.collective_timeout,
             lambda message: self._loop.call(self.client.receive, message),
             self._oom,
             self.agree_within_s,
         )
         self.client.tell = lambda message: self._loop.call(self._receive_own, message)
-        listener = None
-        if self._world_size > 1:
-            address = self._options.address
-            listener = listen(address)
-            bound, port = listener.getsockname()[:2]
-            found = {"addresses": [bound, address], "port": port, "secret": self.hub.secret}
-            self._store.set(key, json.dumps(found))
-            _log.info("The supervisor of this job listens on %s port %d until all ranks are there.", bound, port)
+        if self._world_size == 1:
+            self.hub.open(None, self._options.start_timeout)
+            return
+        address = self._options.address
+        listener = listen(address)
+        bound, port = listener.getsockname()[:2]
+        found = {"addresses": [bound, address], "port": port, "secret": self.hub.secret}
+        self._store.set(key, json.dumps(found))
+        _log.info("The supervisor of this job listens on %s port %d until all ranks are there.", bound, port)
         self.hub.open(listener, self._options.start_timeout)
 
     def _join_hub(self, key: str) -> None:
         deadline = time.monotonic() + self._options.start_timeout
         self._store.wait([key], timedelta(seconds=self._options.start_timeout))
         found = json.loads(self._store.get(key))
-        addresses = [str(one) for one in dict.fromkeys([*found["addresses"], self._options.address])]
+        addresses = list(dict.fromkeys([*found["addresses"], self._options.address]))
         try:
-            peer = connect(addresses, int(found["port"]), deadline)
+            peer = connect(addresses, found["port"], deadline)
         except OSError as error:
             raise ValueError(
                 f"Rank {self.rank} (host {self.host}) cannot reach rank 0 at {' or '.join(addresses)}, port "
@@ -189,7 +194,7 @@ class Watch:
 
     def report(self, kind: Kind, text: str, of_communication: bool) -> None:
         """This rank has failed, as ``kind`` and ``text`` say: the hub is told. May be called in any thread."""
-        failure = failure_of(self.rank, self.host, os.getpid(), self.progress.read(), kind, text)
+        failure = self._own.failure(kind, text)
         self._loop.call(self.client.report, failure, of_communication)
 
     def report_timeout(self, text: str) -> None:
@@ -216,23 +221,28 @@ class Watch:
         """Goodbye, then the end of the thread and of everything that it has."""
         if self._signals is not None and threading.current_thread() is threading.main_thread():
             self._signals.restore()
-        if self._thread.ident is not None:
-            disagreed = self.state.gate.decision == (None,)  # some rank does not answer any more
-            if self.state.welcomed and self.state.failure is None:
-                patience = min(patience, _FAREWELL_S) if disagreed else patience
-                self._loop.call(lambda: self.client.tell({"type": "bye"}))
-                self.state.wait_for(lambda: self.state.goodbye, patience)
-            if self.hub is not None and self.state.failure is not None:
-                self._wait_until_all_know(self.hub)
-            self.shutdown.is_over = True
-            if disagreed:
-                self._loop.call(self.client.kill_missing)
-            if self.hub is not None:
-                self._loop.call(self.hub.say_bye)
+        if self._thread.ident is not None:  # it was started
+            self._say_goodbye(patience)
             self._loop.stop()
             self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
             self._let_go()
+
+    def _say_goodbye(self, patience: float) -> None:
+        disagreed = self.state.gate.decision == (None,)  # some rank does not answer any more
+        if disagreed:
+            patience = min(patience, _FAREWELL_S)
+        if self.state.welcomed and self.state.failure is None:
+            self._loop.call(lambda: self.client.tell({"type": "bye"}))
+            self.state.wait_for(lambda: self.state.goodbye, patience)
+        # Asked again: a failure may have come while this rank was waiting.
+        if self.hub is not None and self.state.failure is not None:
+            self._wait_until_all_know(self.hub)
+        self.shutdown.is_over = True
+        if disagreed:
+            self._loop.call(self.client.kill_missing)
+        if self.hub is not None:
+            self._loop.call(self.hub.say_bye)
 
     def _wait_until_all_know(self, hub: Hub) -> None:
         """Before rank 0 goes, lest its end is taken for the cause."""
@@ -266,14 +276,7 @@ class Watch:
             self._loop.run()
         except BaseException as error:
             _log.exception("The supervisor of rank %d failed", self.rank)
-            failure = failure_of(
-                self.rank,
-                self.host,
-                os.getpid(),
-                self.progress.read(),
-                "exception",
-                f"its supervisor failed: {error!r}",
-            )
+            failure = self._own.failure("exception", f"its supervisor failed: {error!r}")
             self.state.attention = True
             self.state.update(failure=failure)
             for part in (self.hub, self.client.hub):  # the others find out at once
@@ -287,7 +290,8 @@ class Watch:
     def _tick(self) -> None:
         """Once a period. Time that this thread slept through, as the whole machine may have, is not counted."""
         now = time.monotonic()
-        seen, self._ticked_at = min(now - self._ticked_at, 1.5 * self.period), now
+        seen = min(now - self._ticked_at, 1.5 * self.period)
+        self._ticked_at = now
         self._oom.tick()
         if self.stillness is not None:
             self.stillness.tick(seen)
@@ -299,59 +303,78 @@ class Watch:
         self._loop.later(self.period, self._tick)
 
     def _failed(self, failure: Failure) -> None:
-        if self.state.welcomed:
-            grace = self._options.grace
-            if self.stillness is not None and failure.kind == "timeout" and failure.rank == self.rank:
-                grace /= 3  # it hangs: its end sets hosts free that wait for it by gloo, before their own time is over
-            self.shutdown.after_failure(failure, self._exit_code, grace, self._options.unwind)
+        if not self.state.welcomed:
+            return
+        grace = self._options.grace
+        if self.stillness is not None and failure.kind == "timeout" and failure.rank == self.rank:
+            grace /= 3  # it hangs: its end sets hosts free that wait for it by gloo, before their own time is over
+        self.shutdown.after_failure(failure, self._exit_code, grace, self._options.unwind)
 
     def _others_run_hooks(self) -> bool:
         """Rank 0 may have started the others, and ends them with itself. The rest need not wait for each other."""
         failure = self.state.failure
         if failure is None or failure.kind not in RUNS_HOOKS or failure.rank == self.rank:
             return False
-        return self.hub.others_are_there if self.hub is not None else not self.state.first_is_over
+        if self.hub is not None:
+            return self.hub.others_are_there
+        return not self.state.first_is_over
 
     def _exit_code(self) -> int:
-        return 1 if self.stop_signal is None else 128 + self.stop_signal
+        """As a shell shows the end by a signal, if a stop was asked for."""
+        if self.stop_signal is None:
+            return 1
+        return 128 + self.stop_signal
 
     def _where(self) -> str:
         at = self.progress.read()
-        step = f" at step {at.step}" if at.step >= 0 else ""
-        return f"rank {self.rank} (host {self.host}){step}{f' ({at.phase})' if at.phase else ''}"
+        return f"{self._own.name}{place(at.step, at.phase)}"
 
     # ---- stops ----
 
     def _signalled(self, signum: int) -> None:
-        if self.state.failure is None and self.stop_signal is None:
+        """The first signal asks for a stop; a second one, or one after a failure, ends this process."""
+        failure = self.state.failure
+        if failure is None and self.stop_signal is None:
             self._ask_to_stop(signum)
-        elif self.stop_signal is None or time.monotonic() - self._stop_at >= SECOND_SIGNAL_AFTER_S:
-            name = signal.Signals(signum).name
-            failure = self.state.failure
-            text = f"{name} came again" if failure is None else f"{name} came after this failure: {failure.describe()}"
+            return
+        if self.stop_signal is not None and time.monotonic() - self._stop_at < SECOND_SIGNAL_AFTER_S:
+            return
+        name = signal.Signals(signum).name
+        text = f"{name} came again"
+        if failure is not None:
+            text = f"{name} came after this failure: {failure.describe()}"
+        wait_s = _FAREWELL_S
+        if self.stop_signal is None and signum == signal.SIGTERM:
             # A launcher sends SIGTERM as soon as one rank has ended, while another is in a hook of the user's.
-            hooks_s = self.shutdown.postponed_s if self.stop_signal is None and signum == signal.SIGTERM else 0.0
-            self.stop_signal, self._stop_at = self.stop_signal or signum, time.monotonic()
-            self.report("stopped", text, False)
-            self._loop.later(max(_FAREWELL_S, hooks_s), self._force, text)
+            wait_s = max(_FAREWELL_S, self.shutdown.postponed_s)
+        if self.stop_signal is None:
+            self.stop_signal = signum
+        self._stop_at = time.monotonic()
+        self.report("stopped", text, False)
+        self._loop.later(wait_s, self._force, text)
 
     def _ask_to_stop(self, signum: int) -> None:
-        if self.stop_signal is None:
-            self._stop_asked(signum)
-            self.client.tell({"type": "stop", "signum": signum})
-            self._loop.later(self.agree_within_s + 2.0, self.client.decide, signum, None)  # if the hub does not answer
+        if self.stop_signal is not None:
+            return
+        self._stop_asked(signum)
+        self.client.tell({"type": "stop", "signum": signum})
+        # The first decision counts: this one only if the hub does not answer.
+        self._loop.later(self.agree_within_s + 2.0, self.client.decide, signum, None)
 
     def _stop_asked(self, signum: int) -> None:
         """Here or on another rank; from now on the time is short."""
-        if self.stop_signal is None:
-            self.stop_signal, self._stop_at = signum, time.monotonic()
-            text = f"it did not stop within {self._stop_grace:g} s of {signal.Signals(signum).name}"
-            self._loop.later(self._stop_grace, self._force, text)
-            if self.rank == 0:  # once for the job: Ctrl+C reaches all ranks of a terminal
-                line = (
-                    f"lightning-smddp: {signal.Signals(signum).name}: all ranks stop at one of the next steps, within "
-                )
-                os.write(2, f"{line}{self._stop_grace:g} s. A second signal ends a rank at once.\n".encode())
+        if self.stop_signal is not None:
+            return
+        self.stop_signal = signum
+        self._stop_at = time.monotonic()
+        name = signal.Signals(signum).name
+        grace = f"{self._stop_grace:g} s"
+        self._loop.later(self._stop_grace, self._force, f"it did not stop within {grace} of {name}")
+        if self.rank == 0:  # once for the job: Ctrl+C reaches all ranks of a terminal
+            write_to_stderr(
+                f"lightning-smddp: {name}: all ranks stop at one of the next steps, within {grace}. "
+                "A second signal ends a rank at once.\n"
+            )
 
     def _force(self, text: str) -> None:
         if not self.shutdown.is_over:
