@@ -14,7 +14,8 @@ from lightning_smddp.checkpoint.errors import CheckpointError
 from lightning_smddp.wording import counted
 
 Shape = tuple[int, ...]
-_SHOWN = 10
+_SHOWN = 10  # names of one kind in a message
+# What torch's optimizers keep for each element of a parameter, so in its shape.
 _STATE_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "exp_inf", "sum")
 _FIX = "Build the model and its optimizers with the arguments that the checkpoint was saved with, or use another one."
 
@@ -36,7 +37,9 @@ class OptimizerOutline:
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerOutline:
         """Of an optimizer that holds all of its parameters."""
-        groups = [[_shape(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        groups = []
+        for group in optimizer.param_groups:
+            groups.append([_shape(parameter) for parameter in group["params"]])
         return cls(type(optimizer).__name__, groups, needed_options(optimizer))
 
 
@@ -44,7 +47,8 @@ def needed_options(optimizer: Optimizer) -> frozenset[str]:
     """Options with numbers, such as ``betas``. Others come and go with torch's versions and have fallbacks."""
     needed = set()
     for name, value in optimizer.defaults.items():
-        if isinstance(value, (int, float, tuple, Tensor)) and not isinstance(value, bool):
+        is_number = isinstance(value, (int, float, tuple, Tensor)) and not isinstance(value, bool)
+        if is_number:
             needed.add(name)
     return frozenset(needed)
 
@@ -85,7 +89,8 @@ def check_compatibility(
 def require_none(problems: Sequence[str], path: str) -> None:
     """Raise ``CheckpointError`` if there are problems of :func:`compare_states` or :func:`compare_optimizers`."""
     if problems:
-        raise CheckpointError(path, f"does not fit: {'; '.join(problems)}", _FIX)
+        reason = "; ".join(problems)
+        raise CheckpointError(path, f"does not fit: {reason}", _FIX)
 
 
 def compare_states(
@@ -99,26 +104,33 @@ def compare_states(
         strict: whether names may not be missing or unexpected.
         exempt: beginnings of names that are not compared.
     """
-    wanted = {name: shape for name, shape in expected.items() if not name.startswith(exempt)}
-    saved = {name: _shape(value) for name, value in state.items() if not name.startswith(exempt)}
     differing = []
-    for name, shape in wanted.items():
-        if name in saved and not _interchangeable(shape, saved[name]):
-            differing.append(_differs(name, saved[name], shape))
+    missing = []
+    for name, shape in expected.items():
+        if name.startswith(exempt):
+            continue
+        if name not in state:
+            missing.append(name)
+            continue
+        saved = _shape(state[name])
+        if not _interchangeable(shape, saved):
+            differing.append(_differs(name, saved, shape))
+    unexpected = [name for name in state if name not in expected and not name.startswith(exempt)]
     problems = _listed("of another shape", differing)
     if strict:
-        problems += _listed("missing in the checkpoint", [name for name in wanted if name not in saved])
-        problems += _listed("not in the model", [name for name in saved if name not in wanted])
+        problems += _listed("missing in the checkpoint", missing)
+        problems += _listed("not in the model", unexpected)
     return problems
 
 
 def compare_optimizers(outlines: Sequence[OptimizerOutline], states: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is wrong with saved optimizer states for these optimizers; empty if nothing."""
     if len(outlines) != len(states):
-        return [f"it has the states of {counted(len(states), 'optimizer')}, the model has {len(outlines)}"]
+        saved = counted(len(states), "optimizer")
+        return [f"it has the states of {saved}, the model has {len(outlines)}"]
     problems = []
-    for index, (outline, state) in enumerate(zip(outlines, states, strict=True)):
-        for problem in _compare_optimizer(outline, state):
+    for index, outline in enumerate(outlines):
+        for problem in _compare_optimizer(outline, states[index]):
             problems.append(f"optimizer {index} ({outline.name}): {problem}")
     return problems
 
@@ -129,23 +141,25 @@ def _compare_optimizer(outline: OptimizerOutline, state: Mapping[str, Any]) -> l
     wanted = [len(shapes) for shapes in outline.groups]
     if saved != wanted:
         return [f"the checkpoint has parameter groups of {_some(saved)} parameters, the model of {_some(wanted)}"]
+    # An optimizer's state knows its parameters by number, which its groups list in the order of the model's parameters.
     missing: set[str] = set()
     shape_of: dict[Any, Shape | None] = {}
     for group, shapes in zip(groups, outline.groups, strict=True):
         missing |= outline.options - set(group)
         shape_of.update(zip(group["params"], shapes, strict=True))
     if missing:
-        return [f"it was saved by another kind of optimizer, without {', '.join(sorted(missing))}"]
+        names = ", ".join(sorted(missing))
+        return [f"it was saved by another kind of optimizer, without {names}"]
     differing = []
     for number, values in state["state"].items():
         shape = shape_of.get(number)
         if shape is None or not isinstance(values, Mapping):
             continue
         for key, value in values.items():
+            if key not in _STATE_LIKE_PARAMETER:
+                continue
             found = _shape(value)
-            if (
-                key in _STATE_LIKE_PARAMETER and found and found != shape
-            ):  # `()` is a number's, such as a count of steps
+            if found and found != shape:  # `()` is a number's, such as a count of steps
                 differing.append(_differs(f"{key} of parameter {number}", found, shape))
     return _listed("state of another shape", differing)
 
@@ -155,20 +169,27 @@ def _differs(what: str, saved: Shape | None, wanted: Shape | None) -> str:
 
 
 def _interchangeable(wanted: Shape | None, saved: Shape | None) -> bool:
-    """Old versions of torch saved a scalar as one element."""
-    return wanted is None or saved is None or wanted == saved or (wanted == () and saved == (1,))
+    """Whether a tensor of the shape ``saved`` can be loaded where ``wanted`` is needed; None is any shape."""
+    if wanted is None or saved is None or wanted == saved:
+        return True
+    return wanted == () and saved == (1,)  # old versions of torch saved a scalar as one element
 
 
 def _shape(value: Any) -> Shape | None:
     """None for what is no tensor, or has no shape yet."""
-    if not isinstance(value, Tensor) or isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+    if not isinstance(value, Tensor):
+        return None
+    if isinstance(value, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         return None
     # DeepSpeed's third stage leaves a parameter empty, with its shape beside it.
     return tuple(getattr(value, "ds_shape", value.shape))
 
 
 def _listed(what: str, found: list[str]) -> list[str]:
-    return [f"{what} ({len(found)}): {_some(found)}"] if found else []
+    """At most one problem: how many were ``found``, and the first ones."""
+    if not found:
+        return []
+    return [f"{what} ({len(found)}): {_some(found)}"]
 
 
 def _some(values: Sequence[Any]) -> str:

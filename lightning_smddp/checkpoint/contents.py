@@ -15,8 +15,8 @@ from lightning_smddp.wire.stream import to_host
 Dump = Callable[[Any], None]
 """Writes a checkpoint to the object that it is given, by calling its ``write``."""
 
-_PER_TENSOR = 512  # headers and alignment
-_BESIDE_TENSORS = 2**16
+_PER_TENSOR = 512  # bytes: headers and alignment
+_BESIDE_TENSORS = 2**16  # bytes, about: the pickle, and the zip file's table
 
 
 def dump_of(checkpoint: Any) -> Dump:
@@ -33,12 +33,12 @@ def bytes_needed(checkpoint: Any) -> int:
     sizes: dict[Any, int] = {}
     for tensor in _tensors(checkpoint, set()):
         if tensor.layout is torch.strided and not tensor.is_meta:
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr() or id(tensor)] = storage.nbytes() + _PER_TENSOR
+            sizes[_memory(tensor)] = tensor.untyped_storage().nbytes() + _PER_TENSOR
     return sum(sizes.values()) + _BESIDE_TENSORS
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in containers within containers; ``seen``: ids of those passed already, which may hold themselves."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -48,10 +48,11 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         members = value
     else:
         return
-    if id(value) not in seen:
-        seen.add(id(value))
-        for member in members:
-            yield from _tensors(member, seen)
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    for member in members:
+        yield from _tensors(member, seen)
 
 
 class Snapshot:
@@ -80,28 +81,35 @@ class Snapshot:
 
 def _copied(checkpoint: Any) -> Any:
     """A deep copy with all tensors on the CPU, in which tensors that share memory still do."""
+    # Three steps: each memory as one flat tensor of bytes, however many tensors are views of it; a copy of each of
+    # these on the host; and of each tensor the same view of the copy.
     tensors = [tensor for tensor in _tensors(checkpoint, set()) if _is_plain(tensor)]
-    flats: dict[int, Tensor] = {}  # each memory as bytes, once
+    flats: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        flats[_memory(tensor)] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        flats[_memory(tensor)] = flat.set_(storage)
+    on_host = to_host(list(flats.values()))
     copies: dict[int, Tensor] = {}
-    for (memory, flat), on_host in zip(flats.items(), to_host(list(flats.values())), strict=True):
-        copies[memory] = on_host.clone() if on_host is flat else on_host
-    # What `deepcopy` finds in its memo it does not copy: the same views of the copied memory.
+    for (memory, flat), copied in zip(flats.items(), on_host, strict=True):
+        if copied is flat:  # it was there already
+            copied = flat.clone()
+        copies[memory] = copied
+    # What `deepcopy` finds in its memo it does not copy.
     memo: dict[int, Any] = {}
     for tensor in tensors:
         storage = copies[_memory(tensor)].untyped_storage()
-        made = torch.empty(0, dtype=tensor.dtype)
-        made.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        view = torch.empty(0, dtype=tensor.dtype)
+        view.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
-            memo[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad)
+            memo[id(tensor)] = torch.nn.Parameter(view, tensor.requires_grad)
         else:
-            memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+            memo[id(tensor)] = view.requires_grad_(tensor.requires_grad)
     return copy.deepcopy(checkpoint, memo)
 
 
 def _memory(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; one without memory is by itself."""
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
@@ -109,5 +117,6 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether memory, shape and strides are all there is to it."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or vars(tensor):
         return False
-    dense = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested
-    return dense and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return False
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())

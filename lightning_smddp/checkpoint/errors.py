@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+ANOTHER = "Use an earlier checkpoint, or another copy of this one."
+"""What to do about one that is damaged."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used.
@@ -15,7 +18,9 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str, fix: str) -> None:
-        self.path, self.reason, self.fix = str(path), _one_line(reason), _one_line(fix)
+        self.path = str(path)
+        self.reason = _one_line(reason)
+        self.fix = _one_line(fix)
         super().__init__(self.path, self.reason, self.fix)  # the arguments, for pickling
 
     def __str__(self) -> str:

@@ -20,7 +20,9 @@ from lightning_smddp.checkpoint.contents import Dump
 from lightning_smddp.checkpoint.temporary import create, remove, remove_strays, temporary_name
 from lightning_smddp.checkpoint.zip_files import BrokenZipError, Writer, require_whole, write_stamped
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+# renameat2(2) has no function in `os`: constants of Linux's fcntl.h and fs.h.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.EXDEV)
 # Of errors that fsspec raises without a number.
 _NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, TimeoutError: errno.ETIMEDOUT}
@@ -54,8 +56,10 @@ def write_file(dump: Dump, path: str, needed: int, verify: bool = True) -> None:
 
 def explained(error: OSError, path: str, needed: int) -> OSError:
     """``error`` with the checkpoint's path and size in its message."""
+    number = error.errno
+    if not number:
+        number = _NUMBERS.get(type(error), errno.EIO)
     text = error.strerror or str(error)
-    number = error.errno or _NUMBERS.get(type(error), errno.EIO)
     return OSError(number, f"{text}: could not save a checkpoint, which needs {needed} bytes", path)
 
 
@@ -111,8 +115,9 @@ def put_in_place(temporary: str, final: str) -> None:
     """
     parent = os.path.dirname(os.path.abspath(final))
     previous = previous_name(final)
+    has_directory = _is_directory(temporary) or _is_directory(final)
     # At each line below, whenever the process dies there, a complete one is at `final` or at `previous`.
-    if not os.path.lexists(final) or not (_is_directory(temporary) or _is_directory(final)):
+    if not has_directory or not os.path.lexists(final):
         os.replace(temporary, final)
     elif exchange(temporary, final):
         sync_directory(parent)
@@ -134,10 +139,12 @@ def _is_directory(path: str) -> bool:
 
 def exchange(one: str, other: str) -> bool:
     """Exchange two names at once; False if this system or file system cannot."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    renameat2 = getattr(libc, "renameat2", None)
+    if renameat2 is None:
         return False
-    if function(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    status = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    if status == 0:
         return True
     number = ctypes.get_errno()
     if number in _CANNOT_EXCHANGE:
@@ -166,9 +173,12 @@ def remove_complete(path: str) -> None:
 def require_space(directory: str, needed: int) -> None:
     """Raise ``OSError`` if fewer than ``needed`` bytes are free."""
     status = os.statvfs(directory)
+    if status.f_blocks == 0:  # some network file systems report 0 of 0
+        return
     free = status.f_bavail * status.f_frsize
-    if status.f_blocks > 0 and free < needed:  # some network file systems report 0 of 0
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({free} bytes are free)")
+    if free < needed:
+        text = os.strerror(errno.ENOSPC)
+        raise OSError(errno.ENOSPC, f"{text} ({free} bytes are free)")
 
 
 def sync_directory(directory: str) -> None:

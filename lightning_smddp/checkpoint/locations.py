@@ -82,10 +82,12 @@ def _remove_remote_strays(fs: Any, directory: str) -> None:
     """Remove temporary files of more than a day ago; whether a younger one's writer lives cannot be seen."""
     with suppress(OSError, NotImplementedError):  # no reason not to save
         for entry in fs.ls(directory, detail=True, refresh=True):
-            if entry["type"] != "file" or not is_temporary(posixpath.basename(entry["name"])):
+            path = entry["name"]
+            if entry["type"] != "file" or not is_temporary(posixpath.basename(path)):
                 continue
-            if time.time() - modified_ns(fs, entry["name"]) / 1e9 > STRAY_AFTER_S:
-                fs.rm_file(entry["name"])
+            age_s = time.time() - modified_ns(fs, path) / 1e9
+            if age_s > STRAY_AFTER_S:
+                fs.rm_file(path)
 
 
 def modified_ns(fs: Any, path: str) -> int:

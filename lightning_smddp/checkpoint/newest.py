@@ -71,7 +71,8 @@ def _newest_first(locations: Iterable[str | PathLike[str]]) -> list[Any]:
             candidates.update(_local(name))
         else:
             candidates.update(_remote(fs, name))
-    return [[path, is_sharded] for _, path, is_sharded in sorted(candidates, reverse=True)]
+    newest_first = sorted(candidates, reverse=True)
+    return [[path, is_sharded] for _, path, is_sharded in newest_first]
 
 
 def _require_readable(path: str, ranks: Ranks) -> None:
@@ -102,7 +103,9 @@ def _local(location: str) -> Iterator[tuple[int, str, bool]]:
             continue
         if not os.path.isdir(path):
             yield _saved_ns(path), path, False
-        elif (sharded_ns := sharded_saved_ns(path)) is not None:
+            continue
+        sharded_ns = sharded_saved_ns(path)
+        if sharded_ns is not None:
             yield sharded_ns, path, True
 
 
@@ -137,7 +140,8 @@ def _remote_saved_ns(fs: Any, name: str) -> int:
     try:
         size = fs.size(name)
         if size:
-            said = saved_ns(fs.cat_file(name, start=max(0, size - TAIL_BYTES), end=size))
+            start = max(0, size - TAIL_BYTES)
+            said = saved_ns(fs.cat_file(name, start=start, end=size))
         if said is None:
             return modified_ns(fs, name)
         return said

@@ -36,7 +36,8 @@ class Outline:
 
     def to_json(self) -> Any:
         """Lists of pairs, as keys of JSON objects are strings."""
-        return [list(self.state_dict.items()), [list(states.items()) for states in self.optimizers]]
+        optimizers = [list(states.items()) for states in self.optimizers]
+        return [list(self.state_dict.items()), optimizers]
 
     @classmethod
     def from_json(cls, told: Any) -> Outline:
@@ -44,7 +45,9 @@ class Outline:
         entries, optimizers = told
         outline = cls(optimizers=[dict(states) for states in optimizers])
         for name, path in entries:
-            outline.state_dict[name] = None if path is None else tuple(path)
+            if path is not None:
+                path = tuple(path)
+            outline.state_dict[name] = path
         return outline
 
     @classmethod
@@ -66,7 +69,9 @@ class Outline:
             for outline in reversed(outlines):
                 if index < len(outline.optimizers):
                     states.update(outline.optimizers[index])
-            numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
+            numbers: list[int] = []
+            for group in optimizer["param_groups"]:
+                numbers += group["params"]
             whole.optimizers.append(_sorted(states, numbers))
         return whole
 
@@ -107,10 +112,11 @@ def split_checkpoint(checkpoint: Mapping[str, Any], names: Names = ()) -> Checkp
     if "state_dict" in checkpoint:
         parts.rest["state_dict"] = _split_model(checkpoint["state_dict"], parts)
     if "optimizer_states" in checkpoint:
-        parts.rest["optimizer_states"] = []
+        left = []
         for index, state in enumerate(checkpoint["optimizer_states"]):
             known = names[index] if index < len(names) else {}
-            parts.rest["optimizer_states"].append(_split_optimizer(state, str(index), known, parts))
+            left.append(_split_optimizer(state, str(index), known, parts))
+        parts.rest["optimizer_states"] = left
     return parts
 
 
@@ -120,41 +126,45 @@ def merge_checkpoint(rest: Mapping[str, Any], outline: Outline, tensors: Mapping
     if "state_dict" in rest:
         state_dict = {}
         for name, path in outline.state_dict.items():
-            state_dict[name] = rest["state_dict"][name] if path is None else tensors[path]
+            if path is None:
+                state_dict[name] = rest["state_dict"][name]
+            else:
+                state_dict[name] = tensors[path]
         checkpoint["state_dict"] = state_dict
     if "optimizer_states" in rest:
-        checkpoint["optimizer_states"] = []
+        optimizer_states = []
         for left, encoded in zip(rest["optimizer_states"], outline.optimizers, strict=True):
             states = {number: decode(value, tensors) for number, value in encoded.items()}
-            checkpoint["optimizer_states"].append({**left, "state": {**states, **left["state"]}})
+            states.update(left["state"])
+            optimizer_states.append({**left, "state": states})
+        checkpoint["optimizer_states"] = optimizer_states
     return checkpoint
 
 
 def names_of(module: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[dict[int, str]]:
     """The :data:`Names` of optimizers whose parameters, of all groups in order, are ``groups``."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     found = []
     for parameters in groups:
-        of_one: dict[int, str] = {}
+        names: dict[int, str] = {}
         for number, parameter in enumerate(parameters):
-            name = names.get(id(parameter))
-            if name is not None:
-                of_one[number] = name
-        found.append(of_one)
+            if id(parameter) in name_of:
+                names[number] = name_of[id(parameter)]
+        found.append(names)
     return found
 
 
 def _split_model(state: Mapping[str, Any], parts: CheckpointParts) -> dict[str, Any]:
     """Add the tensors of a ``state_dict`` to ``parts``; returns what is left of it."""
     left: dict[str, Any] = {}
-    known: dict[Any, Path] = {}  # names of tied weights have one path
+    paths: dict[Any, Path] = {}  # memory -> path: of names of tied weights the first one's counts
     for name, value in state.items():
-        path: Path | None = None
-        if _is_plain(value, name):
-            path = known.setdefault(_memory_of(value), ("state_dict", name))
-            parts.tensors[path] = value
-        else:
+        if not _is_plain(value, name):
             left[name] = value
+            parts.outline.state_dict[name] = None
+            continue
+        path = paths.setdefault(_memory_of(value), ("state_dict", name))
+        parts.tensors[path] = value
         parts.outline.state_dict[name] = path
     return left
 
@@ -165,12 +175,13 @@ def _split_optimizer(
     """Add the tensors of an optimizer's state to ``parts``; returns what is left of it."""
     encoded: dict[int, Any] = {}
     left: dict[Any, Any] = {}
+    # A key that is no number of a parameter is an optimizer's own: its value stays in the rest.
     for number, value in state["state"].items():
-        if isinstance(number, int):
-            name = names.get(number, f"parameter {number}")
-            encoded[number] = _encode(value, ("optimizer_states", index, name), parts.tensors)
-        else:
+        if not isinstance(number, int):
             left[number] = value
+            continue
+        name = names.get(number, f"parameter {number}")
+        encoded[number] = _encode(value, ("optimizer_states", index, name), parts.tensors)
     parts.outline.optimizers.append(encoded)
     return {**state, "state": left}
 
@@ -184,14 +195,16 @@ def _is_plain(value: Any, name: str) -> bool:
             f"{name} has no values yet, so it cannot be saved. With `meta_init` it gets them at the first batch: "
             "save after that."
         )
-    return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized
+    if type(value) not in (Tensor, nn.Parameter):
+        return False
+    return value.layout is torch.strided and not value.is_quantized
 
 
 def _memory_of(tensor: Tensor) -> Any:
     """Equal for tensors that are the same memory."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0:  # it has no memory, nor an address
         return id(tensor)
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _encode(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any]:
@@ -200,7 +213,8 @@ def _encode(value: Any, path: Path, tensors: dict[Path, Tensor]) -> list[Any]:
     try:
         plain = encode(value, own, path)
         for tensor_path, tensor in own.items():
-            if not _is_plain(tensor, ".".join(tensor_path)):
+            name = ".".join(tensor_path)
+            if not _is_plain(tensor, name):
                 raise UnknownTypeError(tensor_path, f"{type(tensor).__name__} ({tensor.layout})")
     except UnknownTypeError as error:
         raise ValueError(

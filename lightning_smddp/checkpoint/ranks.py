@@ -50,7 +50,8 @@ class Ranks:
         if self.group is None:
             return [act()]
         # Whoever fails still takes part in the exchange: the others wait in it, and hear why.
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = act()
         except Exception as caught:
@@ -86,7 +87,9 @@ def _to_json(error: Exception | None) -> list[Any] | None:
         return [type(error).__name__, str(error)]
     if error.errno is None:
         return ["OSError", str(error)]
-    filename = None if error.filename is None else str(error.filename)
+    filename = error.filename
+    if filename is not None:
+        filename = str(filename)
     return ["OSError", error.errno, error.strerror, filename]
 
 

@@ -16,11 +16,10 @@ from typing import IO, Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
 from lightning_smddp.checkpoint.locations import locate
 from lightning_smddp.checkpoint.zip_files import BrokenZipError, require_whole
 
-_ANOTHER = "Use an earlier checkpoint, or another copy of this one."
 _DAMAGED = "is cut off or damaged: the zip file's table of contents, a checksum or its end is wrong"
 _ZIP = b"PK\x03\x04"
 _LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)  # what torch.save wrote at first until torch 1.6
@@ -102,7 +101,7 @@ def _verify(file: IO[bytes], path: str) -> None:
         try:
             require_whole(file)
         except BrokenZipError as error:
-            raise CheckpointError(path, _DAMAGED, _ANOTHER) from error
+            raise CheckpointError(path, _DAMAGED, ANOTHER) from error
     elif not start.startswith(_LEGACY):
         raise CheckpointError(path, *_what_it_is(start))
 
@@ -111,17 +110,17 @@ def _what_it_is(start: bytes) -> tuple[str, str]:
     """What a file is that begins with ``start`` and is no checkpoint, and what to do."""
     text = start.lstrip().lower()
     if not start:
-        return "is empty", _ANOTHER
+        return "is empty", ANOTHER
     if start.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself", "Fetch the contents with `git lfs pull`."
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "is a web page or XML text, not a checkpoint", "Download it again: it may be an error or a login page."
     if start.startswith(b"\x80"):
-        return "is a bare pickle, which can run any code when it is read; it was not read", _ANOTHER
-    printable = sum(byte >= 32 or byte in b"\t\r\n" for byte in start)
-    if b"\0" not in start and printable > 0.95 * len(start):
+        return "is a bare pickle, which can run any code when it is read; it was not read", ANOTHER
+    printable = [byte for byte in start if byte >= 32 or byte in b"\t\r\n"]
+    if b"\0" not in start and len(printable) > 0.95 * len(start):
         return "is text, not a checkpoint", "Check the path."
-    return "is not a checkpoint, or its beginning is damaged", _ANOTHER
+    return "is not a checkpoint, or its beginning is damaged", ANOTHER
 
 
 def _load(file: IO[bytes], path: str, map_location: Any, weights_only: bool, mmap: bool) -> Any:
@@ -135,19 +134,21 @@ def _load(file: IO[bytes], path: str, map_location: Any, weights_only: bool, mma
     except Exception as error:  # a damaged file without a hash of ours, or what unpickling the user's classes raised
         first_line, _, _ = str(error).partition("\n")
         reason = f"cannot be read: {type(error).__name__}: {first_line}"
-        raise CheckpointError(path, reason, _ANOTHER) from error
+        raise CheckpointError(path, reason, ANOTHER) from error
 
 
 def _refused(message: str) -> tuple[str, str]:
     """Reason and cure for an object that is not plain data; torch's own message advises to load it regardless."""
     found = _GLOBAL.search(message)
     if found is None:
-        return "contains something else than tensors and plain data; nothing of it was run", _ANOTHER
+        return "contains something else than tensors and plain data; nothing of it was run", ANOTHER
     name = found[1].rstrip(".,")
     module, _, attribute = name.rpartition(".")
     reason = f"contains `{name}`, which is not plain data; nothing of it was run"
-    is_class = isinstance(getattr(sys.modules.get(module), attribute, None), type)
-    if not is_class or module.partition(".")[0] in _CALLS_CODE:
+    # Only a class that is imported already is advised to be allowed, and none of a module that runs code or commands.
+    found_object = getattr(sys.modules.get(module), attribute, None)
+    package, _, _ = module.partition(".")
+    if not isinstance(found_object, type) or package in _CALLS_CODE:
         return reason, "Use a checkpoint from a source that you trust."
     return reason, (
         f"If the file is your own, call `torch.serialization.add_safe_globals([{name}])` before, or save without it, "

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from lightning_smddp._compat.torch import dcp_storage_info
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
@@ -57,17 +57,19 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _ALLOWED | _DTYPES or "." in name:
-            raise _Refused(f"contains `{module}.{name}`, which is not plain data; nothing of it was run")
+        # A `name` with dots is a path of attributes, which may lead to something else than the class of that name.
+        full_name = f"{module}.{name}"
+        if "." in name or full_name not in _ALLOWED | _DTYPES:
+            raise _Refused(f"contains `{full_name}`, which is not plain data; nothing of it was run")
         return super().find_class(module, name)
 
     def load_build(self) -> None:
+        # BUILD gives the state on top of the stack to the object below it.
         kind = type(self.stack[-2])
         if kind not in _PLAIN_CLASSES:
             raise _Refused(f"changes a {kind.__name__}, which is not plain data; it was not changed")
-        if (
-            kind is dcp.TensorProperties
-        ):  # torch 2.15 has strides behind, which ours do not need, nor an older torch know
+        if kind is dcp.TensorProperties:
+            # torch 2.15 has strides behind, which ours do not need, nor an older torch know.
             self.stack[-1] = self.stack[-1][:_PROPERTIES]
         super().load_build()
 
@@ -96,16 +98,19 @@ def read_metadata(directory: str) -> Metadata:
         raise
     except Exception as error:  # whatever a damaged pickle leads to
         reason = f"is damaged, or not ours: {type(error).__name__}: {error}"
-        raise CheckpointError(path, reason, "Use an earlier checkpoint, or another copy of this one.") from error
+        raise CheckpointError(path, reason, ANOTHER) from error
 
 
 def _add_tensor(clean: Metadata, name: str, stored: Any, found: Metadata) -> None:
+    """Describe the tensor ``name`` anew in ``clean``: ``stored`` and ``found`` may hold anything."""
     if type(stored) is not TensorStorageMetadata:
         raise _Refused(f"has {name!r} as a pickle of its own, which can run any code when it is read; it was not read")
     if len(stored.chunks) != 1:
         raise ValueError(f"{name} is in {len(stored.chunks)} pieces")
-    shape = torch.Size(int(size) for size in stored.size)
-    index = MetadataIndex(name, [0] * len(shape), 0)
+    # Each tensor is one chunk, which begins at the origin.
+    shape = torch.Size([int(size) for size in stored.size])
+    origin = torch.Size([0] * len(shape))
+    index = MetadataIndex(name, origin, 0)
     info = found.storage_data[index]
     file = info.relative_path
     if os.path.basename(file) != file:
@@ -113,7 +118,8 @@ def _add_tensor(clean: Metadata, name: str, stored: Any, found: Metadata) -> Non
     dtype = stored.properties.dtype
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} has the type {dtype}")
-    chunk = dcp.ChunkStorageMetadata(index.offset or torch.Size(), shape)
-    clean.state_dict_metadata[name] = TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [chunk])
+    chunk = dcp.ChunkStorageMetadata(origin, shape)
+    properties = dcp.TensorProperties(dtype=dtype)
+    clean.state_dict_metadata[name] = TensorStorageMetadata(properties, shape, [chunk])
     clean.planner_data[name] = tuple(str(part) for part in found.planner_data[name])
     clean.storage_data[index] = dcp_storage_info(file, int(info.offset), int(info.length))

@@ -29,9 +29,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_smddp.checkpoint.contents import bytes_needed, dump_of
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
 from lightning_smddp.checkpoint.files import (
     existing,
     explained,
@@ -59,11 +60,11 @@ from lightning_smddp.checkpoint.tensor_files import (
 )
 
 MANIFEST = "manifest.json"
-_FORMAT, _MANIFEST_VERSION = "lightning-smddp sharded checkpoint", 2
-_ANOTHER = "Use an earlier checkpoint, or another copy of this one."
+_FORMAT = "lightning-smddp sharded checkpoint"
+_MANIFEST_VERSION = 2
 
 _REST = "trainer.pt"
-_VERSION = 1
+_VERSION = 1  # of its contents
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Manifest:
     @classmethod
     def of(cls, directory: str) -> Manifest:
         """Of a directory that is complete but for its manifest."""
-        sizes = {name: os.path.getsize(os.path.join(directory, name)) for name in sorted(os.listdir(directory))}
+        sizes = {}
+        for name in sorted(os.listdir(directory)):
+            sizes[name] = os.path.getsize(os.path.join(directory, name))
         return cls(time.time_ns(), sizes, _sha256_of_metadata(directory))
 
     def write(self, directory: str) -> None:
@@ -92,7 +95,12 @@ class Manifest:
         for name, size in self.sizes.items():
             files[name] = {"bytes": size}
         files[METADATA]["sha256"] = self.metadata_sha256
-        contents = {"format": _FORMAT, "version": _MANIFEST_VERSION, "saved_ns": self.saved_ns, "files": files}
+        contents = {
+            "format": _FORMAT,
+            "version": _MANIFEST_VERSION,
+            "saved_ns": self.saved_ns,
+            "files": files,
+        }
         text = json.dumps(contents, indent=1)
         with new_file(os.path.join(directory, MANIFEST)) as file:
             file.write(text.encode())
@@ -115,35 +123,39 @@ class Manifest:
                 directory, "is one plain file, not a sharded checkpoint", "It is consolidated already."
             )
         if not os.path.exists(path):
-            raise CheckpointError(directory, "is a directory without a manifest, not a complete checkpoint", _ANOTHER)
+            raise CheckpointError(directory, "is a directory without a manifest, not a complete checkpoint", ANOTHER)
         try:
             with open(path, "rb") as file:
                 told = json.load(file)
             if told["format"] != _FORMAT or told["version"] not in (1, _MANIFEST_VERSION):
                 raise ValueError(f"format {told['format']!r}, version {told['version']!r}")
-            sizes = {name: int(facts["bytes"]) for name, facts in told["files"].items()}
-            if any(os.path.basename(name) != name or not name for name in sizes):
-                raise ValueError("files outside of the directory")
-            return cls(int(told["saved_ns"]), sizes, str(told["files"][METADATA]["sha256"]))
+            sizes = {}
+            for name, facts in told["files"].items():
+                if not name or os.path.basename(name) != name:
+                    raise ValueError("files outside of the directory")
+                sizes[name] = int(facts["bytes"])
+            metadata_sha256 = str(told["files"][METADATA]["sha256"])
+            return cls(int(told["saved_ns"]), sizes, metadata_sha256)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(path, f"is damaged: {type(error).__name__}: {error}", _ANOTHER) from error
+            raise CheckpointError(path, f"is damaged: {type(error).__name__}: {error}", ANOTHER) from error
 
     def check(self, directory: str) -> None:
         """Raise ``CheckpointError`` if a file is missing or has another size, or ``.metadata`` has changed."""
         for name, expected in self.sizes.items():
             path = os.path.join(directory, name)
             if not os.path.isfile(path):
-                raise CheckpointError(path, "is missing. Each rank has to see all files of a directory", _ANOTHER)
+                raise CheckpointError(path, "is missing. Each rank has to see all files of a directory", ANOTHER)
             size = os.path.getsize(path)
             if size != expected:
-                raise CheckpointError(path, f"has {size} bytes, it was saved with {expected}", _ANOTHER)
+                raise CheckpointError(path, f"has {size} bytes, it was saved with {expected}", ANOTHER)
         if _sha256_of_metadata(directory) != self.metadata_sha256:
             path = os.path.join(directory, METADATA)
-            raise CheckpointError(path, "its contents changed since it was saved (wrong SHA-256)", _ANOTHER)
+            raise CheckpointError(path, "its contents changed since it was saved (wrong SHA-256)", ANOTHER)
 
 
 def _sha256_of_metadata(directory: str) -> str:
-    with open(os.path.join(directory, METADATA), "rb") as file:
+    path = os.path.join(directory, METADATA)
+    with open(path, "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()
 
 
@@ -186,38 +198,50 @@ def save_sharded(
     described = ranks.gather(describe)
     # Every rank makes the plan of all: it follows from what all have been told.
     plans, metadata = plan_writing([tensors for tensors, _ in described])
-    needed = sum(item.tensor_storage_size() or 0 for plan in plans for item in plan.items)
+    needed = _bytes_of(plans)
     try:
         with ExitStack() as stack:
-            directory = ranks.first(lambda: _begin(stack, final, needed + bytes_needed(parts.rest)))
+
+            def begin() -> str:
+                directory = stack.enter_context(new_directory(final))
+                require_space(directory, needed + bytes_needed(parts.rest))
+                return directory
+
+            directory = ranks.first(begin)
             writer = TensorWriter(directory, ranks.rank, files)
 
             def write() -> Any:
                 results = writer.write_data(plans[ranks.rank], BareTensors(parts.tensors))
                 return results_to_json(results.wait())
 
-            def finish(written: Sequence[Any]) -> None:
-                outline = Outline.merged([Outline.from_json(told) for _, told in described], order, parts.rest)
+            written = ranks.gather(write)
+
+            def finish() -> None:
+                outlines = [Outline.from_json(told) for _, told in described]
+                outline = Outline.merged(outlines, order, parts.rest)
                 contents = {"version": _VERSION, "outline": outline.to_json(), "checkpoint": dict(parts.rest)}
                 _finish(writer, metadata, written, contents)
                 put_in_place(directory, final)
 
-            written = ranks.gather(write)
-            ranks.first(lambda: finish(written))
+            ranks.first(finish)
     except OSError as error:
         raise explained(error, str(path), needed) from error
 
 
-def _begin(stack: ExitStack, final: str, needed: int) -> str:
-    directory = stack.enter_context(new_directory(final))
-    require_space(directory, needed)
-    return directory
+def _bytes_of(plans: Sequence[SavePlan]) -> int:
+    total = 0
+    for plan in plans:
+        for item in plan.items:
+            total += item.tensor_storage_size() or 0
+    return total
 
 
 def _finish(writer: TensorWriter, metadata: Metadata, written: Sequence[Any], contents: Mapping[str, Any]) -> None:
     """The first rank's work when all tensors are written: the other files."""
     directory = writer.directory
-    writer.finish(metadata, [results_from_json(told) for told in written])
+    results = [results_from_json(told) for told in written]
+    writer.finish(metadata, results)
+    # What is read back has no version of torch, which is not looked at.
     if read_metadata(directory) != replace(metadata, version=None):
         raise OSError(errno.EIO, f"what was read back of {METADATA} differs from what was written")
     path = os.path.join(directory, _REST)
@@ -260,8 +284,11 @@ def load_sharded(
         if verify:
             verify_tensors(directory, ranks.rank, ranks.size)
 
+    def read() -> None:
+        loaded.update(_read(directory, weights_only))
+
     ranks.gather(check)
-    ranks.gather(lambda: loaded.update(_read(directory, weights_only)))
+    ranks.gather(read)
     return loaded
 
 
@@ -270,10 +297,11 @@ def _read(directory: str, weights_only: bool | None) -> dict[str, Any]:
     path = os.path.join(directory, _REST)
     contents = read_checkpoint(path, "cpu", weights_only)
     try:
-        return merge_checkpoint(contents["checkpoint"], Outline.from_json(contents["outline"]), tensors)
+        outline = Outline.from_json(contents["outline"])
+        return merge_checkpoint(contents["checkpoint"], outline, tensors)
     except (KeyError, TypeError, ValueError) as error:
         reason = f"does not fit {METADATA} and {MANIFEST}: {type(error).__name__}: {error}"
-        raise CheckpointError(path, reason, "Use an earlier checkpoint, or another copy of this one.") from error
+        raise CheckpointError(path, reason, ANOTHER) from error
 
 
 def verify_sharded(path: str, ranks: Ranks) -> None:
@@ -330,7 +358,8 @@ def consolidate(directory: str | os.PathLike[str], file: str | os.PathLike[str])
         OSError: as the system reports it, with the bytes needed.
     """
     checkpoint = load_sharded(directory)
-    write_checkpoint(dump_of(checkpoint), file, bytes_needed(checkpoint))
+    needed = bytes_needed(checkpoint)
+    write_checkpoint(dump_of(checkpoint), file, needed)
 
 
 def shard(file: str | os.PathLike[str], directory: str | os.PathLike[str], parts: int = 1) -> None:
@@ -353,12 +382,14 @@ def shard(file: str | os.PathLike[str], directory: str | os.PathLike[str], parts
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
         raise CheckpointError(file, "was not saved by a Trainer: it has no `state_dict`", "Give another file.")
     names = [_names(state["param_groups"]) for state in checkpoint.get("optimizer_states", [])]
-    save_sharded(checkpoint, directory, names, list(checkpoint["state_dict"]), files=parts)
+    order = list(checkpoint["state_dict"])
+    save_sharded(checkpoint, directory, names, order, files=parts)
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[int, str]:
     """Those of parameters that an optimizer was given with their names."""
     names: dict[int, str] = {}
     for group in groups:
-        names.update(zip(group["params"], group.get("param_names") or (), strict=False))
+        given = group.get("param_names") or ()
+        names.update(zip(group["params"], given, strict=False))  # most groups have no names at all
     return names

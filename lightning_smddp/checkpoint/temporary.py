@@ -15,7 +15,7 @@ from contextlib import suppress
 _TEMPORARY = re.compile(r"\.tmp-.*-[0-9a-f]{16}", re.DOTALL)
 _NAME_LENGTH = 50  # of the checkpoint's name in that of a temporary file, which may have 255 bytes
 STRAY_AFTER_S = 24 * 3600.0  # where nobody can tell whether its writer lives
-_ATTEMPTS = 100
+_ATTEMPTS = 100  # to make one that nobody takes for a stray one
 
 
 def temporary_name(name: str) -> str:
@@ -44,7 +44,8 @@ def create(parent: str, name: str, make: Callable[[str], int]) -> tuple[int, str
         descriptor = make(path)
         # Between its creation and its lock somebody may take it for a stray one: then he has its lock, or it has no
         # name any more.
-        if lock(descriptor) is not False and os.fstat(descriptor).st_nlink > 0:
+        is_taken = lock(descriptor) is False
+        if not is_taken and os.fstat(descriptor).st_nlink > 0:
             return descriptor, path
         os.close(descriptor)
     raise OSError(errno.EBUSY, "temporary files are removed as soon as they are made", parent)
@@ -74,9 +75,13 @@ def remove_strays(parent: str) -> list[str]:
 
     Follows no symbolic link.
     """
+    strays = []
     with os.scandir(parent) as entries:
-        found = [e for e in entries if is_temporary(e.name)]
-        strays = [e.name for e in found if e.is_file(follow_symlinks=False) or e.is_dir(follow_symlinks=False)]
+        for entry in entries:
+            if not is_temporary(entry.name):
+                continue
+            if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
+                strays.append(entry.name)
     removed = []
     for name in strays:
         with suppress(OSError):  # gone meanwhile, or not ours: no reason not to save
@@ -86,15 +91,19 @@ def remove_strays(parent: str) -> list[str]:
 
 
 def _remove_stray(path: str) -> bool:
-    kind = os.O_RDONLY | os.O_DIRECTORY if os.path.isdir(path) else os.O_RDWR  # which NFS needs for a lock
+    """Whether it was removed: not if its writer lives."""
+    kind = os.O_RDWR  # which NFS needs for a lock
+    if os.path.isdir(path):
+        kind = os.O_RDONLY | os.O_DIRECTORY
     descriptor = os.open(path, kind | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         # Whose writer lives is locked. Where there are no locks, age has to do.
-        locked = lock(descriptor)
-        old = time.time() - os.fstat(descriptor).st_mtime > STRAY_AFTER_S
-        if locked or (locked is None and old):
+        is_stray = lock(descriptor)
+        if is_stray is None:
+            age_s = time.time() - os.fstat(descriptor).st_mtime
+            is_stray = age_s > STRAY_AFTER_S
+        if is_stray:
             remove(path)
-            return True
-        return False
+        return is_stray
     finally:
         os.close(descriptor)

@@ -36,15 +36,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_smddp._compat.torch import dcp_storage_info
-from lightning_smddp.checkpoint.errors import CheckpointError
+from lightning_smddp.checkpoint.errors import ANOTHER, CheckpointError
 from lightning_smddp.checkpoint.files import new_file, require_as_written
 from lightning_smddp.checkpoint.safe_metadata import read_metadata
 from lightning_smddp.checkpoint.zip_files import BrokenZipError, require_whole
 from lightning_smddp.wire.encode import Path, dtype_of, name_of_dtype
 
-_ALIGNMENT = 64
-_ANOTHER = "Use an earlier checkpoint, or another copy of this one."
-_BROKEN = (ValueError, RuntimeError, zipfile.BadZipFile, struct.error, AttributeError, StopIteration)
+_ALIGNMENT = 64  # bytes: that to which torch aligns values within an archive
+_BROKEN = (ValueError, RuntimeError, zipfile.BadZipFile, struct.error, AttributeError)
 
 
 def name_of(path: Path) -> str:
@@ -96,7 +95,8 @@ class BareTensors(DefaultSavePlanner):
 
     def __init__(self, tensors: Mapping[Path, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.set_up_planner({name_of(path): tensor for path, tensor in tensors.items()})
+        by_name = {name_of(path): tensor for path, tensor in tensors.items()}
+        self.set_up_planner(by_name)
 
     def transform_object(self, write_item: WriteItem, object: Tensor) -> Tensor:
         """On the CPU, contiguous, alone in its memory, and without a flag that its values are to be conjugated."""
@@ -128,7 +128,8 @@ class TensorWriter(FileSystemWriter):
             OSError: as the system reports it, or as what was read back differs.
         """
         results: list[WriteResult] = []
-        for number, items in enumerate(_divide(plan.items, self._files)):
+        pieces = _divide(plan.items, self._files)
+        for number, items in enumerate(pieces):
             results += self._write_file(f"{self._prefix}{number}.distcp", items, planner)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -139,11 +140,13 @@ class TensorWriter(FileSystemWriter):
         path = os.path.join(self.directory, name)
         with new_file(path) as file:
             for item in items:
-                file.write(bytes(-file.size % _ALIGNMENT))
+                padding = -file.size % _ALIGNMENT
+                file.write(bytes(padding))
                 begin = file.size
                 torch.save(planner.resolve_data(item), cast(IO[bytes], file))  # of a file it needs `write` only
                 length = file.size - begin
-                results.append(WriteResult(item.index, length, dcp_storage_info(name, begin, length)))
+                place = dcp_storage_info(name, begin, length)
+                results.append(WriteResult(item.index, length, place))
         with MappedFile(path) as written:
             for result in results:
                 require_as_written(written.part(result.storage_data))
@@ -159,10 +162,11 @@ def _divide(items: Sequence[WriteItem], files: int) -> list[list[WriteItem]]:
     sizes = [item.tensor_storage_size() or 0 for item in items]
     total = max(1, sum(sizes))
     pieces: list[list[WriteItem]] = [[] for _ in range(files)]
+    # An item belongs to the piece in which its first byte is, if all bytes are cut into equal ones.
     before = 0
     for item, size in zip(items, sizes, strict=True):
-        number = min(files - 1, before * files // total)
-        pieces[number].append(item)
+        number = before * files // total
+        pieces[min(number, files - 1)].append(item)  # behind the last byte there may be empty tensors
         before += size
     return [piece for piece in pieces if piece]
 
@@ -182,7 +186,8 @@ def results_from_json(told: Sequence[Any]) -> list[WriteResult]:
     results = []
     for name, dimensions, file, begin, length in told:
         index = MetadataIndex(name, [0] * dimensions, 0)
-        results.append(WriteResult(index, length, dcp_storage_info(file, begin, length)))
+        place = dcp_storage_info(file, begin, length)
+        results.append(WriteResult(index, length, place))
     return results
 
 
@@ -197,7 +202,8 @@ def load_tensors(directory: str) -> dict[Path, Tensor]:
     Raises:
         CheckpointError: ``.metadata`` cannot be used, or a file does not contain what it says.
     """
-    reader, planner = TensorReader(directory), MappedTensors()
+    reader = TensorReader(directory)
+    planner = MappedTensors()
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner({}, metadata, is_coordinator=True)
@@ -218,9 +224,11 @@ class MappedTensors(DefaultLoadPlanner):
         assert metadata is not None
         for name, stored in metadata.state_dict_metadata.items():
             assert isinstance(stored, TensorStorageMetadata)
-            device = "meta" if stored.size.numel() else "cpu"
+            device = "cpu" if stored.size.numel() == 0 else "meta"
             state_dict[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Keep a tensor that was read."""
@@ -252,7 +260,8 @@ class TensorReader(FileSystemReader):
             if name not in files:
                 files[name] = MappedFile(path)
             try:
-                tensor = _map_tensor(files[name], stored, planner.resolve_tensor(item))
+                like = planner.resolve_tensor(item)
+                tensor = _map_tensor(files[name], stored, like)
             except _BROKEN as error:
                 raise _misplaced(path, item.storage_index.fqn) from error
             planner.commit_tensor(item, tensor)
@@ -267,7 +276,9 @@ def verify_tensors(directory: str, rank: int = 0, ranks: int = 1) -> None:
     Raises:
         CheckpointError: one is damaged; it names the file.
     """
-    stored = sorted(read_metadata(directory).storage_data.items(), key=lambda pair: -pair[1].length)
+    # The largest first, dealt out like cards: so the shares are about equal.
+    stored = list(read_metadata(directory).storage_data.items())
+    stored.sort(key=lambda pair: pair[1].length, reverse=True)
     for index, info in stored[rank::ranks]:
         path = os.path.join(directory, info.relative_path)
         try:
@@ -275,18 +286,20 @@ def verify_tensors(directory: str, rank: int = 0, ranks: int = 1) -> None:
                 require_whole(file.part(info))
         except BrokenZipError as error:
             reason = f"{index.fqn} in it is damaged: a checksum, or the table of contents of its archive, is wrong"
-            raise CheckpointError(path, reason, _ANOTHER) from error
+            raise CheckpointError(path, reason, ANOTHER) from error
         except ValueError as error:
             raise _misplaced(path, index.fqn) from error
 
 
 def _misplaced(path: str, name: str) -> CheckpointError:
-    return CheckpointError(path, f"{name} is not at its place in the file", _ANOTHER)
+    return CheckpointError(path, f"{name} is not at its place in the file", ANOTHER)
 
 
 def _map_tensor(file: MappedFile, stored: Any, like: Tensor) -> Tensor:
+    """A tensor of the dtype and shape of ``like`` whose memory is the mapped file, which it keeps open."""
     size = like.nbytes
     begin, length = _find_values(file.part(stored))
+    # What a file says of itself is not trusted: the values have to be inside of the tensor's own archive.
     if length != size or not 0 <= begin <= stored.length - size:
         raise ValueError(f"{length} bytes for {size}")
     data = torch.frombuffer(file.memory, dtype=torch.uint8, count=size, offset=stored.offset + begin)
@@ -296,13 +309,18 @@ def _map_tensor(file: MappedFile, stored: Any, like: Tensor) -> Tensor:
 def _find_values(archive: IO[bytes]) -> tuple[int, int]:
     """Where in a ``torch.save`` archive of one tensor its values are: begin and length."""
     with zipfile.ZipFile(archive) as records:
-        info = next(info for info in records.infolist() if info.filename.endswith("/data/0"))
+        found = [info for info in records.infolist() if info.filename.endswith("/data/0")]
+    if not found:
+        raise ValueError("no values")
+    info = found[0]
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError("compressed values")
-    # A record begins with a header of 30 bytes, its name, and extra bytes by which torch aligns the values.
+    # A record begins with a header of 30 bytes, its name, and extra bytes by which torch aligns the values. The last
+    # four bytes of the header are the lengths of these two.
     archive.seek(info.header_offset + 26)
     name_length, extra_length = struct.unpack("<HH", archive.read(4))
-    return info.header_offset + 30 + name_length + extra_length, info.file_size
+    begin = info.header_offset + 30 + name_length + extra_length
+    return begin, info.file_size
 
 
 class MappedFile:
@@ -329,7 +347,9 @@ class _Part(io.RawIOBase):
     def __init__(self, memory: mmap.mmap, begin: int, length: int) -> None:
         if begin < 0 or length < 0 or begin + length > len(memory):
             raise ValueError(f"bytes {begin} to {begin + length} of {len(memory)}")
-        self._memory, self._begin, self._length = memory, begin, length
+        self._memory = memory
+        self._begin = begin
+        self._length = length
         self._position = 0
 
     def readable(self) -> bool:
@@ -339,12 +359,16 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        self._position = max(0, start + offset)
+        if whence == os.SEEK_CUR:
+            offset += self._position
+        elif whence == os.SEEK_END:
+            offset += self._length
+        self._position = max(0, offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self._length - self._position))
+        left = max(0, self._length - self._position)
+        count = min(len(buffer), left)
         begin = self._begin + self._position
         buffer[:count] = self._memory[begin : begin + count]
         self._position += count

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 TAIL_BYTES = 150  # of the file: the comment is in them
-_END_RECORD, _END_RECORD_BYTES = b"PK\x05\x06", 22
+_END_RECORD = b"PK\x05\x06"
+_END_RECORD_BYTES = 22
 _LONGEST_COMMENT = 2**16
 # Files of earlier versions have a version number before, and a hash behind.
 _SAVED = re.compile(rb"lightning-smddp (?:1 )?saved=(\d{20})(?: sha256=[0-9a-f]{64})?\Z")
@@ -72,6 +73,7 @@ def _require_end(file: IO[bytes]) -> None:
     tail = file.read()
     start = tail.rfind(_END_RECORD)
     end = start + _END_RECORD_BYTES
+    # The last two bytes of the end's record are the length of the comment behind it.
     comment_bytes = int.from_bytes(tail[end - 2 : end], "little")
     if start < 0 or end + comment_bytes != len(tail):
         raise BrokenZipError("its end is not where it says")
