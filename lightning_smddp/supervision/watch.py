@@ -89,8 +89,8 @@ class Watch:
         self._stop_grace = options.stop_grace
         self.agree_within_s = min(AGREE_WITHIN_S, options.stop_grace / 4)
         crowd = max(1.0, options.world_size / RANKS_PER_SECOND)
-        # Several heartbeats come in `collective_timeout`, after which silence is a failure. Several come in `stop_grace`,
-        # too: with its end a stopped rank 0 is killed by those that have missed its heartbeats until then.
+        # Several heartbeats come in `collective_timeout`, after which silence is a failure. So they do in `stop_grace`:
+        # with its end a stopped rank 0 is killed by those that have missed its heartbeats until then.
         self.period = min(HEARTBEAT_S * crowd, options.collective_timeout / 4, options.stop_grace / 6)
         self.progress = Progress()
         self.state = State()
