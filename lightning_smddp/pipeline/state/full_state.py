@@ -10,9 +10,9 @@ import hashlib
 import json
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,12 +41,11 @@ class AbsentParameter(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for each torch function that gets such a parameter, unless a mode comes first."""
         kwargs = kwargs or {}
-        hidden = getattr(function, "__name__", "") in ("__get__", "__set__") and name_of(function).startswith("_")
-        harmless = hidden or kind_of(function, args) in _HARMLESS or sets_flag(function)
+        is_allowed = getattr(_allowed, "depth", 0) > 0
         with without_torch_function():
-            if harmless or name_of(function) == "grad" or getattr(_allowed, "depth", 0) > 0:
+            if is_allowed or _is_harmless(function, args):
                 return function(*args, **kwargs)
-            absent = next((leaf for leaf in leaves((args, kwargs)) if _is_absent(leaf)), None)
+            absent = _first_absent(leaves((args, kwargs)))
             if absent is None:
                 return function(*args, **kwargs)
         name, rank = vars(absent)["_held_by"]
@@ -57,8 +56,20 @@ class AbsentParameter(nn.Parameter):
         )
 
 
-def _is_absent(leaf: Any) -> bool:
-    return isinstance(leaf, AbsentParameter) and leaf.is_meta
+def _is_harmless(function: Any, args: Any) -> bool:
+    """Whether ``function`` needs no values: it asks for metadata, a flag, ``grad``, or a private attribute of torch."""
+    name = name_of(function)
+    is_attribute = getattr(function, "__name__", "") in ("__get__", "__set__")
+    if is_attribute and name.startswith("_"):
+        return True
+    return name == "grad" or kind_of(function, args) in _HARMLESS or sets_flag(function)
+
+
+def _first_absent(arguments: Sequence[Any]) -> AbsentParameter | None:
+    for leaf in arguments:
+        if isinstance(leaf, AbsentParameter) and leaf.is_meta:
+            return leaf
+    return None
 
 
 def mark_absent(parameter: nn.Parameter, name: str, rank: int) -> None:
@@ -102,19 +113,32 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int =
         ValueError: on every rank, if the ranks' models differ.
     """
     named = named_tensors(module)
-    facts = [[name, *Spec.of(tensor).to_json(), tensor.is_meta] for name, tensor in named.items()]
+    facts = []
+    for name, tensor in named.items():
+        facts.append([name, *Spec.of(tensor).to_json(), tensor.is_meta])
+    # A digest of a few bytes from each rank in general; the facts of all tensors only where digests differ.
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    if len(set(gather_json(digest, group, device))) > 1:
-        gathered = gather_json(facts, group, device)
-        other = next(rank for rank, remote in enumerate(gathered) if remote != gathered[source])
-        different = [fact for fact in gathered[other] if fact not in gathered[source]]
-        different = different or [fact for fact in gathered[source] if fact not in gathered[other]]
-        raise ValueError(
-            f"The models of rank {source} and rank {other} differ, first in {different[:1]} (name, shape, dtype, on "
-            "the meta device). Build the same model on every rank: nothing in it may depend on the rank."
-        )
+    digests = gather_json(digest, group, device)
+    if len(set(digests)) > 1:
+        _raise_difference(gather_json(facts, group, device), source)
     tensors = [tensor.detach() for tensor in named.values() if not tensor.is_meta]
-    broadcast_tensors([Spec.of(tensor) for tensor in tensors], tensors, group, source, device)
+    specs = [Spec.of(tensor) for tensor in tensors]
+    broadcast_tensors(specs, tensors, group, source, device)
+
+
+def _raise_difference(gathered: Sequence[list[Any]], source: int) -> NoReturn:
+    """Name the first fact in which the first rank that differs from ``source`` does."""
+    expected = gathered[source]
+    others = [rank for rank, facts in enumerate(gathered) if facts != expected]
+    other = others[0]
+    found = gathered[other]
+    different = [fact for fact in found if fact not in expected]
+    if not different:
+        different = [fact for fact in expected if fact not in found]
+    raise ValueError(
+        f"The models of rank {source} and rank {other} differ, first in {different[:1]} (name, shape, dtype, on "
+        "the meta device). Build the same model on every rank: nothing in it may depend on the rank."
+    )
 
 
 def release(module: nn.Module, ownership: Ownership, rank: int) -> None:
@@ -164,8 +188,10 @@ def full_state_dict(
         to_all: False leaves all ranks but the first with an empty dict.
         device: where ``group``'s backend has its messages.
     """
-    received = gather_tensors(_spoken_for(module, ownership, group.rank()), group, to_all, device)
-    if not to_all and group.rank() != 0:
+    rank = group.rank()
+    local = _spoken_for(module, ownership, rank)
+    received = gather_tensors(local, group, to_all, device)
+    if not to_all and rank != 0:
         return {}
     with _lent(module, received):
         state: dict[str, Any] = module.state_dict()
@@ -181,14 +207,14 @@ def partial_state_dict(module: nn.Module, ownership: Ownership, rank: int) -> di
     owned = {*ownership.parameters, *ownership.buffers}
     part = {}
     for key, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            name = names.get(id(value))
-            if value.is_meta or (name in owned and ownership.owner(name) != rank):
-                continue
-            value = value.detach()
-        elif rank != 0:
+        if not isinstance(value, Tensor):
+            if rank == 0:
+                part[key] = value
             continue
-        part[key] = value
+        name = names.get(id(value))
+        is_of_another = name in owned and ownership.owner(name) != rank
+        if not value.is_meta and not is_of_another:
+            part[key] = value.detach()
     return part
 
 
@@ -219,21 +245,31 @@ def gather_full(
         device: where ``group``'s backend has its messages.
         to: where parameters of other ranks go, by one rank's share after the other; ``device`` if None.
     """
-    named, rank = named_tensors(module), group.rank()
-    for share in gathered_shares(_spoken_for(module, ownership, rank), group, True, device):
+    rank = group.rank()
+    named = named_tensors(module)
+    destination = device if to is None else to
+    local = _spoken_for(module, ownership, rank)
+    for share in gathered_shares(local, group, True, device):
         for name, value in share.items():
-            if named[name].is_meta:
-                set_contents(named[name], value.to(device if to is None else to))
+            tensor = named[name]
+            if tensor.is_meta:
+                set_contents(tensor, value.to(destination))
             elif name in ownership.buffers and ownership.buffers[name] != rank:
-                set_contents(named[name], value.to(named[name].device))
+                set_contents(tensor, value.to(tensor.device))
 
 
 def _spoken_for(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, Tensor]:
     """The tensors that ``rank`` owns."""
     ownership.check(module)
     named = named_tensors(module)
-    names = [*ownership.parameters, *(name for name in ownership.buffers if name in named)]
-    return {name: named[name] for name in names if ownership.owner(name) == rank}
+    found: dict[str, Tensor] = {}
+    for name in ownership.parameters:
+        if ownership.owner(name) == rank:
+            found[name] = named[name]
+    for name, owner in ownership.buffers.items():
+        if owner == rank and name in named:
+            found[name] = named[name]
+    return found
 
 
 @contextmanager
@@ -260,9 +296,10 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` itself with its tensors on the CPU; those that shared memory still do."""
     moved: dict[tuple[Any, ...], Tensor] = {}
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.device.type != "cpu":
-            memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            if memory not in moved:
-                moved[memory] = value.cpu()
-            state[key] = moved[memory]
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            continue
+        what = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        if what not in moved:
+            moved[what] = value.cpu()
+        state[key] = moved[what]
     return state

@@ -27,8 +27,10 @@ def parameters_on_meta() -> Iterator[None]:
     """
 
     def forget_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        is_new = dict(module.named_parameters(recurse=False)).get(name) is None
-        if parameter is not None and is_new and not parameter.is_meta:
+        if parameter is None or parameter.is_meta:
+            return
+        known = dict(module.named_parameters(recurse=False))
+        if name not in known:
             set_contents(parameter, torch.empty_like(parameter, device="meta"))
 
     handle = register_module_parameter_registration_hook(forget_values)
@@ -56,19 +58,23 @@ def materialize(module: nn.Module, names: Collection[str], device: torch.device,
     Raises:
         ValueError: a module has no initialiser, or it leaves something without values.
     """
-    wanted = {id(parameter) for name, parameter in module.named_parameters() if name in names and parameter.is_meta}
+    wanted: set[int] = set()  # ids of parameters without values so far
+    for name, parameter in module.named_parameters():
+        if name in names and parameter.is_meta:
+            wanted.add(id(parameter))
     values: list[tuple[nn.Parameter, Tensor]] = []
     with _all_on_meta(module):  # an initialiser sees no values but those that it sets
         for name, child in module.named_modules():
             parameters = dict(child.named_parameters(recurse=False))
             local = [key for key, parameter in parameters.items() if id(parameter) in wanted]
             buffers = [key for key, buffer in child.named_buffers(recurse=False) if buffer.is_meta]
-            if local or buffers:
-                initialisation = _Initialisation(module, name, parameters, local, buffers)
-                values += initialisation.run(device, seed)
-                # A tied parameter has its values now, from the first module that names it, as in a model that was built
-                # whole.
-                wanted -= {id(parameters[key]) for key in local}
+            if not local and not buffers:
+                continue
+            initialisation = _Initialisation(module, name, parameters, local, buffers)
+            values += initialisation.run(device, seed)
+            # A tied parameter has its values now, from the first module that names it, as in a model that was built
+            # whole.
+            wanted.difference_update(id(parameters[key]) for key in local)
     for parameter, value in values:
         set_contents(parameter, value)
 
@@ -76,11 +82,13 @@ def materialize(module: nn.Module, names: Collection[str], device: torch.device,
 @contextmanager
 def _all_on_meta(module: nn.Module) -> Iterator[None]:
     """Within it no parameter has values; then those that had some have them again."""
-    hidden = [(p, torch.empty_like(p, device="meta", requires_grad=p.requires_grad)) for p in module.parameters()]
-    hidden = [(parameter, contents) for parameter, contents in hidden if not parameter.is_meta]
-    for parameter, contents in hidden:
-        swap_contents(parameter, contents)
+    hidden: list[tuple[nn.Parameter, Tensor]] = []
     try:
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                contents = torch.empty_like(parameter, device="meta", requires_grad=parameter.requires_grad)
+                swap_contents(parameter, contents)
+                hidden.append((parameter, contents))
         yield
     finally:
         for parameter, contents in hidden:
@@ -92,6 +100,13 @@ class _Initialisation:
 
     All of its parameters do, whether this rank holds them (``local``) or not, as they draw from the same random numbers
     in turn: so a parameter's first values are the same in every layout.
+
+    Args:
+        root: the model.
+        name: of the module in it.
+        parameters: the module's own, by their names in it.
+        local: names of those among them that this rank holds.
+        buffers: names of its buffers on the meta device.
     """
 
     def __init__(
@@ -102,7 +117,9 @@ class _Initialisation:
         local: list[str],
         buffers: list[str],
     ) -> None:
-        self.root, self.name, self.module = root, name, root.get_submodule(name)
+        self.root = root
+        self.name = name
+        self.module = root.get_submodule(name)
         self.parameters = parameters
         self.local = local
         self.buffers = buffers
@@ -115,7 +132,8 @@ class _Initialisation:
             swap_contents(parameter, contents[key])
         try:
             for key in self.buffers:
-                set_contents(getattr(self.module, key), _blank(getattr(self.module, key), device))
+                buffer = getattr(self.module, key)
+                set_contents(buffer, _blank(buffer, device))
             devices = [device] if device.type == "cuda" else []
             with torch.random.fork_rng(devices=devices), torch.no_grad():
                 # A seed of its own for each module and each of its initialisers: what is drawn depends neither on
@@ -137,14 +155,15 @@ class _Initialisation:
         if own is not None:
             found.append((f"{self.name}()", own))
         for path in _outwards(self.name):
-            around = _init_weights_around(self.root, path)
-            if around is not None:
-                found.append((path, partial(around, self.root.get_submodule(path))))
+            init_weights = _init_weights_around(self.root, path)
+            if init_weights is not None:
+                module = self.root.get_submodule(path)
+                found.append((path, partial(init_weights, module)))
         if not found:
+            empty = ", ".join([*self.local, *self.buffers])
             raise ValueError(
-                f"{self._title()} has {', '.join([*self.local, *self.buffers])} on the meta device and nothing that "
-                f"sets their first values. Define `reset_parameters(self)` in {type(self.module).__name__}, or create "
-                "it on a real device."
+                f"{self._title()} has {empty} on the meta device and nothing that sets their first values. Define "
+                f"`reset_parameters(self)` in {type(self.module).__name__}, or create it on a real device."
             )
         return found
 
@@ -157,9 +176,9 @@ class _Initialisation:
                 setattr(self.module, key, parameter)
 
     def _check(self) -> None:
-        tensors: list[tuple[str, Tensor]] = [(key, self.parameters[key]) for key in self.local]
-        tensors += [(key, getattr(self.module, key)) for key in self.buffers]
-        empty = [key for key, tensor in tensors if _bare(tensor)]
+        """Raise ``ValueError`` if something is without values still."""
+        empty = [key for key in self.local if _bare(self.parameters[key])]
+        empty += [key for key in self.buffers if _bare(getattr(self.module, key))]
         if empty:
             raise ValueError(
                 f"The initialisation of {self._title()} leaves {', '.join(empty)} without values. Set them in its "
@@ -174,26 +193,29 @@ class _Initialisation:
 
 def _outwards(name: str) -> list[str]:
     """``"a.b"`` gives ``["a.b", "a", ""]``."""
-    parts: list[str] = []
-    if name:
-        parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+    paths = []
+    while name:
+        paths.append(name)
+        name, _, _ = name.rpartition(".")
+    return [*paths, ""]
 
 
 def _seed(*facts: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    return int.from_bytes(digest[:7], "big")  # torch's seeds have 64 bits
 
 
 def _init_weights_around(root: nn.Module, name: str) -> Callable[[nn.Module], object] | None:
     """``_init_weights`` of the innermost module from ``name`` outwards whose signature takes one module."""
     for path in _outwards(name):
         method: Any = getattr(root.get_submodule(path), "_init_weights", None)
-        if callable(method):
-            try:
-                inspect.signature(method).bind(root)
-            except TypeError:  # someone else's meaning of the name
-                continue
-            return cast(Callable[[nn.Module], object], method)
+        if not callable(method):
+            continue
+        try:
+            inspect.signature(method).bind(root)
+        except TypeError:  # someone else's meaning of the name
+            continue
+        return cast(Callable[[nn.Module], object], method)
     return None
 
 
@@ -214,6 +236,7 @@ def _bare(tensor: Tensor) -> bool:
 
 
 def _marker(dtype: torch.dtype) -> float | int:
+    """NaN, or the largest integer, which no initialiser leaves behind; bool has no such value."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     if dtype == torch.bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -33,6 +34,19 @@ def require_divisible(optimizer: Optimizer) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Group:
+    """What a parameter group has in the whole model.
+
+    Attributes:
+        parameters: those of all ranks.
+        labels: "param_names" of an optimizer that was built from named parameters, else None.
+    """
+
+    parameters: list[nn.Parameter]
+    labels: list[str] | None
+
+
 class OptimizerPartition:
     """Reduces ``optimizer`` to the parameters of one rank, and saves and loads the state of the whole.
 
@@ -54,8 +68,7 @@ class OptimizerPartition:
         self.rank = rank
         self.placeholder: nn.Parameter | None = None
         self._names = names
-        self._groups: list[list[nn.Parameter]] = []  # of the whole model
-        self._labels: list[list[str] | None] = []  # "param_names" of optimizers built from named parameters
+        self._groups: list[_Group] = []  # of the whole model
         self.refresh()
 
     @property
@@ -85,8 +98,8 @@ class OptimizerPartition:
             )
         for group in groups[len(self._groups) :]:
             self._check(group["params"])
-            self._groups.append(list(group["params"]))
-            self._labels.append(group.get("param_names"))
+            whole = _Group(list(group["params"]), group.get("param_names"))
+            self._groups.append(whole)
         self._filter()
 
     @contextmanager
@@ -146,8 +159,9 @@ class OptimizerPartition:
             return {}
         everything = {}
         for parameter in self._all():
-            if self._names[id(parameter)] in found:
-                everything[parameter] = found[self._names[id(parameter)]]
+            name = self._name_of(parameter)
+            if name in found:
+                everything[parameter] = found[name]
         with self._whole(), self._with_states(everything):
             return self.optimizer.state_dict()
 
@@ -157,10 +171,11 @@ class OptimizerPartition:
             states = self.optimizer.state
         with self._whole(), self._with_states(states):
             state = self.optimizer.state_dict()
-        owners = [self.ownership.owner(self._names[id(parameter)]) for parameter in self._all()]
+        # `Optimizer.state_dict` numbers parameters over all groups; a key that is no number belongs to none of them.
+        parameters = self._all()
         mine = {}
         for number, value in state["state"].items():
-            if not isinstance(number, int) or owners[number] == self.rank:
+            if not isinstance(number, int) or self._is_owned(parameters[number]):
                 mine[number] = value
         return {**state, "state": mine}
 
@@ -175,24 +190,31 @@ class OptimizerPartition:
             ValueError: the groups differ, as ``Optimizer.load_state_dict`` says.
         """
         groups = state["param_groups"]
-        numbers = list(chain.from_iterable(group["params"] for group in groups))
+        numbers: list[Any] = []
+        for group in groups:
+            numbers += group["params"]
         parameters = self._all()
         others = set()
         if len(numbers) == len(parameters):  # else the optimizer says what is wrong
             for number, parameter in zip(numbers, parameters, strict=True):
                 if not self._is_mine(parameter):
                     others.add(number)
-        kept = {number: copied(value) for number, value in state["state"].items() if number not in others}
-        fits = [len(group["params"]) for group in groups] == [len(group) for group in self._groups]
-        if shards is None or not fits:
+        kept = {}
+        for number, value in state["state"].items():
+            if number not in others:
+                kept[number] = copied(value)
+        loaded = {**state, "state": kept}
+        sizes = [len(group["params"]) for group in groups]
+        if shards is None or sizes != [len(whole.parameters) for whole in self._groups]:
             with self._whole():
-                self.optimizer.load_state_dict({**state, "state": kept})
+                self.optimizer.load_state_dict(loaded)
             return
         own_groups = []
         for group in groups:
             own = [number for number in group["params"] if number not in others]
             own_groups.append({**group, "params": own})
-        load_whole_state_dict(shards, {**state, "state": kept, "param_groups": own_groups})
+        loaded["param_groups"] = own_groups
+        load_whole_state_dict(shards, loaded)
         self._filter()  # also the names that were loaded for the whole
 
     def give_back(self, state: Mapping[str, Any]) -> None:
@@ -202,10 +224,18 @@ class OptimizerPartition:
         self.optimizer.load_state_dict(dict(state))
 
     def _all(self) -> list[nn.Parameter]:
-        return list(chain.from_iterable(self._groups))
+        return list(chain.from_iterable(whole.parameters for whole in self._groups))
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return self._names[id(parameter)]
 
     def _is_mine(self, parameter: nn.Parameter) -> bool:
-        return self.ownership.is_mine(self._names[id(parameter)], self.rank)
+        """Whether this rank steps it: all holders of a tied parameter do."""
+        return self.ownership.is_mine(self._name_of(parameter), self.rank)
+
+    def _is_owned(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank speaks for its state: one of its holders does."""
+        return self.ownership.owner(self._name_of(parameter)) == self.rank
 
     def _check(self, parameters: list[nn.Parameter]) -> None:
         for index, parameter in enumerate(parameters):
@@ -218,16 +248,21 @@ class OptimizerPartition:
 
     def _filter(self) -> None:
         """Leave this rank's parameters in the groups, and their state."""
-        for group, parameters, labels in self._with_groups():
-            mine = [self._is_mine(parameter) for parameter in parameters]
-            group["params"] = [parameter for parameter, keep in zip(parameters, mine, strict=True) if keep]
-            if labels is not None:
-                group["param_names"] = [label for label, keep in zip(labels, mine, strict=True) if keep]
-            # States are found by the parameter object: of those of other ranks none may stay, or they would be saved
-            # twice.
-            for parameter, keep in zip(parameters, mine, strict=True):
-                if not keep:
+        for group, whole in self._with_groups():
+            kept: list[nn.Parameter] = []
+            kept_labels: list[str] = []
+            for position, parameter in enumerate(whole.parameters):
+                if self._is_mine(parameter):
+                    kept.append(parameter)
+                    if whole.labels is not None:
+                        kept_labels.append(whole.labels[position])
+                else:
+                    # States are found by the parameter object: of those of other ranks none may stay, or they would be
+                    # saved twice.
                     self.optimizer.state.pop(parameter, None)
+            group["params"] = kept
+            if whole.labels is not None:
+                group["param_names"] = kept_labels
         if self.placeholder is not None:
             group = self.optimizer.param_groups[0]
             group["params"].append(self.placeholder)
@@ -238,7 +273,9 @@ class OptimizerPartition:
     def _whole(self) -> Iterator[None]:
         """Within it the groups have the parameters of all ranks."""
         placeholder = self.placeholder
-        placeholder_state = None if placeholder is None else self.optimizer.state.pop(placeholder, None)
+        placeholder_state: Any = None
+        if placeholder is not None:
+            placeholder_state = self.optimizer.state.pop(placeholder, None)
         self._fill()
         try:
             yield
@@ -249,14 +286,16 @@ class OptimizerPartition:
 
     def _fill(self) -> None:
         """Put the parameters of all ranks into the groups, without the placeholder."""
-        for group, parameters, labels in self._with_groups():
-            group["params"] = list(parameters)
-            if labels is not None:
-                group["param_names"] = list(labels)
+        for group, whole in self._with_groups():
+            group["params"] = list(whole.parameters)
+            if whole.labels is not None:
+                group["param_names"] = list(whole.labels)
 
-    def _with_groups(self) -> Iterator[tuple[dict[str, Any], list[nn.Parameter], list[str] | None]]:
-        assert len(self.optimizer.param_groups) == len(self._groups), "call refresh() after add_param_group()"
-        return zip(self.optimizer.param_groups, self._groups, self._labels, strict=True)
+    def _with_groups(self) -> Iterator[tuple[dict[str, Any], _Group]]:
+        """Each of the optimizer's groups, and what it has in the whole model."""
+        groups = self.optimizer.param_groups
+        assert len(groups) == len(self._groups), "call refresh() after add_param_group()"
+        return zip(groups, self._groups, strict=True)
 
     @contextmanager
     def _with_states(self, states: Mapping[Any, Any]) -> Iterator[None]:
@@ -264,7 +303,9 @@ class OptimizerPartition:
         real = self.optimizer.state
         # `Optimizer.state_dict` reads its attribute `state`: for that moment it is another dict, which no step sees.
         shown: defaultdict[Any, Any] = defaultdict(dict)
-        shown.update({key: value for key, value in real.items() if not isinstance(key, Tensor)})
+        for key, value in real.items():
+            if not isinstance(key, Tensor):
+                shown[key] = value
         shown.update(states)
         self.optimizer.state = shown
         try:
@@ -282,11 +323,10 @@ class OptimizerPartition:
         """For each parameter its state, from its owner."""
         local: dict[str, Any] = {}
         for parameter in self._all():
-            name = self._names[id(parameter)]
-            if self.ownership.owner(name) == self.rank and parameter in states:
-                local[name] = states[parameter]
-        found: dict[str, Any] = {}
+            if self._is_owned(parameter) and parameter in states:
+                local[self._name_of(parameter)] = states[parameter]
         what = f"{type(self.optimizer).__name__}'s state"
+        found: dict[str, Any] = {}
         for of_rank in gathered_values(local, what, group, to_all, device):
             found |= of_rank
         return found

@@ -6,7 +6,7 @@ step. The others get the new values when a step is about to use them there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from torch import Tensor
 
@@ -39,19 +39,18 @@ class SharedBuffers:
 
     def learn(self, graph: StepGraph, stage_cuts: StageCuts) -> None:
         """Note which ranks use which buffers in a step."""
-        ranks: dict[str, set[int]] = {}
+        ranks_of_unit: dict[str, set[int]] = {}
         for plan in stage_cuts.plans(len(graph.nodes)):
+            rank = self.rank_of_stage[plan.stage]
             for node in graph.nodes[plan.begin : plan.end]:
                 if node.module is not None:
-                    ranks.setdefault(node.module, set()).add(self.rank_of_stage[plan.stage])
+                    ranks_of_unit.setdefault(node.module, set()).add(rank)
         for name, calls in graph.buffers_used.items():
             if name not in self.ownership.buffers:
                 continue
             owner = self.ownership.buffers[name]
             for call in calls:
-                # A unit is a module that runs whole on a stage; a call belongs to the one that it is inside of.
-                unit = next((unit for unit in ranks if f"{call}.".startswith(f"{unit}.")), None)
-                if unit is None or ranks[unit] != {owner}:  # what is between units runs on all stages
+                if _ranks_of_call(call, ranks_of_unit) != {owner}:
                     self._used_elsewhere.add(name)
 
     def before_training(self) -> None:
@@ -80,3 +79,12 @@ class SharedBuffers:
         for owner, buffers in sorted(by_owner.items()):
             specs = [Spec.of(buffer) for buffer in buffers]
             broadcast_tensors(specs, buffers, view.group, owner, view.device)
+
+
+def _ranks_of_call(call: str, ranks_of_unit: Mapping[str, set[int]]) -> set[int] | None:
+    """Where a call of the module ``call`` runs; None for what is between units, which runs on all stages."""
+    # A unit is a module that runs whole on a stage; a call belongs to the one that it is inside of.
+    for unit, ranks in ranks_of_unit.items():
+        if f"{call}.".startswith(f"{unit}."):
+            return ranks
+    return None
