@@ -34,7 +34,8 @@ from lightning_smddp.bridge.attribute_counts import (
     unsettled_counts,
 )
 from lightning_smddp.bridge.combined_changes import combine_changes
-from lightning_smddp.bridge.left_behind import LeftBehind, without_remote
+from lightning_smddp.bridge.left_behind import LeftBehind
+from lightning_smddp.bridge.left_notes import without_remote
 from lightning_smddp.bridge.logged_values import (
     Log,
     Rule,
