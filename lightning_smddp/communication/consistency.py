@@ -33,14 +33,17 @@ def describe_parameters(module: nn.Module) -> list[str]:
 
 def describe_buffers(module: nn.Module) -> list[str]:
     """One line for each buffer: name, shape, dtype."""
-    return [f"{name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
+    lines = []
+    for name, buffer in module.named_buffers():
+        lines.append(f"{name}: shape {tuple(buffer.shape)}, {buffer.dtype}")
+    return lines
 
 
 def require_initialized(module: nn.Module) -> None:
     """Raise ``ValueError`` if a lazy layer has not seen an input yet, which tells it its shape."""
     for name, parameter in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(parameter):
-            layer = name.rpartition(".")[0]
+            layer, _, _ = name.rpartition(".")
             kind = type(module.get_submodule(layer)).__name__
             raise ValueError(
                 f"{name!r} of {type(module).__name__} has no shape yet: {layer or 'the module'!r} is a {kind}. Ranks "
@@ -51,36 +54,37 @@ def require_initialized(module: nn.Module) -> None:
 
 def check_trainable(module: nn.Module) -> None:
     """Raise ``ValueError`` if there is nothing to train."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        count = sum(1 for _ in module.parameters())
+    parameters = list(module.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
-            f"{type(module).__name__} has no parameter that requires a gradient ({counted(count, 'parameter')} in "
-            "all), so there "
-            "is nothing to synchronise. Unfreeze a parameter, or create the layers in `__init__` or `configure_model`."
+            f"{type(module).__name__} has no parameter that requires a gradient "
+            f"({counted(len(parameters), 'parameter')} in all), so there is nothing to synchronise. Unfreeze a "
+            "parameter, or create the layers in `__init__` or `configure_model`."
         )
 
 
 def check_compression(module: nn.Module, compression: Compression | None) -> None:
     """Raise ``ValueError`` if a gradient cannot be compressed."""
-    if compression is not None:
-        for name, parameter in module.named_parameters():
-            if parameter.requires_grad:
-                check_compressible(parameter.dtype, f"The gradient of {name!r}")
+    if compression is None:
+        return
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            check_compressible(parameter.dtype, f"The gradient of {name!r}")
 
 
 def check_same_model(module: nn.Module, group: dist.ProcessGroup, device: torch.device, topology: Topology) -> None:
     """Raise ``ValueError`` on every rank if parameters or buffers differ, naming the first. Collective."""
-    parameters = describe_parameters(module)
-    lines = [parameters, describe_buffers(module)]
-    digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest()
-    digests = gather_json(digest, group, device)
-    if len(set(digests)) == 1:
+    # A digest is short. The lines themselves are sent only when there is an error to be described.
+    lines = [describe_parameters(module), describe_buffers(module)]
+    digests = gather_json(_digest(lines), group, device)
+    other = _first_other(digests)
+    if other is None:
         return
     models = gather_json(lines, group, device)
-    other = next(rank for rank, value in enumerate(digests) if value != digests[0])
-    (first, buffers), (second, other_buffers) = models[0], models[other]
-    kind = "parameter"
-    if first == second:
+    parameters, buffers = models[0]
+    other_parameters, other_buffers = models[other]
+    kind, first, second = "parameter", parameters, other_parameters
+    if parameters == other_parameters:
         kind, first, second = "buffer", buffers, other_buffers
     position, here, there = _first_difference(first, second)
     raise ValueError(
@@ -100,15 +104,20 @@ def describe_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers
         lines.append(f"optimizer {number} is {type(plain).__name__} with {counted(len(plain.param_groups), 'group')}")
         for index, group in enumerate(plain.param_groups):
             where = f"group {index} of optimizer {number}"
-            members = [names.get(id(p), "a tensor that is no parameter of the module") for p in group["params"]]
-            digest = hashlib.sha256(json.dumps(members).encode()).hexdigest()[:8]
+            members = []
+            for parameter in group["params"]:
+                members.append(names.get(id(parameter), "a tensor that is no parameter of the module"))
             span = "nothing"
             if members:
                 span = f"{members[0]} to {members[-1]}"
+            digest = _digest(members)[:8]
             lines.append(f"{counted(len(members), 'parameter')}, {span} (digest {digest}), in {where}")
-            given = sorted((key, value) for key, value in group.items() if key not in ("params", "param_names"))
-            lines += [f"{key}={_setting(value)} in {where}" for key, value in given]
-    return [*lines, *(f"scheduler {number}: {text}" for number, text in enumerate(schedulers))]
+            for key in sorted(group):
+                if key not in ("params", "param_names"):
+                    lines.append(f"{key}={_setting(group[key])} in {where}")
+    for number, text in enumerate(schedulers):
+        lines.append(f"scheduler {number}: {text}")
+    return lines
 
 
 def check_same_optimizers(
@@ -127,8 +136,9 @@ def check_same_optimizers(
         group: all ranks.
         device: for messages.
     """
-    gathered = gather_json(describe_optimizers(module, optimizers, schedulers), group, device)
-    other = next((rank for rank, lines in enumerate(gathered) if lines != gathered[0]), None)
+    lines = describe_optimizers(module, optimizers, schedulers)
+    gathered = gather_json(lines, group, device)
+    other = _first_other(gathered)
     if other is None:
         return
     _, here, there = _first_difference(gathered[0], gathered[other])
@@ -147,19 +157,22 @@ def check_same_lengths(batches: float, epoch: int, group: dist.ProcessGroup, dev
         group: all ranks.
         device: for messages.
     """
+    counts = gather_json(batches, group, device)
     ranks_of: dict[float, list[int]] = {}
-    for rank, count in enumerate(gather_json(batches, group, device)):
+    for rank, count in enumerate(counts):
         ranks_of.setdefault(count, []).append(rank)
     if len(ranks_of) == 1:
         return
     texts = []
     for count, ranks in sorted(ranks_of.items()):
-        number, noun = "an unknown number", "rank"
+        number = "an unknown number"
         if count != math.inf:
             number = str(int(count))
+        noun = "rank"
         if len(ranks) > 1:
             noun = "ranks"
-        texts.append(f"{number} on {noun} {', '.join(map(str, ranks))}")
+        listed = ", ".join([str(rank) for rank in ranks])
+        texts.append(f"{number} on {noun} {listed}")
     least = int(min(ranks_of))  # there are two numbers, so one is known
     raise ValueError(
         f"The ranks have different numbers of training batches in epoch {epoch}: {', '.join(texts)}. They average "
@@ -169,10 +182,26 @@ def check_same_lengths(batches: float, epoch: int, group: dist.ProcessGroup, dev
     )
 
 
+def _digest(lines: Any) -> str:
+    text = json.dumps(lines)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _first_other(gathered: Sequence[Any]) -> int | None:
+    """The first rank that has told something else than rank 0; None if all agree."""
+    for rank, told in enumerate(gathered):
+        if told != gathered[0]:
+            return rank
+    return None
+
+
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str]:
     """The position where two lists that are not equal differ first, and what each has there."""
-    pairs = enumerate(itertools.zip_longest(one, other, fillvalue="nothing"))
-    return next((position, here, there) for position, (here, there) in pairs if here != there)
+    pairs = itertools.zip_longest(one, other, fillvalue="nothing")
+    for position, (here, there) in enumerate(pairs):
+        if here != there:
+            return position, here, there
+    raise AssertionError("the lists are equal")
 
 
 def _setting(value: Any) -> str:
