@@ -179,8 +179,8 @@ class Int8Codec:
         """See :meth:`Codec.decode`."""
         blocks = wire.view(-1, 4 + self.block_size)
         scale = blocks[:, :4].contiguous().view(torch.float32)
-        steps = blocks[:, 4:].contiguous().view(torch.int8)
-        values = steps.float().mul_(scale).flatten()
+        values = blocks[:, 4:].contiguous().view(torch.int8).float()
+        values = values.mul_(scale).flatten()
         return values[:numel].to(dtype)
 
     def bytes_per_element(self, dtype: torch.dtype) -> float:

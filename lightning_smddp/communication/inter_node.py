@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
-from lightning_smddp.communication.buckets import Layout
+from lightning_smddp.communication.buckets import Layout, sum_dtype
 from lightning_smddp.communication.compression import Codec, ErrorFeedback
 
 Finish = Callable[[], object]
@@ -40,7 +40,9 @@ class InterNodeReduce(Protocol):
 
 def _worthwhile(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
     """``codec`` if it makes values of ``dtype`` smaller, else None: what would only round is left out."""
-    if codec is None or codec.bytes_per_element(dtype) >= dtype.itemsize:
+    if codec is None:
+        return None
+    if codec.bytes_per_element(dtype) >= dtype.itemsize:
         return None
     return codec
 
@@ -63,7 +65,8 @@ class RingExchange:
 
     def start(self, shard: Tensor, layout: Layout) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
-        codec, feedback = _worthwhile(self.codec, shard.dtype), self.feedback
+        codec = _worthwhile(self.codec, shard.dtype)
+        feedback = self.feedback
         if codec is None:
             work = dist.all_reduce(shard, group=self.group, async_op=True)
             assert work is not None
@@ -80,11 +83,12 @@ class RingExchange:
             wire = codec.encode(piece)
             if feedback is not None:
                 feedback.remember(piece, wire, layout, number * _ENCODED_AT_ONCE)
-            sent.append((piece, wire, dist.all_reduce(wire, group=self.group, async_op=True)))
+            work = dist.all_reduce(wire, group=self.group, async_op=True)
+            assert work is not None
+            sent.append((piece, wire, work))
 
         def finish() -> None:
             for piece, wire, work in sent:
-                assert work is not None
                 work.wait()
                 piece.copy_(wire)
 
@@ -93,8 +97,9 @@ class RingExchange:
     def wire_bytes(self, numel: int, dtype: torch.dtype, layout: Layout | None = None) -> int:
         """See :meth:`InterNodeReduce.wire_bytes`."""
         size = dist.get_world_size(self.group)
-        width = _bytes_per_element(_worthwhile(self.codec, dtype), dtype)
-        return int(2 * numel * width * (size - 1) / size)
+        codec = _worthwhile(self.codec, dtype)
+        nbytes = numel * _bytes_per_element(codec, dtype)
+        return int(2 * nbytes * (size - 1) / size)  # 2 (n - 1) messages of an n-th each
 
 
 class BalancedExchange:
@@ -118,41 +123,53 @@ class BalancedExchange:
         codec: Codec | None = None,
         feedback: ErrorFeedback | None = None,
     ) -> None:
-        self.scatter_group, self.gather_group = scatter_group, gather_group
-        self.codec, self.feedback = codec, feedback
+        self.scatter_group = scatter_group
+        self.gather_group = gather_group
+        self.codec = codec
+        self.feedback = feedback
 
     def start(self, shard: Tensor, layout: Layout) -> Finish:
         """See :meth:`InterNodeReduce.start`."""
+        # With 3 servers and 7 elements, which are padded to 9 (a part is 3, or with a codec a multiple of its block):
+        #     shard     | 0 1 2 | 3 4 5 | 6 - - |    of each rank: part i goes to server i
+        #     server 1  | 3 4 5 | of every rank      their sum goes back to everyone
         codec = _worthwhile(self.codec, shard.dtype)
         feedback = self.feedback
         if codec is None:  # nothing is lost
             feedback = None
-        size, rank = dist.get_world_size(self.scatter_group), self.scatter_group.rank()
-        part = _part(shard.numel(), size, codec)
+        size = dist.get_world_size(self.scatter_group)
+        rank = self.scatter_group.rank()
+        numel, dtype = shard.numel(), shard.dtype
+        part = _part(numel, size, codec)
         if feedback is not None:
             feedback.add_to(shard, layout)
-        padded, padding = shard, part * size - shard.numel()
+        padded = shard
+        padding = part * size - numel
         if padding:
             padded = torch.nn.functional.pad(shard, (0, padding))
         sent = _encode(codec, padded)
         if feedback is not None:
-            feedback.remember(shard, _decode(codec, sent, shard.numel(), shard.dtype), layout)
+            feedback.remember(shard, _decode(codec, sent, numel, dtype), layout)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self.scatter_group, async_op=True)
         assert work is not None
 
         def finish() -> None:
             work.wait()
-            own = _sum_rows(_decode(codec, received, part * size, shard.dtype).view(size, part))
+            terms = _decode(codec, received, part * size, dtype)
+            own = _sum_rows(terms.view(size, part))
+            del terms  # as large as the shard
             answer = _encode(codec, own)
-            if feedback is not None:  # the server's loss, on the elements that exist
-                low = min(rank * part, shard.numel())
-                count = min(part, shard.numel() - low)
-                decoded = _decode(codec, answer, part, shard.dtype)
-                feedback.remember_more(own[:count], decoded[:count], layout, low)
+            if feedback is not None:  # the server's loss, on the elements that are no padding
+                low = min(rank * part, numel)
+                count = min(part, numel - low)
+                carried = _decode(codec, answer, part, dtype)
+                feedback.remember_more(own[:count], carried[:count], layout, low)
+                del carried
             gathered = answer.new_empty(answer.numel() * size)
             all_gather_single(gathered, answer, self.gather_group)
-            shard.copy_(_decode(codec, gathered, shard.numel(), shard.dtype))
+            sums = _decode(codec, gathered, numel, dtype)
+            shard.copy_(sums)
 
         return finish
 
@@ -160,8 +177,8 @@ class BalancedExchange:
         """See :meth:`InterNodeReduce.wire_bytes`."""
         size = dist.get_world_size(self.scatter_group)
         codec = _worthwhile(self.codec, dtype)
-        width = _bytes_per_element(codec, dtype)
-        return int(2 * _part(numel, size, codec) * width * (size - 1))
+        part_bytes = _part(numel, size, codec) * _bytes_per_element(codec, dtype)
+        return int(2 * part_bytes * (size - 1))  # a part to each other server, and the own sum to everyone
 
 
 class ScatterExchange:
@@ -186,18 +203,24 @@ class ScatterExchange:
             output: flat, as large as a row.
             layout_of: returns the layout of all rows together, which is asked for where something is remembered.
         """
-        codec, feedback, numel = _worthwhile(self.codec, parts.dtype), self.feedback, output.numel()
+        codec = _worthwhile(self.codec, parts.dtype)
+        feedback = self.feedback
+        if codec is None:  # nothing is lost
+            feedback = None
+        numel = output.numel()
+        flat = parts.view(-1)
+        if feedback is not None:
+            assert layout_of is not None
+            layout = layout_of()
+            feedback.add_to(flat, layout)
         rows = parts
         if codec is not None:
-            if feedback is not None:
-                assert layout_of is not None
-                layout = layout_of()
-                feedback.add_to(parts.view(-1), layout)
-            rows = torch.nn.functional.pad(parts, (0, -numel % codec.block_size))  # so that no block is in two rows
+            padding = -numel % codec.block_size  # so that no block is in two rows
+            rows = torch.nn.functional.pad(parts, (0, padding))
         sent = _encode(codec, rows.view(-1))
-        if codec is not None and feedback is not None:
-            decoded = _decode(codec, sent, rows.numel(), rows.dtype).view(rows.shape)
-            feedback.remember(parts.view(-1), decoded[:, :numel].reshape(-1), layout)
+        if feedback is not None:
+            carried = _decode(codec, sent, rows.numel(), rows.dtype).view(rows.shape)
+            feedback.remember(flat, carried[:, :numel].reshape(-1), layout)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         terms = _decode(codec, received, rows.numel(), rows.dtype).view(rows.shape)
@@ -209,7 +232,8 @@ def _part(numel: int, size: int, codec: Codec | None) -> int:
     block = 1
     if codec is not None:
         block = codec.block_size
-    return -(-numel // (size * block)) * block
+    blocks = -(-numel // (size * block))  # of a server, rounded up
+    return blocks * block
 
 
 def _encode(codec: Codec | None, tensor: Tensor) -> Tensor:
@@ -226,8 +250,9 @@ def _decode(codec: Codec | None, wire: Tensor, numel: int, dtype: torch.dtype) -
 
 def _sum_rows(parts: Tensor) -> Tensor:
     """Sum of the rows in their order; halves are summed in fp32 and rounded once."""
-    if parts.dtype in (torch.float16, torch.bfloat16):
-        return parts.sum(0, dtype=torch.float32).to(parts.dtype)
+    wide = sum_dtype(parts.dtype)
+    if wide != parts.dtype:
+        return parts.sum(0, dtype=wide).to(parts.dtype)
     total = parts[0].clone()
     for row in parts[1:]:
         total.add_(row)

@@ -53,8 +53,8 @@ class PowerSGDExchange:
         #     answer:  | M^T P of matrix 0 | M^T P of matrix 1 | ...
         to_sum = []
         for piece in matrices:
-            matrix = _matrix(shard, piece).float()
-            to_sum.append(matrix @ self._factor(piece, shard.device))
+            factor = self._factor(piece, shard.device)
+            to_sum.append(_matrix(shard, piece).float() @ factor)
         for piece in exact:
             to_sum.append(piece.of(shard).float())
         sent = _pack(to_sum, shard)
