@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from lightning_smddp.communication.buckets import sum_dtype
 from lightning_smddp.communication.errors import NonFiniteGradientError
 from lightning_smddp.communication.host_numbers import from_numbers
 from lightning_smddp.wire.gather import gather_json
@@ -49,7 +50,7 @@ class NonFiniteWatch:
         self.names = names
         self.on = False
         self.marks = True  # False: averages stay as they are, for code that cleans them; `spoiled` knows nothing then
-        self.findings: dict[str, str] = {}  # of this rank alone, in this step
+        self.findings: dict[str, str] = {}  # of this rank alone, in this step: parameter -> what is wrong
         self._buckets: dict[int, Tensor] = {}
         self._sums: list[tuple[Tensor, Tensor, Bucket]] = []  # on devices: sum, first element, neither known yet
 
@@ -67,14 +68,18 @@ class NonFiniteWatch:
         if values.numel() == 0:
             return
         total = total_of(values)
-        if tensor.device.type != "cpu":  # asking would wait for the device
+        if tensor.device.type != "cpu":
+            # Asking whether it is finite would wait for the device: so the mark is set by the device, and what it is
+            # for is kept until somebody asks. `first` is a view: the clone is what was there before the mark.
             first = values.view(-1)[:1]
             self._sums.append((total, first.clone(), bucket))
             if self.marks:
-                first.copy_(torch.where(total.isfinite(), first, torch.nan))
+                marked = torch.where(total.isfinite(), first, torch.nan)
+                first.copy_(marked)
         elif not total.isfinite():
             found = _by_parameter(bucket, values, self.names)
             self.findings |= found
+            # Nothing is found where finite values are huge: only their sum is not finite.
             if found and self.marks and not tensor.is_sparse:
                 values.view(-1)[0] = torch.nan
 
@@ -91,7 +96,8 @@ class NonFiniteWatch:
             return False
         if len(marks) == 1 or marks[0].device.type == "cpu":
             return not all(bool(mark.isfinite()) for mark in marks)
-        return not bool(torch.stack([mark.isfinite() for mark in marks]).all())
+        finite = torch.stack([mark.isfinite() for mark in marks])  # so that the host waits for a device once
+        return not bool(finite.all())
 
     def take_findings(self) -> dict[str, str]:
         """What this rank has found since the last call."""
@@ -108,16 +114,24 @@ class NonFiniteWatch:
 
 def total_of(tensor: Tensor) -> Tensor:
     """A sum that is finite if all elements are, unless finite ones are huge."""
-    if tensor.dtype in (torch.float16, torch.bfloat16):
-        return tensor.sum(dtype=torch.float32)
+    wide = sum_dtype(tensor.dtype)
+    if wide != tensor.dtype:
+        return tensor.sum(dtype=wide)
     return tensor.sum()
 
 
 def bad_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, str] | None:
     """Name -> what is wrong, of the gradients that are not finite; None if all are, which takes one look."""
-    held = [(name, _values(p.grad)) for name, p in parameters if p.grad is not None]
-    held = [(name, values) for name, values in held if values.numel() > 0]
-    if not held or _all_finite([values for _, values in held]):
+    held = []
+    for name, parameter in parameters:
+        if parameter.grad is None:
+            continue
+        values = _values(parameter.grad)
+        if values.numel() > 0:
+            held.append((name, values))
+    if not held:
+        return None
+    if _all_finite([values for _, values in held]):
         return None
     return _described(held) or None
 
@@ -126,7 +140,8 @@ def _all_finite(tensors: list[Tensor]) -> bool:
     """One look; finite values that are huge may count as not finite."""
     if tensors[0].is_cuda:
         return bool(get_total_norm(tensors, inf).isfinite())  # few kernels
-    return bool(torch.stack([total_of(tensor) for tensor in tensors]).isfinite().all())
+    totals = torch.stack([total_of(tensor) for tensor in tensors])
+    return bool(totals.isfinite().all())
 
 
 def agreed(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -146,7 +161,10 @@ def diagnosis(found: Mapping[str, str], where: str, group: dist.ProcessGroup, de
         device: for the messages.
     """
     gathered = gather_json([dist.get_rank(), socket.gethostname(), dict(found)], group, device)
-    parts = [f"on rank {rank} (host {host}) {_listed(its)}" for rank, host, its in gathered if its]
+    parts = []
+    for rank, host, ranks_findings in gathered:
+        if ranks_findings:
+            parts.append(f"on rank {rank} (host {host}) {_listed(ranks_findings)}")
     if not parts:
         parts = ["in the average over the ranks, though each rank's own are finite: their sum is too large"]
     return f"Gradients are not finite in {where}: {'; '.join(parts)}."
@@ -161,7 +179,8 @@ def refuse(text: str) -> NonFiniteGradientError:
 
 
 def _listed(found: Mapping[str, str]) -> str:
-    shown = ", ".join(f"{name} ({text})" for name, text in list(found.items())[:_SHOWN])
+    texts = [f"{name} ({text})" for name, text in found.items()]
+    shown = ", ".join(texts[:_SHOWN])
     more = len(found) - _SHOWN
     if more <= 0:
         return shown
@@ -169,6 +188,7 @@ def _listed(found: Mapping[str, str]) -> str:
 
 
 def _by_parameter(bucket: Bucket, values: Tensor, names: Mapping[int, str]) -> dict[str, str]:
+    """What is wrong with the parameters' parts of ``values``, which are those of ``bucket``, by name."""
     parameters = bucket.parameters()
     parts: Sequence[Tensor] = [values]  # of one parameter also where it is sparse
     if len(parameters) > 1:
@@ -179,13 +199,18 @@ def _by_parameter(bucket: Bucket, values: Tensor, names: Mapping[int, str]) -> d
 
 def _described(held: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """What is wrong with those that are not finite, by name."""
-    texts = [(name, _describe(values)) for name, values in held]
-    return {name: text for name, text in texts if text is not None}
+    found = {}
+    for name, values in held:
+        text = _describe(values)
+        if text is not None:
+            found[name] = text
+    return found
 
 
 def _describe(values: Tensor) -> str | None:
-    """``3 of 16 elements are nan``; None if all are finite."""
-    bad = int((~values.isfinite()).sum())
+    """``nan in 3 of 16 elements``; None if all are finite."""
+    not_finite = ~values.isfinite()
+    bad = int(not_finite.sum())
     if bad == 0:
         return None
     kind = "inf"

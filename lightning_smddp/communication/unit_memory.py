@@ -53,7 +53,9 @@ class UnitMemory:
     """
 
     def __init__(self, layouts: Sequence[UnitLayout], exchanges: Exchanges, device: torch.device) -> None:
-        self._layouts, self._exchanges, self._device = layouts, exchanges, device
+        self._layouts = layouts
+        self._exchanges = exchanges
+        self._device = device
 
     def state_dict(self, keeps: bool) -> dict[str, dict[str, Tensor]]:
         """What is remembered of each trained parameter, as of ``GradientSynchronizer.state_dict``. Collective.
@@ -61,35 +63,40 @@ class UnitMemory:
         Args:
             keeps: this rank wants it; else it gets nothing.
         """
-        group, size = self._exchanges.shard_group, self._exchanges.shard_group.size()
-        partners = self._exchanges.partners
-        of_shards = _all_parts(partners.feedback if partners is not None else None)
+        group = self._exchanges.shard_group
+        of_shards: Parts = {}
+        if self._exchanges.partners is not None:
+            of_shards = _all_parts(self._exchanges.partners.feedback)
         of_replicas = _all_parts(self._exchanges.replicas)
         state: dict[str, Tensor] = {}
+        # One unit after the other: no rank but the one that keeps has more at a time than the memory of one unit.
         for layout in self._layouts:
             own = self._own(layout, of_shards, of_replicas)
-            gathered = own.new_empty(size * own.numel())
+            gathered = own.new_empty(group.size() * own.numel())
             all_gather_single(gathered, own, group)
             if keeps:
-                parts: Parts = {}
-                collect_parts(parts, layout.whole(range(size))[0], gathered.cpu())
-                trained = {name: shape.numel() for name, shape, trains in layout.parameters() if trains}
-                state |= totals_of(parts, trained)
-        return {"error_feedback": state} if keeps else {}
+                state |= _by_parameter(layout, gathered.cpu(), group.size())
+        if not keeps:
+            return {}
+        return {"error_feedback": state}
 
     def _own(self, layout: UnitLayout, of_shards: Parts, of_replicas: Parts) -> Tensor:
         """What all ranks together remember of this one's part of a unit."""
         exchanges = self._exchanges
-        pieces, numel = layout.whole(exchanges.owners)
+        # A rank remembers what it lost of the parts that it brings to the exchange between nodes: its own and those of
+        # its partners. An exchange without compression gives each its own part, summed over the nodes.
+        consists_of, numel = layout.whole(exchanges.owners)
         brought = torch.zeros(len(exchanges.owners), numel, device=self._device)
-        add_parts(brought.view(-1), pieces, of_shards)
         own = brought.view(-1)
+        add_parts(own, consists_of, of_shards)
         if exchanges.partners is not None:
             own = brought.new_empty(numel)
-            ScatterExchange(exchanges.partners.group).reduce(brought, own)
+            exact = ScatterExchange(exchanges.partners.group)
+            exact.reduce(brought, own)
         if exchanges.replica_group is not None:
             own = own / exchanges.replica_group.size()  # each copy has the mean over its own ranks
-            add_parts(own, layout.whole([exchanges.shard_group.rank()])[0], of_replicas)
+            own_layout, _ = layout.whole([exchanges.shard_group.rank()])
+            add_parts(own, own_layout, of_replicas)
             dist.all_reduce(own, group=exchanges.replica_group)
         return own
 
@@ -101,22 +108,42 @@ class UnitMemory:
         Raises:
             ValueError: the state belongs to another model.
         """
-        exchanges, parts = self._exchanges, Parts()
+        exchanges = self._exchanges
         errors = state.get("error_feedback", {})
+        own_parts: Parts = {}
         for layout in self._layouts:
             numels = {name: shape.numel() for name, shape, _ in layout.parameters()}
-            require_same_sizes({name: errors[name] for name in numels if name in errors}, numels)
-            for piece in layout.whole([exchanges.shard_group.rank()])[0].pieces:
-                if piece.name in errors:
-                    # The checkpoint may be a file mapped into memory.
-                    own = errors[piece.name][piece.begin : piece.begin + piece.numel].to(self._device, copy=True)
-                    parts[piece.name] = [(piece.begin, own)]
+            known = {name: errors[name] for name in numels if name in errors}
+            require_same_sizes(known, numels)
+            own_layout, _ = layout.whole([exchanges.shard_group.rank()])
+            for piece in own_layout.pieces:
+                if piece.name in known:
+                    values = known[piece.name][piece.begin : piece.end]
+                    values = values.to(self._device, copy=True)  # the checkpoint may be a file mapped into memory
+                    own_parts[piece.name] = [(piece.begin, values)]
+        # The exchange between nodes takes all of it, if there is one. Else each member of the exchange between replicas
+        # takes an equal share, as all of them have the same part.
         partners, replicas = exchanges.partners, exchanges.replicas
         if partners is not None and partners.feedback is not None:
-            partners.feedback.restore_parts(parts)
-            parts = {}
+            partners.feedback.restore_parts(own_parts)
+            own_parts = {}
         if replicas is not None:
-            replicas.restore_parts({name: [(b, v / exchanges.members) for b, v in own] for name, own in parts.items()})
+            shares: Parts = {}
+            for name, parts in own_parts.items():
+                shares[name] = [(begin, values / exchanges.members) for begin, values in parts]
+            replicas.restore_parts(shares)
+
+
+def _by_parameter(layout: UnitLayout, values: Tensor, size: int) -> dict[str, Tensor]:
+    """What ``values``, the parts of all ``size`` ranks in their order, are of each trained parameter of the unit."""
+    all_ranks, _ = layout.whole(range(size))
+    parts: Parts = {}
+    collect_parts(parts, all_ranks, values)
+    trained = {}
+    for name, shape, trains in layout.parameters():
+        if trains:
+            trained[name] = shape.numel()
+    return totals_of(parts, trained)
 
 
 def _all_parts(feedback: ErrorFeedback | None) -> Parts:
