@@ -32,6 +32,9 @@ from lightning_smddp.communication.shared_memory import SharedMemory
 AlgorithmName = Literal["auto", "native", "shared_memory", "hierarchical", "balanced"]
 NAMES: tuple[str, ...] = get_args(AlgorithmName)
 
+IntraNodeReduce = SharedMemory | IntraNodeGroup
+"""What sums and shares inside a node."""
+
 
 class Algorithm(Protocol):
     """A way to all-reduce gradients in place, as the communication hook calls it."""
@@ -72,13 +75,17 @@ class Native:
     def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
         if self.world_size == 1:
-            return _completed(tensor)
-        early = tensor.dtype == torch.float16  # the sum may overflow where the mean does not
-        if early:
+            return completed(tensor)
+        # Three ways to a mean. Before the sum, where that may overflow though the mean does not; by the backend, which
+        # spares a pass over memory; else behind the sum.
+        operation = dist.ReduceOp.SUM
+        divides_late = False
+        if tensor.dtype == torch.float16:
             tensor.div_(self.world_size)
-        operation, late = dist.ReduceOp.SUM, not early
-        if not early and self._can_average(tensor):
-            operation, late = dist.ReduceOp.AVG, False
+        elif self._can_average(tensor):
+            operation = dist.ReduceOp.AVG
+        else:
+            divides_late = True
         work = dist.all_reduce(tensor, operation, group=self.group, async_op=True)
         assert work is not None
         future: Future[Any] = work.get_future()
@@ -88,14 +95,14 @@ class Native:
         # hold the group, as gloo's thread would wait for itself then, and end the process.
         def mean(done: Future[Any]) -> Tensor:
             done.value()  # raises what the collective raised
-            if late:
+            if divides_late:
                 tensor.div_(size)
             return tensor
 
         return future.then(mean)
 
     def _can_average(self, tensor: Tensor) -> bool:
-        """Whether the backend divides on its way, which spares a pass over memory."""
+        """Whether the backend divides on its way."""
         return tensor.is_cuda and tensor.is_floating_point() and is_nccl(self.group)
 
     def close(self) -> None:
@@ -113,11 +120,12 @@ class SharedMemoryAllReduce:
     def all_reduce(self, tensor: Tensor, layout: Layout) -> Future[Any]:
         """See :meth:`Algorithm.all_reduce`."""
         self.mean(tensor, layout, watch=False)
-        return _completed(tensor)
+        return completed(tensor)
 
     def mean(self, tensor: Tensor, layout: Layout, watch: bool) -> bool:
         """As :meth:`all_reduce`, at once; with ``watch`` also whether it is finite, see :class:`SharedMemory`."""
-        return self.memory.all_reduce(tensor, layout.slot, 1.0 / self.memory.mesh.size, watch)
+        scale = 1.0 / self.memory.mesh.size
+        return self.memory.all_reduce(tensor, layout.slot, scale, watch)
 
     def close(self) -> None:
         """See :meth:`Algorithm.close`."""
@@ -148,16 +156,21 @@ class TwoLevel:
         name: str,
         world_size: int,
         thread: ThreadPoolExecutor,
-        scatter: SharedMemory | IntraNodeGroup | None,
-        gather: SharedMemory | IntraNodeGroup | None,
+        scatter: IntraNodeReduce | None,
+        gather: IntraNodeReduce | None,
         exchange: InterNodeReduce | None,
         shard_index: int = 0,
         by_rows: bool = False,
     ) -> None:
-        self.name, self.world_size, self.by_rows = name, world_size, by_rows
-        self.scatter, self.gather, self.exchange = scatter, gather, exchange
+        self.name = name
+        self.world_size = world_size
+        self.by_rows = by_rows
+        self.scatter = scatter
+        self.gather = gather
+        self.exchange = exchange
         self.shard_index = shard_index
-        self._thread, self._closed = thread, False
+        self._thread = thread
+        self._closed = False
         self._submitted: set[futures.Future[None]] = set()
         self._stream: torch.cuda.Stream | None = None
         self._bounds: dict[Layout, list[int]] = {}
@@ -179,6 +192,7 @@ class TwoLevel:
             else:
                 future.set_result(tensor)
 
+        # The thread is shared with other algorithms, so `drain` cannot wait for the thread: it waits for these.
         submitted = self._thread.submit(run)
         self._submitted.add(submitted)
         submitted.add_done_callback(self._submitted.discard)
@@ -193,7 +207,8 @@ class TwoLevel:
     def shard_layout(self, tensor: Tensor, layout: Layout) -> Layout:
         """What this rank's shard of ``tensor`` consists of."""
         bounds = self._bounds_of(tensor, layout)
-        return layout.cut(bounds[self.shard_index], bounds[self.shard_index + 1])
+        low, high = bounds[self.shard_index], bounds[self.shard_index + 1]
+        return layout.cut(low, high)
 
     def close(self) -> None:
         """See :meth:`Algorithm.close`."""
@@ -208,7 +223,7 @@ class TwoLevel:
             return [0, tensor.numel()]
         if not self.by_rows:
             return self.scatter.bounds(tensor.numel())
-        if layout not in self._bounds:
+        if layout not in self._bounds:  # rows are many, and the same at every step
             self._bounds[layout] = self.scatter.bounds(tensor.numel(), layout.rows)
         return self._bounds[layout]
 
@@ -222,7 +237,8 @@ class TwoLevel:
             shard = self.scatter.reduce_scatter(tensor, layout.slot, scale, bounds)
         finish = None
         if self.exchange is not None and shard.numel():
-            finish = self.exchange.start(shard, self.shard_layout(tensor, layout))
+            consists_of = self.shard_layout(tensor, layout)
+            finish = self.exchange.start(shard, consists_of)
 
         def complete() -> None:
             if finish is not None:
@@ -240,12 +256,14 @@ class TwoLevel:
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         future: Future[Any] = Future(devices=[tensor.device])
         with torch.cuda.stream(self._stream):
-            self._begin(tensor, layout)()
+            complete = self._begin(tensor, layout)
+            complete()
             future.set_result(tensor)
         return future
 
 
-def _completed(tensor: Tensor) -> Future[Any]:
+def completed(tensor: Tensor) -> Future[Any]:
+    """A future whose value is there: ``tensor``."""
     future: Future[Any] = Future()
     if tensor.is_cuda:
         future = Future(devices=[tensor.device])

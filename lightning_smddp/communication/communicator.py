@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -10,20 +9,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_smddp.communication.algorithms import NAMES, Algorithm, Native, SharedMemoryAllReduce, TwoLevel
+from lightning_smddp.communication.algorithms import (
+    NAMES,
+    Algorithm,
+    IntraNodeReduce,
+    Native,
+    SharedMemoryAllReduce,
+    TwoLevel,
+)
 from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.communication.compression import Compression, ErrorFeedback
+from lightning_smddp.communication.compression import Codec, Compression, ErrorFeedback
 from lightning_smddp.communication.errors import RankFailedError
 from lightning_smddp.communication.groups import close_group, create_group, new_name
 from lightning_smddp.communication.inter_node import BalancedExchange, InterNodeReduce, RingExchange
 from lightning_smddp.communication.intra_node import IntraNodeGroup
-from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.node_mesh import NodeMesh, OnWait
 from lightning_smddp.communication.powersgd import PowerSGDExchange
 from lightning_smddp.communication.shared_memory import HOW_TO_RAISE, SharedMemory, free_bytes
 from lightning_smddp.communication.topology import discover
-from lightning_smddp.wire.gather import gather_json
+from lightning_smddp.wire.gather import first_reason, gather_json
 
-OnWait = Callable[[float, int | None], None]
 _SELF_TEST_NUMEL = 100_003  # a prime: no shard, chunk or part divides it
 
 
@@ -34,7 +39,7 @@ class Communicator:
         group: the ranks that share gradients: all of the job, or one of several groups of them.
         device: where the gradients are.
         timeout: how long a collective waits for a peer.
-        on_wait: called with ``(seconds, rank waited for last or None)`` when this rank waited inside its node.
+        on_wait: called when this rank waited inside its node.
         gradient_bytes: of one rank, to find out whether the buckets fit in shared memory.
         apart: use a new group of the same ranks, as another thread works on ``group`` at the same time.
     """
@@ -48,14 +53,19 @@ class Communicator:
         gradient_bytes: int = 0,
         apart: bool = False,
     ) -> None:
-        self.group, self.device, self.timeout, self.on_wait = group, device, timeout, on_wait
+        self.group = group
+        self.device = device
+        self.timeout = timeout
+        self.on_wait = on_wait
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._name = new_name(group, device)
         if apart:
             ranks = dist.get_process_group_ranks(group)
-            self.group = self._groups["apart", ()] = create_group(ranks, f"{self._name}-apart", timeout, device)
+            self.group = create_group(ranks, f"{self._name}-apart", timeout, device)
+            self._groups["apart", ()] = self.group
         self.topology = discover(self.group, device)
-        self.world_size, self.rank = self.topology.world_size, self.topology.rank
+        self.world_size = self.topology.world_size
+        self.rank = self.topology.rank
         self.notes: list[str] = []
         self._meshes: list[NodeMesh] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightning_smddp")
@@ -63,20 +73,25 @@ class Communicator:
         self.shared_memory_refusal: str | None = self._connect(gradient_bytes)
 
     def _connect(self, gradient_bytes: int) -> str | None:
-        """Build the node's meshes; returns why shared memory cannot be used, if so."""
+        """Build the node's meshes; returns why shared memory cannot be used, if so.
+
+        Every decision is one of all ranks: one that went its own way would wait for the others in the first bucket.
+        """
         if self.device.type != "cpu":
             return f"shared memory is for CPU gradients, these are on {self.device.type}"
         if all(len(ranks) == 1 for ranks in self.topology.nodes):
             return "no node has more than one rank"
+        # Two meshes, as two threads work at the same time: the one of backward, and the one that gathers.
         self._meshes, reason = NodeMesh.connect(self.topology, self.group, self.device, self.timeout, count=2)
         if reason is not None:
             self.notes.append(f"no shared memory: {reason}")
             return reason
-        needed, free = gradient_bytes * len(self.topology.local_ranks), free_bytes()
+        needed = gradient_bytes * len(self.topology.local_ranks)
+        free = free_bytes()
         short = None
         if free < needed:
             short = f"{needed / 2**20:.0f} MiB needed, {free / 2**20:.0f} free"
-        short = next((text for text in gather_json(short, self.group, self.device) if text), None)
+        short = first_reason(gather_json(short, self.group, self.device))
         if short is not None:
             self.zero_copy = False
             self.notes.append(f"gradients are copied to shared memory, /dev/shm is too small ({short}). {HOW_TO_RAISE}")
@@ -96,26 +111,30 @@ class Communicator:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.rank)
             local = torch.randn(_SELF_TEST_NUMEL)
-        failure, is_cause = None, True
+        failure: str | None = None
+        is_cause = True
         memory = SharedMemory(self._meshes[0], zero_copy=self.zero_copy)
         try:
             summed = local.clone()
             memory.all_reduce(summed, slot=0)
         except (OSError, RuntimeError, ValueError) as error:
-            failure, summed = f"self-test failed with {error}", torch.zeros_like(local)
+            failure = f"self-test failed with {error}"
+            summed = torch.zeros_like(local)
             is_cause = not isinstance(error, RankFailedError)
             self._close_meshes()  # peers that wait for this rank go on
         memory.close()
         # The node's sum by the backend: a row for each node, and every rank contributes to its node's.
-        expected = torch.zeros(self.topology.num_nodes, _SELF_TEST_NUMEL)
-        expected[self.topology.node_rank] = local
-        dist.all_reduce(expected, group=self.group)
-        close = torch.allclose(summed, expected[self.topology.node_rank], rtol=1e-5, atol=1e-5)
-        if failure is None and not close:
+        by_node = torch.zeros(self.topology.num_nodes, _SELF_TEST_NUMEL)
+        expected = by_node[self.topology.node_rank]
+        expected.copy_(local)
+        dist.all_reduce(by_node, group=self.group)
+        if failure is None and not torch.allclose(summed, expected, rtol=1e-5, atol=1e-5):
             failure = f"self-test on rank {self.rank} differs from {dist.get_backend(self.group)}'s all-reduce"
+        # A rank that only lost its peer is no cause: first those that failed by themselves.
         failures = gather_json([failure, is_cause], self.group, self.device)
-        causes_first = sorted(failures, key=lambda pair: not pair[1])
-        return next((text for text, _ in causes_first if text), None)
+        causes = [text for text, caused in failures if caused]
+        consequences = [text for text, caused in failures if not caused]
+        return first_reason(causes + consequences)
 
     @property
     def node_mesh(self) -> NodeMesh:
@@ -140,10 +159,10 @@ class Communicator:
             ValueError: unknown name, or ``shared_memory`` across nodes or where it does not work.
         """
         if name not in NAMES or name == "auto":
-            raise ValueError(f"algorithm={name!r} is unknown. Valid: {', '.join(map(repr, NAMES))}.")
+            valid = ", ".join([repr(each) for each in NAMES])
+            raise ValueError(f"algorithm={name!r} is unknown. Valid: {valid}.")
         if self.flattens(name, compression):
-            ranks = tuple(range(self.world_size))
-            return TwoLevel(name, self.world_size, self._thread, None, None, self._exchange(name, ranks, compression))
+            return self._flat(name, compression)
         if name == "native" or self.world_size == 1:
             return Native(self.group)
         if name == "shared_memory":
@@ -164,6 +183,12 @@ class Communicator:
             return False
         return compression.scope == "all" or name == "native"
 
+    def members(self, name: str, compression: Compression | None) -> int:
+        """The ranks that take part in an exchange of algorithm ``name``."""
+        if self.flattens(name, compression):
+            return self.world_size
+        return self.topology.num_nodes
+
     def _memory(self, mesh: int, num_shards: int | None = None) -> SharedMemory:
         if self.topology.num_nodes > 1 and num_shards is None:
             hosts = ", ".join(self.topology.hosts)
@@ -177,42 +202,52 @@ class Communicator:
             )
         return SharedMemory(self._meshes[mesh], num_shards, self.on_wait, self.zero_copy)
 
+    def _flat(self, name: str, compression: Compression | None) -> TwoLevel:
+        """One exchange between all ranks, without a level inside the node."""
+        ranks = tuple(range(self.world_size))
+        exchange = self._exchange(name, ranks, compression)
+        return TwoLevel(name, self.world_size, self._thread, None, None, exchange)
+
     def _two_level(self, name: str, compression: Compression | None) -> TwoLevel:
         topology = self.topology
         if topology.num_nodes == 1 and name == "balanced":  # the node's ranks are the servers
-            exchange = self._exchange(name, tuple(range(self.world_size)), None)
-            return TwoLevel(name, self.world_size, self._thread, None, None, exchange)
+            return self._flat(name, None)
         scatter, gather = self._inside_node()
-        exchange = None
-        for shard in range(topology.num_shards):
-            owners = topology.shard_owners(shard)
-            if len(owners) > 1:
-                built = self._exchange(name, owners, compression)
-                if self.rank in owners:
-                    exchange = built
+        # One exchange for each shard, between its owners, one a node. A rank owns the shard of its local rank, or none
+        # where its node has more ranks than another one.
+        exchange: InterNodeReduce | None = None
+        if topology.num_nodes > 1 and topology.local_rank < topology.num_shards:
+            owners = topology.shard_owners(topology.local_rank)
+            exchange = self._exchange(name, owners, compression)
         by_rows = compression is not None and compression.method == "powersgd"
-        return TwoLevel(name, self.world_size, self._thread, scatter, gather, exchange, topology.local_rank, by_rows)
+        return TwoLevel(
+            name,
+            self.world_size,
+            self._thread,
+            scatter,
+            gather,
+            exchange,
+            shard_index=topology.local_rank,
+            by_rows=by_rows,
+        )
 
-    def _inside_node(self) -> tuple[SharedMemory | IntraNodeGroup | None, SharedMemory | IntraNodeGroup | None]:
+    def _inside_node(self) -> tuple[IntraNodeReduce | None, IntraNodeReduce | None]:
+        """What scatters and what gathers inside this node; None for both where that would be a group of one rank."""
         topology = self.topology
         if self.shared_memory_refusal is None:
             return self._memory(0, topology.num_shards), self._memory(1, topology.num_shards)
-        pairs = [
-            (self._new_group("scatter", ranks), self._new_group("gather", ranks))
-            for ranks in topology.nodes
-            if len(ranks) > 1
-        ]
-        for scatter, gather in pairs:
-            if scatter is not None and gather is not None:
-                return IntraNodeGroup(scatter, topology.num_shards), IntraNodeGroup(gather, topology.num_shards)
-        return None, None
+        scatter, gather = self.neighbours("scatter"), self.neighbours("gather")
+        if scatter is None or gather is None:
+            return None, None
+        return IntraNodeGroup(scatter, topology.num_shards), IntraNodeGroup(gather, topology.num_shards)
 
-    def _exchange(self, name: str, ranks: tuple[int, ...], compression: Compression | None) -> InterNodeReduce | None:
-        """The exchange among ``ranks``; None on other ranks. Collective over ``ranks``."""
-        first, second = self._new_group("start", ranks), self._new_group("finish", ranks)
-        if first is None or second is None:
-            return None
-        codec, feedback = None, None
+    def _exchange(self, name: str, ranks: tuple[int, ...], compression: Compression | None) -> InterNodeReduce:
+        """The exchange among ``ranks``, of which this is one. Collective over them."""
+        # Two groups, as an exchange starts in one thread and ends in another.
+        first = self._new_group("start", ranks)
+        second = self._new_group("finish", ranks)
+        codec: Codec | None = None
+        feedback: ErrorFeedback | None = None
         if compression is not None:
             codec = compression.codec()
             if compression.error_feedback:
@@ -225,11 +260,9 @@ class Communicator:
             return BalancedExchange(first, second, codec, feedback)
         return RingExchange(first, codec, feedback)
 
-    def _new_group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A group of its own for each purpose, kept for the next time; None on others. Collective over ``ranks``."""
+    def _new_group(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """A group of ``ranks`` for each purpose, of which this is one, kept for the next time. Collective over them."""
         key = (purpose, ranks)
-        if self.rank not in ranks:
-            return None
         if key not in self._groups:
             global_ranks = [dist.get_global_rank(self.group, rank) for rank in ranks]
             name = f"{self._name}-{purpose}-{ranks}"

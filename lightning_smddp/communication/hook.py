@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-from lightning_smddp.communication.algorithms import Algorithm, Native, SharedMemoryAllReduce, TwoLevel
+from lightning_smddp.communication.algorithms import Algorithm, Native, SharedMemoryAllReduce, TwoLevel, completed
 from lightning_smddp.communication.buckets import Layout
 from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback, require_same_sizes
@@ -46,18 +46,28 @@ class GradientSynchronizer:
         compression: Compression | None,
         recorder: Recorder,
     ) -> None:
-        self.communicator, self.table, self.compression = communicator, table, compression
+        self.communicator = communicator
+        self.table = table
+        self.compression = compression
         self.recorder = recorder
-        self._names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
+        self._names: dict[int, str] = {}  # of trained parameters, by `id`
+        self._numels: dict[str, int] = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self._names[id(parameter)] = name
+                self._numels[name] = parameter.numel()
         self.watch = NonFiniteWatch(self._names)
-        self._numels = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
-        names = dict.fromkeys(name for _, name in table)
-        self._algorithms = {name: communicator.algorithm(name, compression) for name in names}
+        self._algorithms: dict[str, Algorithm] = {}
+        for _, name in table:
+            if name not in self._algorithms:
+                self._algorithms[name] = communicator.algorithm(name, compression)
         self._native = Native(communicator.group)
-        self._layouts: dict[int, tuple[tuple[int, ...], Layout]] = {}
-        self._remembers = (
-            compression is not None and compression.error_feedback and communicator.compresses(compression)
-        )
+        self._layouts: dict[
+            int, tuple[tuple[int, ...], Layout]
+        ] = {}  # by bucket: ids of its parameters, and what it is
+        self._remembers = False
+        if compression is not None and compression.error_feedback:
+            self._remembers = communicator.compresses(compression)
         self._loaded: dict[str, dict[str, Tensor]] = {}  # until the first step
         self._steps_since_restore = 0
 
@@ -69,6 +79,7 @@ class GradientSynchronizer:
         tensor = bucket.buffer()
         if bucket.index() == 0:
             self._new_step()
+        # A sparse bucket counts as one of no bytes.
         size = 0
         algorithm: Algorithm = self._native
         if not tensor.is_sparse:
@@ -145,13 +156,14 @@ class GradientSynchronizer:
         self._steps_since_restore = 0
 
     def _dense_mean(self, algorithm: Algorithm, bucket: GradBucket) -> Future[Any]:
-        tensor, layout = bucket.buffer(), self._layout(bucket)
-        if not (self.watch.on and self._looks_itself(algorithm)):
+        tensor = bucket.buffer()
+        layout = self._layout(bucket)
+        if not self.watch.on or not self._looks_itself(algorithm):
             return algorithm.all_reduce(tensor, layout)
         assert isinstance(algorithm, SharedMemoryAllReduce)
         if not algorithm.mean(tensor, layout, watch=True):
             self.watch.not_finite(bucket)
-        return _finished(tensor)
+        return completed(tensor)
 
     def _looks_itself(self, algorithm: Algorithm) -> bool:
         """Whether averaging itself finds NaN and inf: sums in shared memory do, and leave no average where there are.
@@ -165,17 +177,23 @@ class GradientSynchronizer:
         return self._native.all_reduce(tensor, Layout.flat(0))
 
     def _layout(self, bucket: GradBucket) -> Layout:
+        """What the bucket consists of: found in its first step, and anew when it has other parameters."""
+        number = bucket.index()
         parameters = bucket.parameters()
-        identity = tuple(id(parameter) for parameter in parameters)
-        known = self._layouts.get(bucket.index())
-        if known is not None and known[0] == identity:
-            return known[1]
-        layout = Layout.of_parameters(
-            bucket.index(), ((self._names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters))
-        )
-        if known is not None:
+        identity = tuple([id(parameter) for parameter in parameters])
+        was_seen = number in self._layouts
+        if was_seen:
+            known_identity, known_layout = self._layouts[number]
+            if known_identity == identity:
+                return known_layout
+        named = []
+        for index, parameter in enumerate(parameters):
+            name = self._names.get(id(parameter), f"parameter {index}")
+            named.append((name, parameter))
+        layout = Layout.of_parameters(number, named)
+        if was_seen:
             self._buckets_were_rebuilt()
-        self._layouts[bucket.index()] = (identity, layout)
+        self._layouts[number] = (identity, layout)
         return layout
 
     def _buckets_were_rebuilt(self) -> None:
@@ -194,26 +212,29 @@ class GradientSynchronizer:
         for algorithm in self._two_level():
             feedback = getattr(algorithm.exchange, "feedback", None)
             if feedback is not None:
-                members = self.communicator.topology.num_nodes
-                if self.communicator.flattens(algorithm.name, self.compression):
-                    members = self.communicator.world_size
-                found.append((feedback, members))
+                found.append((feedback, self.communicator.members(algorithm.name, self.compression)))
         return found
 
     def _powersgd(self) -> list[PowerSGDExchange]:
-        exchanges = [algorithm.exchange for algorithm in self._two_level()]
-        return [exchange for exchange in exchanges if isinstance(exchange, PowerSGDExchange)]
+        found = []
+        for algorithm in self._two_level():
+            if isinstance(algorithm.exchange, PowerSGDExchange):
+                found.append(algorithm.exchange)
+        return found
 
     def _total_errors(self) -> dict[str, Tensor]:
         """What all ranks together remember, by parameter. Collective."""
         device = self.communicator.device
         for algorithm in self._two_level():
             algorithm.drain()  # the buckets before still write what they remember
-        total = torch.zeros(sum(self._numels.values()), device=device)
+        # One message for all of it: the parameters one after the other, in the module's order.
+        sizes = list(self._numels.values())
+        total = torch.zeros(sum(sizes), device=device)
         for feedback, _ in self._feedbacks():
-            total += torch.cat(list(feedback.totals(self._numels).values())).to(device)
+            by_parameter = list(feedback.totals(self._numels).values())
+            total += torch.cat(by_parameter).to(device)
         dist.all_reduce(total, group=self.communicator.group)
-        parts = total.cpu().split(list(self._numels.values()))
+        parts = total.cpu().split(sizes)
         return dict(zip(self._numels, parts, strict=True))
 
     def _all_factors(self) -> dict[str, Tensor]:
@@ -222,12 +243,15 @@ class GradientSynchronizer:
         local: dict[str, Tensor] = {}
         for exchange in self._powersgd():
             local |= exchange.factors
+        local_shapes = {name: list(factor.shape) for name, factor in local.items()}
         shapes: dict[str, list[int]] = {}
         holders: dict[str, int] = {}  # the first rank that has it
-        for rank, held in enumerate(gather_json({name: list(q.shape) for name, q in local.items()}, group, device)):
-            for name, shape in held.items():
+        for rank, ranks_shapes in enumerate(gather_json(local_shapes, group, device)):
+            for name, shape in ranks_shapes.items():
                 shapes[name] = shape
                 holders.setdefault(name, rank)
+        # Each rank knows only the factors of its own shards. Names come in one order on all ranks, as a broadcast of
+        # each has to.
         factors: dict[str, Tensor] = {}
         for name in sorted(shapes):
             if name in local:
@@ -244,18 +268,22 @@ class GradientSynchronizer:
         local, world = len(topology.local_ranks), topology.world_size
         if world == 1 or size == 0:
             return 0, 0
+        # In shared memory the others read all but this rank's own slice, and it writes that slice to each of them.
+        through_memory = size * (local - 1) // local * 2
         if isinstance(algorithm, TwoLevel):
-            layout = algorithm.shard_layout(tensor, self._layouts[bucket.index()][1])
-            shard = sum(piece.numel for piece in layout.pieces)
             sent = 0
             if algorithm.exchange is not None:
-                sent = algorithm.exchange.wire_bytes(shard, tensor.dtype, layout)
+                _, layout = self._layouts[bucket.index()]
+                shard = algorithm.shard_layout(tensor, layout)
+                shard_numel = sum([piece.numel for piece in shard.pieces])
+                sent = algorithm.exchange.wire_bytes(shard_numel, tensor.dtype, shard)
             if algorithm.scatter is None:  # flat: what goes to ranks of this node stays in it
                 inside = sent * (local - 1) // (world - 1)
                 return inside, sent - inside
-            return size * (local - 1) // local * 2, sent
+            return through_memory, sent
         if algorithm.name == "shared_memory":
-            return size * (local - 1) // local * 2, 0
+            return through_memory, 0
+        # A ring sends to one rank, the next.
         ring = 2 * size * (world - 1) // world
         next_rank = (topology.rank + 1) % world
         if next_rank in topology.local_ranks:
@@ -271,9 +299,3 @@ def _recording(recorder: Recorder) -> Callable[[Future[Any]], Any]:
         return future.value()
 
     return done
-
-
-def _finished(tensor: Tensor) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(tensor)
-    return future

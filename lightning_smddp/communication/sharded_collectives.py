@@ -279,9 +279,7 @@ class _MeanOverReplicas:
         self._algorithm = communicator.algorithm(self.name, compression)
         exchange = getattr(self._algorithm, "exchange", None)
         self.feedback: ErrorFeedback | None = getattr(exchange, "feedback", None)
-        self.members = communicator.topology.num_nodes
-        if communicator.flattens(self.name, compression):
-            self.members = communicator.world_size
+        self.members = communicator.members(self.name, compression)
 
     def hook(self, layout: UnitLayout, owner: int) -> Callable[[Tensor], None]:
         """What FSDP2 calls with the part of a unit's gradients that is ``owner``'s, flat, after its reduce-scatter."""
