@@ -33,6 +33,7 @@ _HOST, _DEVICE, _APART = "host", "device", "apart"  # where a tensor was; apart:
 
 def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, group_src: int = 0) -> Any:
     """The ``value`` (anything that JSON carries) of the rank ``group_src`` of ``group`` on every rank. Collective."""
+    # The others do not know how long the value is: so the length first.
     data = to_bytes(value, device)
     length = torch.tensor([data.numel()], device=device)
     dist.broadcast(length, group=group, group_src=group_src)
@@ -90,7 +91,8 @@ class _Layout:
     @classmethod
     def of(cls, specs: Sequence[_TensorSpec], numbers: int) -> _Layout:
         head = 8 + 8 * numbers
-        end, end_apart = _aligned(head), 0
+        end = _aligned(head)
+        end_apart = 0
         sizes = [spec.nbytes for spec in specs]
         offsets = []
         for spec, size in zip(specs, sizes, strict=True):
@@ -116,10 +118,18 @@ class _Header:
     specs: list[_TensorSpec]
     layout: _Layout
 
+    @property
+    def has_apart(self) -> bool:
+        """Whether a second buffer follows the first one. It may be empty, as tensors may be."""
+        return any(spec.where == _APART for spec in self.specs)
+
     @classmethod
     def parse(cls, text: str, parsed: dict[str, Any]) -> _Header:
-        specs = [_TensorSpec(tuple(path), *rest) for path, *rest in parsed["tensors"]]
-        return cls(text, parsed["tree"], specs, _Layout.of(specs, parsed["numbers"]))
+        specs = []
+        for path, dtype, shape, where in parsed["tensors"]:
+            specs.append(_TensorSpec(tuple(path), dtype, shape, where))
+        layout = _Layout.of(specs, parsed["numbers"])
+        return cls(text, parsed["tree"], specs, layout)
 
 
 @dataclass
@@ -182,7 +192,9 @@ def broadcast_structure(
         return value
     if cache is None:
         cache = HeaderCache()
-    way = _Way(group, src, device, cache, host or Channel(group, device))
+    if host is None:
+        host = Channel(group, device)
+    way = _Way(group, src, device, cache, host)
     if group.rank() == src:
         _send(value, way)
         return value
@@ -191,7 +203,11 @@ def broadcast_structure(
 
 def in_containers_of(like: Any, value: Any) -> Any:
     """The leaves of ``value`` in containers like those of ``like``; ``value`` itself if keys or lengths differ."""
-    if like is None or [path for path, _ in items(like)] != [path for path, _ in items(value)]:
+    if like is None:
+        return value
+    paths_of_like = [path for path, _ in items(like)]
+    paths = [path for path, _ in items(value)]
+    if paths_of_like != paths:
         return value
     return rebuild(like, leaves(value))
 
@@ -230,7 +246,8 @@ class _Way:
 
 
 def _send(value: Any, way: _Way) -> None:
-    encoder, cache = Encoder(is_structure=True), way.cache
+    cache = way.cache
+    encoder = Encoder(is_structure=True)
     try:
         header = _header_of(value, encoder, way)
     except UnknownTypeError as error:
@@ -250,7 +267,8 @@ def _send(value: Any, way: _Way) -> None:
         way.broadcast(_notice(0, way))
     head = struct.pack("<q", 0) + b"".join(encoder.numbers)
     buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=way.host.device)
-    buffer[: layout.head].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8), non_blocking=True)
+    head_bytes = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    buffer[: layout.head].copy_(head_bytes, non_blocking=True)
     apart = torch.empty(layout.nbytes_apart, dtype=torch.uint8, device=way.device)
     for spec, tensor, offset in zip(header.specs, encoder.tensors.values(), layout.offsets, strict=True):
         target = buffer
@@ -258,7 +276,7 @@ def _send(value: Any, way: _Way) -> None:
             target = apart
         _write(target, offset, tensor)
     way.broadcast(buffer)
-    if any(spec.where == _APART for spec in header.specs):
+    if header.has_apart:
         way.broadcast_apart(apart)
     cache.header = header
 
@@ -268,19 +286,19 @@ def _header_of(value: Any, encoder: Encoder, way: _Way) -> _Header:
     tree = encoder.encode(value)
     specs = []
     for path, tensor in encoder.tensors.items():
-        where = _HOST
-        if tensor.device.type != "cpu":
+        if tensor.device.type == "cpu":
+            where = _HOST
+        elif way.is_split:
+            where = _APART
+        else:
             where = _DEVICE
-            if way.is_split:
-                where = _APART
-        specs.append((path, name_of_dtype(tensor.dtype), tuple(tensor.shape), where))
+        specs.append(_TensorSpec(path, name_of_dtype(tensor.dtype), tuple(tensor.shape), where))
     numbers = len(encoder.numbers)
     text = json.dumps({"tree": tree, "tensors": specs, "numbers": numbers})
     known = way.cache.header
     if known is not None and known.text == text:
         return known
-    named = [_TensorSpec(*spec) for spec in specs]
-    return _Header(text, tree, named, _Layout.of(named, numbers))
+    return _Header(text, tree, specs, _Layout.of(specs, numbers))
 
 
 def _write(buffer: Tensor, offset: int, tensor: Tensor) -> None:
@@ -292,7 +310,8 @@ def _write(buffer: Tensor, offset: int, tensor: Tensor) -> None:
 
 
 def _send_header(header: str, way: _Way) -> None:
-    data = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(way.host.device)
+    text = bytearray(header.encode())
+    data = torch.frombuffer(text, dtype=torch.uint8).to(way.host.device)
     way.broadcast(_notice(data.numel(), way))
     way.broadcast(data)
 
@@ -300,7 +319,8 @@ def _send_header(header: str, way: _Way) -> None:
 def _notice(length: int, way: _Way) -> Tensor:
     """The length of the header that follows (0: none), as long as what the others wait for."""
     notice = torch.zeros(way.cache.notice_nbytes, dtype=torch.uint8, device=way.host.device)
-    notice[:8] = torch.frombuffer(bytearray(struct.pack("<q", length)), dtype=torch.uint8)
+    packed = bytearray(struct.pack("<q", length))
+    notice[:8] = torch.frombuffer(packed, dtype=torch.uint8)
     return notice
 
 
@@ -326,7 +346,7 @@ def _receive(way: _Way) -> Any:
         buffer = way.received(cache.nbytes)
         head = _bytes(buffer[: header.layout.head])
     apart = torch.empty(header.layout.nbytes_apart, dtype=torch.uint8, device=way.device)
-    if any(spec.where == _APART for spec in header.specs):
+    if header.has_apart:
         way.broadcast_apart(apart)
     return decode(header.tree, _tensors(header, buffer, apart), head[8:])
 
@@ -351,7 +371,8 @@ def _tensors(header: _Header, buffer: Tensor, apart: Tensor) -> dict[Path, Tenso
         source = buffer
         if spec.where == _APART:
             source = apart
-        part = source[offset : offset + size].view(dtype_of(spec.dtype)).view(spec.shape)
+        data = source[offset : offset + size]
+        part = data.view(dtype_of(spec.dtype)).view(spec.shape)
         if 2 * size < source.nbytes:
             own = part.clone()
         else:

@@ -51,9 +51,11 @@ class Form(NamedTuple):
         """Whether values of type ``kind`` have this form."""
         if is_structure:
             return self.in_structures and issubclass(kind, self.types)
+        if not self.in_values:
+            return False
         if self.of_subclasses:
-            return self.in_values and issubclass(kind, self.types)
-        return self.in_values and kind in self.types
+            return issubclass(kind, self.types)
+        return kind in self.types
 
 
 # What can be sent and stored. The first row that fits counts: a number of numpy's is also one of Python's.
@@ -92,7 +94,8 @@ class UnknownTypeError(ValueError):
     """
 
     def __init__(self, path: tuple[Any, ...], kind: str, problem: str = "") -> None:
-        super().__init__(f"{'.'.join(map(str, path)) or 'the value'} is a {kind}")
+        where = ".".join([str(key) for key in path]) or "the value"
+        super().__init__(f"{where} is a {kind}")
         self.path = path
         self.kind = kind
         self.problem = problem
@@ -143,17 +146,20 @@ class Encoder:
         if form == "dict":
             return ["dict", self._members(value, path)]
         if form in _CONTAINERS:
-            return [form, [self.encode(member, (*path, index)) for index, member in enumerate(value)]]
+            members = [self.encode(member, (*path, index)) for index, member in enumerate(value)]
+            return [form, members]
         if form == "dataclass":
-            fields = dataclasses.fields(value)
-            return ["dict", self._members({field.name: getattr(value, field.name) for field in fields}, path)]
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return ["dict", self._members(fields, path)]
         if form == "scalar":
             return self.encode(value.item(), path)
-        if form == "array" and value.dtype.kind in "biufc":
-            return ["array", self._keep(torch.from_numpy(np.ascontiguousarray(value)), path)]
+        if form == "array" and value.dtype.kind in "biufc":  # bool, int, unsigned, float, complex: torch has these
+            contiguous = np.ascontiguousarray(value)
+            return ["array", self._keep(torch.from_numpy(contiguous), path)]
         return self._rare(form, value, path)
 
     def _rare(self, form: str, value: Any, path: tuple[Any, ...]) -> list[Any]:
+        """Of the forms that values alone have, and of what has none."""
         if form == "bytes":
             return ["bytes", base64.b64encode(value).decode()]
         if form == "path":
@@ -176,34 +182,44 @@ class Encoder:
     def _number(self, form: str, value: Any) -> Any:
         if not self.is_structure:
             return ["plain", value]
-        if form == "int" and value not in _INT64:
-            return int(value)
-        self.numbers.append(struct.pack("<q" if form == "int" else "<d", value))
+        if form == "float":
+            packed = struct.pack("<d", value)
+        elif value in _INT64:
+            packed = struct.pack("<q", value)
+        else:
+            return int(value)  # too large for 8 bytes: it stays in the encoded value
+        self.numbers.append(packed)
         return [form, len(self.numbers) - 1]
 
     def _keep(self, tensor: Tensor, path: tuple[Any, ...]) -> list[str]:
+        """Put ``tensor`` aside; returns the name that stands for it."""
         if self.is_structure and not is_dense(tensor):
             problem = f"is a {_kind_of_tensor(tensor)} tensor; only dense tensors can be sent to other ranks."
             raise UnknownTypeError(path, name_of_type(tensor), problem)
-        name = tuple(map(str, path))
+        name = tuple([str(key) for key in path])
         assert name not in self.tensors
         self.tensors[name] = tensor
         return list(name)
 
     def _members(self, mapping: Mapping[Any, Any], path: tuple[Any, ...]) -> list[Any]:
-        names: Iterable[Any] = mapping
-        if len(set(map(type, mapping))) > 1 and len(set(map(str, mapping))) < len(mapping):  # 1 and "1"
-            names = [f"{type(key).__name__} {key}" for key in mapping]
+        # A tensor is kept under the texts of the keys above it. Where two keys have one text, such as 1 and "1", their
+        # types belong to it.
+        types = {type(key) for key in mapping}
+        with_types = len(types) > 1 and len({str(key) for key in mapping}) < len(mapping)
         encoded = []
-        for name, (key, member) in zip(names, mapping.items(), strict=True):
+        for key, member in mapping.items():
+            name: Any = key
+            if with_types:
+                name = f"{type(key).__name__} {key}"
             own = (*path, name)
-            plain = key if type(key) is str and self.is_structure else self._key(key, own)
-            encoded.append([plain, self.encode(member, own)])
+            encoded.append([self._key(key, own), self.encode(member, own)])
         return encoded
 
     def _key(self, key: Any, path: tuple[Any, ...]) -> Any:
         if not self.is_structure:
             return self.encode(key, (*path, "key"))
+        if type(key) is str:  # nearly all are
+            return key
         if not isinstance(key, (bool, int, float, str, type(None))):
             name = type(key).__name__
             problem = f"has the key {key!r}, a {name}, which cannot be sent to other ranks. Use strings or numbers."
@@ -239,9 +255,12 @@ def decode(plain: Any, tensors: Mapping[Path, Tensor], numbers: bytes = b"") -> 
     if form == "tensor":
         return tensors[tuple(content)]
     if form == "dict":
-        return {decode(key, tensors, numbers): decode(member, tensors, numbers) for key, member in content}
+        members = {}
+        for key, member in content:
+            members[decode(key, tensors, numbers)] = decode(member, tensors, numbers)
+        return members
     if form in _CONTAINERS:
-        return _CONTAINERS[form](decode(member, tensors, numbers) for member in content)
+        return _CONTAINERS[form]([decode(member, tensors, numbers) for member in content])
     if form == "int":
         return struct.unpack_from("<q", numbers, 8 * content)[0]
     if form == "float":
@@ -270,27 +289,32 @@ def pack(value: Any) -> Tensor:
     specs = []
     end = 0
     for path, tensor in tensors.items():
-        data = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        flat = tensor.detach().contiguous().flatten()
+        data = flat.view(torch.uint8).numpy().tobytes()
         if data not in offsets:
             offsets[data] = end
             end += len(data)
-        specs.append([path, name_of_dtype(tensor.dtype), list(tensor.shape), offsets[data], len(data)])
+        dtype = name_of_dtype(tensor.dtype)
+        specs.append([path, dtype, list(tensor.shape), offsets[data], len(data)])
     header = json.dumps([plain, specs]).encode()
-    message = len(header).to_bytes(8, "little") + header + b"".join(offsets)
+    length = len(header).to_bytes(8, "little")
+    message = length + header + b"".join(offsets)
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def unpack(data: Tensor) -> Any:
     """The inverse of :func:`pack`; what was equal is one tensor."""
     message = np.asarray(data.cpu()).tobytes()
-    begin = 8 + int.from_bytes(message[:8], "little")
+    header_length = int.from_bytes(message[:8], "little")
+    begin = 8 + header_length  # of the tensors
     plain, specs = json.loads(message[8:begin])
     found: dict[tuple[str, int, int], Tensor] = {}
     tensors: dict[Path, Tensor] = {}
     for path, name, shape, offset, length in specs:
         key = (name, offset, length)
         if key not in found:
-            found[key] = _tensor_of(message[begin + offset : begin + offset + length], dtype_of(name))
+            start = begin + offset
+            found[key] = _tensor_of(message[start : start + length], dtype_of(name))
         tensors[tuple(path)] = found[key].view(shape)
     return decode(plain, tensors)
 
@@ -319,12 +343,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 def bits_of(number: float) -> int:
     """The bits of a float as an integer, so that a message of integers carries it as it is."""
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return int(bits)
 
 
 def float_of(bits: int) -> float:
     """The inverse of :func:`bits_of`."""
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+    (number,) = struct.unpack("<d", struct.pack("<q", bits))
+    return float(number)
 
 
 def name_of_type(value: Any) -> str:

@@ -54,7 +54,8 @@ def map_leaves(function: Callable[[Any], Any], structure: Any) -> Any:
     children = members_of(structure)
     if children is None:
         return function(structure)
-    return with_members(structure, [(key, map_leaves(function, child)) for key, child in children])
+    changed = [(key, map_leaves(function, child)) for key, child in children]
+    return with_members(structure, changed)
 
 
 def copied(structure: Any) -> Any:
@@ -81,7 +82,7 @@ def with_members(container: Any, values: Members) -> Any:
     for key, value in values:
         if isinstance(container, Mapping):
             changed[key] = value
-        else:
+        else:  # a dataclass, which may be frozen
             object.__setattr__(changed, str(key), value)
     return changed
 
@@ -113,5 +114,5 @@ def members_of(structure: Any) -> Members | None:
     if isinstance(structure, (list, tuple)):
         return list(enumerate(structure))
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        return [(f.name, getattr(structure, f.name)) for f in dataclasses.fields(structure)]
+        return [(field.name, getattr(structure, field.name)) for field in dataclasses.fields(structure)]
     return None

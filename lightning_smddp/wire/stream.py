@@ -20,12 +20,12 @@ from torch import Tensor
 from lightning_smddp.wire.encode import dtype_of, name_of_dtype
 from lightning_smddp.wire.gather import gather_json
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 64 * 2**20  # of a message
 
 Place = Callable[[Tensor], object]
 """Takes the bytes out of a buffer that is used again afterwards."""
 
-_TAG = 0
+_TAG = 0  # of point-to-point messages; their order tells which is which
 _ALIGNMENT = 16  # bytes; the widest element (complex128)
 CPU = torch.device("cpu")
 
@@ -67,21 +67,24 @@ class Landing:
         """Wait for the chunk that is on its way, and let it be placed; without one nothing happens."""
         if self._waiting is None:
             return
-        (event, buffer, place), self._waiting = self._waiting, None
+        event, buffer, place = self._waiting
+        self._waiting = None
         event.synchronize()
         place(buffer)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors on the CPU: those that are there, and contiguous copies of the others."""
-    landing, found = Landing(), []
+    landing = Landing()
+    found = []
     for tensor in tensors:
         if tensor.device.type == "cpu":
             found.append(tensor)
             continue
         copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        source, target = bytes_of(tensor.detach().contiguous()), bytes_of(copy)
-        for chunk, part in zip(source.split(CHUNK_BYTES), target.split(CHUNK_BYTES), strict=True):
+        source = bytes_of(tensor.detach().contiguous()).split(CHUNK_BYTES)
+        target = bytes_of(copy).split(CHUNK_BYTES)
+        for chunk, part in zip(source, target, strict=True):
             landing.land(chunk, part.copy_)
         found.append(copy)
     landing.finish()
@@ -130,6 +133,16 @@ class _Part:
     end: int
     offset: int
 
+    def of(self, flats: Sequence[Tensor]) -> Tensor:
+        """Its view in the tensors, which are flat."""
+        return flats[self.index][self.begin : self.end]
+
+    def within(self, chunk: Tensor, specs: Sequence[Spec]) -> Tensor:
+        """Its view in the chunk."""
+        dtype = specs[self.index].dtype
+        nbytes = (self.end - self.begin) * dtype.itemsize
+        return chunk[self.offset : self.offset + nbytes].view(dtype)
+
 
 def broadcast_tensors(
     specs: Sequence[Spec], tensors: Sequence[Tensor] | None, group: dist.ProcessGroup, source: int, device: torch.device
@@ -143,40 +156,45 @@ def broadcast_tensors(
         source: rank in ``group``.
         device: where ``group``'s backend has its messages.
     """
+    is_source = group.rank() == source
     flats = None
     if tensors is not None:
-        flats = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+        flats = _flat(tensors)
     for parts, size in _chunks(specs):
         chunk = torch.empty(size, dtype=torch.uint8, device=device)
-        if group.rank() == source:
+        if is_source:
             assert flats is not None
             for part in parts:
-                _view(chunk, part, specs).copy_(flats[part.index][part.begin : part.end])
+                part.within(chunk, specs).copy_(part.of(flats))
         dist.broadcast(chunk, group=group, group_src=source)
-        if group.rank() != source and flats is not None:
+        if not is_source and flats is not None:
             for part in parts:
-                flats[part.index][part.begin : part.end].copy_(_view(chunk, part, specs))
+                part.of(flats).copy_(part.within(chunk, specs))
+    if is_source or tensors is None or flats is None:
+        return
     # A contiguous tensor's flat view is its own memory, which has the values now; of others the flat one is a copy.
-    if tensors is not None and flats is not None and group.rank() != source:
-        for tensor, flat in zip(tensors, flats, strict=True):
-            if not tensor.is_contiguous():
-                tensor.detach().copy_(flat.view(tensor.shape))
+    for tensor, flat in zip(tensors, flats, strict=True):
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def _send_tensors(
     specs: Sequence[Spec], tensors: Sequence[Tensor], group: dist.ProcessGroup, target: int, device: torch.device
 ) -> None:
     """Send ``tensors`` to rank ``target``, which calls :func:`_receive_tensors`."""
-    flats = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+    flats = _flat(tensors)
     under_way: deque[torch.cuda.Event] = deque()
     for parts, size in _chunks(specs):
         chunk = torch.empty(size, dtype=torch.uint8, device=device)
         for part in parts:
-            _view(chunk, part, specs).copy_(flats[part.index][part.begin : part.end])
+            part.within(chunk, specs).copy_(part.of(flats))
         group.send([chunk], target, _TAG).wait()  # also of groups that torch.distributed has no names for
-        if device.type == "cuda":  # the host runs ahead by two chunks, not by all of them
-            under_way.append(torch.cuda.Event())
-            under_way[-1].record()
+        if device.type == "cuda":
+            # Waiting for a message made the device's stream wait, not the host, which is to run ahead by two chunks and
+            # not by all of them.
+            event = torch.cuda.Event()
+            event.record()
+            under_way.append(event)
             if len(under_way) > 2:
                 under_way.popleft().synchronize()
 
@@ -185,11 +203,13 @@ def _receive_tensors(
     specs: Sequence[Spec], group: dist.ProcessGroup, source: int, device: torch.device
 ) -> list[Tensor]:
     """What rank ``source`` sends with :func:`_send_tensors`, on the CPU."""
-    tensors, landing = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs], Landing()
+    tensors = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+    flats = [tensor.view(-1) for tensor in tensors]
+    landing = Landing()
 
     def unpack(chunk: Tensor, parts: Sequence[_Part]) -> None:
         for part in parts:
-            tensors[part.index].view(-1)[part.begin : part.end].copy_(_view(chunk, part, specs))
+            part.of(flats).copy_(part.within(chunk, specs))
 
     for parts, size in _chunks(specs):
         chunk = torch.empty(size, dtype=torch.uint8, device=device)
@@ -224,8 +244,10 @@ def gathered_shares(
 ) -> Iterator[dict[str, Tensor]]:
     """What :func:`gather_tensors` gives, of one rank after the other. Collective: to be gone through to its end."""
     rank = group.rank()
-    announced = gather_json([[name, Spec.of(tensor).to_json()] for name, tensor in local.items()], group, device)
+    own_entries = [[name, Spec.of(tensor).to_json()] for name, tensor in local.items()]
+    announced = gather_json(own_entries, group, device)
     for source, entries in enumerate(announced):
+        names = [name for name, _ in entries]
         specs = [Spec.from_json(entry) for _, entry in entries]
         tensors: list[Tensor] = []
         if source == rank:
@@ -239,12 +261,12 @@ def gathered_shares(
         elif source != rank == 0:
             tensors = _receive_tensors(specs, group, source, device)
         if to_all or rank == 0:
-            yield dict(zip((name for name, _ in entries), to_host(tensors), strict=True))
+            yield dict(zip(names, to_host(tensors), strict=True))
 
 
-def _view(chunk: Tensor, part: _Part, specs: Sequence[Spec]) -> Tensor:
-    dtype = specs[part.index].dtype
-    return chunk[part.offset : part.offset + (part.end - part.begin) * dtype.itemsize].view(dtype)
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with one dimension: views, but of those that are not contiguous copies."""
+    return [tensor.detach().contiguous().view(-1) for tensor in tensors]
 
 
 def _chunks(specs: Sequence[Spec]) -> Iterator[tuple[list[_Part], int]]:
@@ -252,16 +274,18 @@ def _chunks(specs: Sequence[Spec]) -> Iterator[tuple[list[_Part], int]]:
     parts: list[_Part] = []
     used = 0
     for index, spec in enumerate(specs):
+        numel, itemsize = spec.numel, spec.dtype.itemsize
         begin = 0
-        while begin < spec.numel:
-            offset = -(-used // _ALIGNMENT) * _ALIGNMENT
-            end = min(spec.numel, begin + (CHUNK_BYTES - offset) // spec.dtype.itemsize)
-            if end <= begin:
+        while begin < numel:
+            offset = -(-used // _ALIGNMENT) * _ALIGNMENT  # rounded up
+            room = (CHUNK_BYTES - offset) // itemsize  # elements; below 1: the chunk is full
+            if room < 1:
                 yield parts, used
                 parts, used = [], 0
                 continue
+            end = min(numel, begin + room)
             parts.append(_Part(index, begin, end, offset))
-            used = offset + (end - begin) * spec.dtype.itemsize
+            used = offset + (end - begin) * itemsize
             begin = end
     if parts:
         yield parts, used

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.encode import Path, UnknownTypeError, decode, encode, is_dense, name_of_type
 from lightning_smddp.wire.gather import gather_json
-from lightning_smddp.wire.stream import Spec, broadcast_tensors, gathered_shares
+from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gathered_shares
 
 ALLOW_PICKLE = "LIGHTNING_SMDDP_ALLOW_PICKLE"
 
@@ -63,7 +63,10 @@ def broadcast_value(value: Any, group_src: int, group: dist.ProcessGroup, device
         broadcast_tensors(specs, list(tensors.values()), group, group_src, device)
         return value
     for (path, _, on_device), spec in zip(announced, specs, strict=True):
-        tensors[tuple(path)] = torch.empty(spec.shape, dtype=spec.dtype, device=device if on_device else "cpu")
+        own_device = CPU
+        if on_device:
+            own_device = device
+        tensors[tuple(path)] = torch.empty(spec.shape, dtype=spec.dtype, device=own_device)
     broadcast_tensors(specs, list(tensors.values()), group, group_src, device)
     return decode(plain, tensors)
 
@@ -86,7 +89,8 @@ def gathered_values(
         ValueError: on every rank: a rank's value has something that cannot be sent.
     """
     tensors: dict[Path, Tensor] = {}
-    plain, problem = None, None
+    plain: Any = None
+    problem: str | None = None
     try:
         plain = encode(local, tensors)
     except UnknownTypeError as error:
@@ -95,22 +99,27 @@ def gathered_values(
             "tuples and dicts of these."
         )
     outlines = gather_json([plain, problem], group, device)
-    for _, text in outlines:
-        if text is not None:
-            raise ValueError(text)
-    named = {json.dumps(path): tensor for path, tensor in tensors.items()}
+    for _, ranks_problem in outlines:
+        if ranks_problem is not None:
+            raise ValueError(ranks_problem)
+    named = {json.dumps(path): tensor for path, tensor in tensors.items()}  # names are texts there
     shares = gathered_shares(named, group, to_all, device)
     for (outline, _), share in zip(outlines, shares, strict=False):  # a rank may get no shares
-        yield decode(outline, {tuple(json.loads(path)): tensor for path, tensor in share.items()})
+        ranks_tensors: dict[Path, Tensor] = {}
+        for name, tensor in share.items():
+            ranks_tensors[tuple(json.loads(name))] = tensor
+        yield decode(outline, ranks_tensors)
 
 
 def _describe(value: Any, tensors: dict[Path, Tensor]) -> list[Any]:
     """``value`` without its tensors, and of each its path, shape and dtype, and whether it is on an accelerator."""
     plain = encode(value, tensors)
+    announced = []
     for path, tensor in tensors.items():
         if type(tensor) not in (Tensor, torch.nn.Parameter) or not is_dense(tensor):
             raise UnknownTypeError(path, f"{name_of_type(tensor)} ({tensor.layout})")
-    announced = [[path, Spec.of(t).to_json(), t.device.type != "cpu"] for path, t in tensors.items()]
+        on_device = tensor.device.type != "cpu"
+        announced.append([path, Spec.of(tensor).to_json(), on_device])
     return ["value", plain, announced]
 
 
@@ -119,7 +128,8 @@ def _pickle_allowed() -> bool:
 
 
 def _pickled(value: Any) -> list[Any]:
-    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
+    pickled = pickle.dumps(value)
+    return ["pickle", base64.b64encode(pickled).decode()]
 
 
 def _unpickled(content: str, src: int) -> Any:
