@@ -81,7 +81,7 @@ _CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "set": set,
     "frozenset": frozenset,
 }
-_INT64 = range(-(2**63), 2**63)
+_INT64_END = 2**63  # one beyond the largest number that 8 bytes carry
 
 
 class UnknownTypeError(ValueError):
@@ -184,7 +184,7 @@ class Encoder:
             return ["plain", value]
         if form == "float":
             packed = struct.pack("<d", value)
-        elif value in _INT64:
+        elif -_INT64_END <= value < _INT64_END:
             packed = struct.pack("<q", value)
         else:
             return int(value)  # too large for 8 bytes: it stays in the encoded value
