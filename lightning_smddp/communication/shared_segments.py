@@ -164,7 +164,7 @@ class SharedSegments:
                 descriptor = arrival.descriptors.pop(0, None)
             if descriptor is None:
                 raise MemoryError(
-                    f"No {counted(size, 'byte')} of memory are left on {self.mesh.topology.describe(self.mesh.rank)}'s "
+                    f"No {counted(size, 'byte')} of memory are left on {self.mesh.describe(self.mesh.rank)}'s "
                     f"node to exchange {self._name(unit)}. Shard into smaller units, or give the job more memory."
                 )
             mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
