@@ -34,13 +34,15 @@ def from_config(path: str, model_class: Any = None) -> tuple[Any, Any, Any]:
         settings = yaml.safe_load(Path(path).read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UnplannableError(f"{path} cannot be read as a LightningCLI configuration: {error}") from None
-    if not isinstance(settings, dict) or (model_class is None and "model" not in settings):
+    has_model = isinstance(settings, dict) and (model_class is not None or "model" in settings)
+    if not has_model:
         raise UnplannableError(
             f"{path} has no section `model`. Give a file that your LightningCLI takes as --config; if that is made for "
             "one class, name it, too: `lightning-smddp plan package.module:Class --config FILE`."
         )
     settings = {key: value for key, value in settings.items() if key not in _OF_RUNS}
-    precision = (settings.pop("trainer", None) or {}).get("precision")
+    trainer = settings.pop("trainer", None) or {}
+    precision = trainer.get("precision")
     package = "pytorch_lightning"
     if find_spec("lightning") is not None:
         package = "lightning.pytorch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from lightning_smddp.choice.step_profile import StepProfile
@@ -114,9 +115,7 @@ def data_parallel(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
 
 def sharded_optimizer(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
     """``smddp`` with ``shard="optimizer"`` on the CPUs of a node: a share of the state, one copy of the parameters."""
-    parameters = -(-sizes.parameters // ranks)
-    state = -(-sizes.state // ranks)
-    return _fullest(sizes, profile, ranks, parameters, state)
+    return _fullest(sizes, profile, ranks, _share(sizes.parameters, ranks), _share(sizes.state, ranks))
 
 
 def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSizes, reshard: bool) -> Memory:
@@ -134,20 +133,27 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
         units: what is gathered.
         reshard: units are freed behind their forward (ZeRO-3), else not (ZeRO-2).
     """
+    two_units = min(units.units, 2 * units.largest)
     gathered = units.units
     if reshard:
-        gathered = min(gathered, 2 * units.largest)
-    segments = min(units.units, 2 * units.largest) // ranks
+        gathered = two_units
+    segments = two_units // ranks
     communication = gathered + segments + 2 * units.largest + 2 * units.root
-    parameters, gradients, state = (-(-size // ranks) for size in (sizes.parameters, sizes.gradients, sizes.state))
-    held = Memory(parameters + sizes.buffers, gradients, state, sizes.batch)
+    held = Memory(
+        parameters=_share(sizes.parameters, ranks) + sizes.buffers,
+        gradients=_share(sizes.gradients, ranks),
+        optimizer_state=_share(sizes.state, ranks),
+        activations=sizes.batch,
+    )
     in_step = replace(
         held,
         activations=sizes.batch + profile.kept,
         communication=communication,
         temporary=profile.peak - profile.kept,
     )
-    kept = 0 if reshard else units.units  # memory in which they are whole, for the next step
+    kept = 0
+    if not reshard:
+        kept = units.units  # memory in which they are whole, for the next step
     stepping = replace(held, communication=kept, temporary=sizes.optimizer_temporary // ranks)
     return max(in_step, stepping, key=lambda memory: memory.total)
 
@@ -161,12 +167,14 @@ def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Mem
     optimizer. All that is exchanged goes through memory of the node: one segment is written while another is read.
     DeepSpeed's own modules and objects are counted with what is exchanged.
     """
-    share, share_of_gradients = -(-sizes.parameters // ranks), -(-sizes.gradients // ranks)
-    bucket, gathered = (min(size, _DEEPSPEED_BUCKET) for size in (sizes.gradients, sizes.parameters))
-    held = Memory(optimizer_state=-(-sizes.state // ranks), activations=sizes.batch)
+    share = _share(sizes.parameters, ranks)
+    share_of_gradients = _share(sizes.gradients, ranks)
+    bucket = min(sizes.gradients, _DEEPSPEED_BUCKET)
+    gathered = min(sizes.parameters, _DEEPSPEED_BUCKET)
+    held = Memory(optimizer_state=_share(sizes.state, ranks), activations=sizes.batch)
     exchanged = _DEEPSPEED_ITSELF + bucket
     if stage == 3:
-        exchanged += 2 * -(-gathered // ranks)
+        exchanged += 2 * _share(gathered, ranks)
         held = replace(
             held,
             parameters=sizes.buffers + 2 * share,
@@ -185,16 +193,25 @@ def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Mem
     return max(in_step, exchanging, stepping, key=lambda memory: memory.total)
 
 
+def _share(size: int, ranks: int) -> int:
+    return math.ceil(size / ranks)
+
+
 def _fullest(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, state: int) -> Memory:
     second_buckets = sizes.gradients
     if ranks == 1:
         second_buckets = 0
-    held = {"parameters": parameters + sizes.buffers, "gradients": sizes.gradients, "optimizer_state": state}
-    in_step = Memory(
-        **held,
+    held = Memory(
+        parameters=parameters + sizes.buffers,
+        gradients=sizes.gradients,
+        optimizer_state=state,
+        activations=sizes.batch,
+    )
+    in_step = replace(
+        held,
         activations=sizes.batch + profile.kept,
         communication=second_buckets,
         temporary=profile.peak - profile.kept,
     )
-    stepping = Memory(**held, activations=sizes.batch, temporary=sizes.optimizer_temporary)
+    stepping = replace(held, temporary=sizes.optimizer_temporary)
     return max(in_step, stepping, key=lambda memory: memory.total)

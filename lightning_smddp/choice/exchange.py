@@ -44,13 +44,16 @@ class ExchangeTimes:
         gathers = 1
         if reshard:
             gathers = 2
-        return self._gradients(1 + self._sum) + gathers * self._parameters(1 / self.ranks + 1)
+        gathering = self._parameters(1 / self.ranks + 1)
+        return self._gradients(1 + self._sum) + gathers * gathering
 
     def deepspeed(self, stage: int) -> float:
         """Gradients go into a bucket, which is flattened into another; see ``deepspeed/collectives.py``."""
         if stage == 3:
-            return self._gradients(3 + self._sum) + 2 * self._parameters(1 / self.ranks + 2)
-        return self._gradients(4 + self._sum + 2 * self._others) + self._parameters(1 / self.ranks + 1)
+            gathering = self._parameters(1 / self.ranks + 2)
+            return self._gradients(3 + self._sum) + 2 * gathering
+        gathering = self._parameters(1 / self.ranks + 1)
+        return self._gradients(4 + self._sum + 2 * self._others) + gathering
 
     @property
     def _others(self) -> float:

@@ -16,7 +16,21 @@ from lightning_smddp.sharding.optimizer_trial import copy_with
 from lightning_smddp.wire.pytree import tensors
 
 _FALLBACK_COPIES = 2  # of a parameter, as Adam has
-_Kind = tuple[int, torch.Size, torch.dtype]  # group, shape, type
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Of a step of one parameter.
+
+    Attributes:
+        state: bytes that are kept.
+        temporary: bytes that the step needs for a moment.
+        seconds: of a later step, as the first one makes the state.
+    """
+
+    state: int
+    temporary: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -41,11 +55,15 @@ class OptimizerProfile:
 def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
     """Step a copy of each optimizer on one parameter of each shape, with gradients of zero. Nothing of them changes."""
     state: dict[int, int] = {}
-    temporary, seconds, fixed_seconds = 0, 0.0, 0.0
+    temporary = 0
+    seconds = 0.0
+    fixed_seconds = 0.0
     notes = []
     for optimizer in optimizers:
-        tried: dict[_Kind, tuple[int, int, float]] = {}
-        passing = []
+        tried: dict[tuple[int, torch.Size, torch.dtype], _Trial] = {}  # by group, shape and type
+        # A step with `foreach` has the results of all parameters at once, another one those of one parameter.
+        together = 0
+        alone = 0
         try:
             fixed = _fixed_seconds(optimizer)
             fixed_seconds += fixed
@@ -53,20 +71,24 @@ def profile_optimizers(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
                 for parameter in filter(_is_trained, group["params"]):
                     kind = (number, parameter.shape, parameter.dtype)
                     if kind not in tried:
-                        tried[kind] = _try(optimizer, number, parameter)
-                    state[id(parameter)] = tried[kind][0]
-                    passing.append((bool(group.get("foreach")), tried[kind][1]))
-                    seconds += max(0.0, tried[kind][2] - fixed)
+                        tried[kind] = _try(optimizer, number, parameter, parameter.shape)
+                    trial = tried[kind]
+                    state[id(parameter)] = trial.state
+                    seconds += max(0.0, trial.seconds - fixed)
+                    if group.get("foreach"):
+                        together += trial.temporary
+                    else:
+                        alone = max(alone, trial.temporary)
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            own = [p for group in optimizer.param_groups for p in group["params"] if _is_trained(p)]
-            state.update({id(parameter): _FALLBACK_COPIES * parameter.nbytes for parameter in own})
+            for group in optimizer.param_groups:
+                for parameter in filter(_is_trained, group["params"]):
+                    state[id(parameter)] = _FALLBACK_COPIES * parameter.nbytes
             name = type(error).__name__
             notes.append(
                 f"{type(optimizer).__name__} cannot be tried on one parameter ({name}: {error}): counted with two "
                 "numbers for each of a parameter"
             )
-        alone = max([size for is_together, size in passing if not is_together], default=0)
-        temporary = max(temporary, alone, sum(size for is_together, size in passing if is_together))
+        temporary = max(temporary, alone, together)
     return OptimizerProfile(state, temporary, seconds, fixed_seconds, tuple(notes))
 
 
@@ -78,23 +100,31 @@ def _fixed_seconds(optimizer: Optimizer) -> float:
     """Of a step of one parameter with a single number."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in filter(_is_trained, group["params"]):
-            return _try(optimizer, number, parameter, torch.Size([1] * parameter.ndim))[2]
+            shape = torch.Size([1] * parameter.ndim)
+            return _try(optimizer, number, parameter, shape).seconds
     return 0.0
 
 
-def _try(optimizer: Optimizer, group: int, like: Tensor, shape: torch.Size | None = None) -> tuple[int, int, float]:
-    """Bytes of state, bytes for a moment, and seconds of a later step, with ``shape`` in place of its own."""
-    parameter = nn.Parameter(torch.zeros(like.shape if shape is None else shape, dtype=like.dtype))
+def _try(optimizer: Optimizer, number: int, like: Tensor, shape: torch.Size) -> _Trial:
+    """Step a copy of ``optimizer`` on one parameter like one in its group ``number``, but of this shape."""
+    parameter = nn.Parameter(torch.zeros(shape, dtype=like.dtype))
     parameter.grad = torch.zeros_like(parameter)
     nothing = nn.Parameter(torch.empty(0))
-    everyone = [other for members in optimizer.param_groups for other in members["params"]]
-    trial = copy_with(optimizer, {**{id(other): nothing for other in everyone}, id(like): parameter})
-    for number, members in enumerate(trial.param_groups):
-        members["params"] = [parameter] if number == group else []
+    stand_ins: dict[int, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        for other in group["params"]:
+            stand_ins[id(other)] = nothing
+    stand_ins[id(like)] = parameter
+    trial = copy_with(optimizer, stand_ins)
+    for group in trial.param_groups:
+        group["params"] = []
+    trial.param_groups[number]["params"] = [parameter]
     step = functools.partial(type(trial).step, trial)  # an instance's own may be a scheduler's
     step()
     with recorded_memory() as record:
         step()
     seconds = shortest(step)
-    storages = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors(trial.state[parameter])}
-    return sum(storages.values()), profile_of(record).peak, seconds
+    sizes: dict[int, int] = {}
+    for tensor in tensors(trial.state[parameter]):
+        sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+    return _Trial(sum(sizes.values()), profile_of(record).peak, seconds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_smddp._compat.torch_memory import recorded_memory
 from lightning_smddp.bridge.capture import StepCapture
@@ -50,7 +50,9 @@ class _Case:
     def name(self) -> str:
         """As it is shown."""
         words = f"smddp_pipeline, {self.schedule}"
-        return f"{words}, checkpointing" if self.checkpointing else words
+        if self.checkpointing:
+            words += ", checkpointing"
+        return words
 
     def options(self) -> PipelineOptions:
         """As ``PipelineStrategy`` would have them."""
@@ -74,7 +76,8 @@ class _Case:
             arguments.append("activation_checkpointing=True")
         if meta_init:
             arguments.append("meta_init=True")
-        return f"PipelineStrategy({', '.join(arguments)})"
+        listed = ", ".join(arguments)
+        return f"PipelineStrategy({listed})"
 
 
 @dataclass(frozen=True)
@@ -127,13 +130,18 @@ class _Pipeline:
     """
 
     def __init__(self, first: FirstBatch, case: _Case, ranks: int, trials: _Trials | None) -> None:
-        self.first, self.case, self.ranks, self.module = first, case, ranks, first.module
+        self.first = first
+        self.case = case
+        self.ranks = ranks
+        self.module = first.module
         self.found = trials
         self.options = case.options()
         self.num_stages = ranks * self.options.stages_per_rank
         self.rank_of_stage = self.options.schedule.rank_of_stage(self.num_stages, ranks)
         hook = getattr(self.module, "split_batch", None)
-        self.splitter = Splitter(None, hook if callable(hook) else None)
+        if not callable(hook):
+            hook = None
+        self.splitter = Splitter(None, hook)
         self.microbatches = self._cut()
         self.pair = self._pair()
         capture = StepCapture(first.module)
@@ -151,44 +159,57 @@ class _Pipeline:
             return fits and rows // count >= least
 
         count = rows
-        if any(map(allowed, range(1, rows + 1))):
+        if any(allowed(candidate) for candidate in range(1, rows + 1)):
             count = auto_num_microbatches(rows, self.ranks, allowed)
         return self.splitter.cut(self.first.batch, count)
 
     def _pair(self) -> MicroBatch:
         """As many rows as two micro-batches have, and four if there are; see :meth:`BatchCutter.pair`."""
-        count, rows = len(self.microbatches), sum(microbatch.size for microbatch in self.microbatches)
-        parts = min(count // 2, rows // _FEW)
+        rows = self._rows()
+        parts = min(len(self.microbatches) // 2, rows // _FEW)
         if parts > 1:
-            return self.splitter.cut(self.first.batch, parts, rows)[0]
-        return MicroBatch(self.first.batch, rows, 1.0, self.microbatches[0].paths, self.microbatches[0].cuts)
+            first, *_ = self.splitter.cut(self.first.batch, parts, rows)
+            return first
+        like = self.microbatches[0]
+        return MicroBatch(self.first.batch, rows, 1.0, like.paths, like.cuts)
+
+    def _rows(self) -> int:
+        return sum(microbatch.size for microbatch in self.microbatches)
 
     def _try(self) -> _Trials:
         """What the strategy's first rank finds by running some rows, and their halves."""
         if len(self.microbatches) == 1:
             return _Trials(whole=True, memory=0)
         floating = [value.dtype for value in self.graph.values if value.dtype.is_floating_point]
-        buffers = sorted({name for node in self.graph.nodes for name in node.buffers})
         exact = all(dtype.itemsize >= 4 for dtype in floating)
-        weighing = Weighing(self.module, _CPU, self.step, self.pair, exact, buffers, may_be_whole=True)
+        buffers: set[str] = set()
+        for node in self.graph.nodes:
+            buffers.update(node.buffers)
+        weighing = Weighing(self.module, _CPU, self.step, self.pair, exact, sorted(buffers), may_be_whole=True)
         with recorded_memory() as record:
             whole = weighing.run().whole
         return _Trials(whole, profile_of(record).peak)
 
     def _divide(self) -> _Trials:
         """Cut by the times of a run on the first micro-batch, as the strategy's first rank does."""
-        links = (LOOPBACK,) * (self.num_stages - 1)
-        count, checkpointing = len(self.microbatches), self.case.checkpointing
-        resources = resources_for(self.module, self.options, self.first.optimizers, self.rank_of_stage, count, links)
+        checkpointing = self.case.checkpointing
+        resources = resources_for(
+            self.module,
+            self.options,
+            self.first.optimizers,
+            self.rank_of_stage,
+            len(self.microbatches),
+            links=(LOOPBACK,) * (self.num_stages - 1),
+        )
         run = self.step.alone(self.microbatches[0])
         traced = self._traced(run)
         modules = Modules(traced, self.module)
         units = choose_units(traced, modules, resources, None, checkpointing).units
         self.graph = build_graph(traced, modules, is_within(units))
+        runs = []
         with preserve_state(self.module, _CPU):
-            runs = [
-                run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED) for _ in range(REFERENCE_RUNS)
-            ]
+            for _ in range(REFERENCE_RUNS):
+                runs.append(run_reference(self.graph, run, self._loss, self.module, _CPU, CHECK_SEED))
         found = partition(self.graph, resources, fastest(runs), None, checkpointing)
         self.cuts = StageCuts.at(self.graph, found.cuts)
         plans = self.cuts.plans(len(self.graph.nodes))
@@ -198,7 +219,8 @@ class _Pipeline:
         if trials.whole:
             self.microbatches = [self.splitter.whole(self.first.batch)]
             run = self.step.alone(self.microbatches[0])
-            traced = self._traced(run)  # shapes of all rows
+            # The same nodes and cuts, with the shapes of all rows.
+            traced = self._traced(run)
             self.graph = build_graph(traced, Modules(traced, self.module), is_within(units))
         self.profiles = self.timing_profiles
         if trials.whole or checkpointing:
@@ -214,55 +236,66 @@ class _Pipeline:
 
     def estimate(self, sizes: Sizes, state: Mapping[int, int], limit: float) -> Estimate:
         """Of the rank with most."""
-        count = len(self.microbatches)
-        training = max((self._rank(rank, sizes, state) for rank in range(self.ranks)), key=lambda memory: memory.total)
-        start = self._start(sizes)
         notes = []
         if self.trials.whole:
             notes.append(
                 "each batch is one micro-batch, as those of parts do not make up its loss: stages do not overlap"
             )
-        memory, meta_init = max(training, start, key=lambda memory: memory.total), False
+        training = _fullest([self._rank(rank, sizes, state) for rank in range(self.ranks)])
+        start = self._start(sizes)
+        memory = _fullest([training, start])
+        meta_init = False
         if training.total <= limit < start.total:
-            memory, meta_init = training, True
+            memory = training
+            meta_init = True
             notes.append("layers have to be made in `configure_model`: at the start each rank would have all of them")
-        rows = sum(microbatch.size for microbatch in self.microbatches)
         return Estimate(
-            self.case.name,
-            self.case.strategy(meta_init),
-            memory,
-            self._seconds(count),
-            rows,
-            memory.total <= limit,
-            tuple(notes),
+            name=self.case.name,
+            strategy=self.case.strategy(meta_init),
+            memory=memory,
+            step_s=self._seconds(),
+            rows=self._rows(),
+            fits=memory.total <= limit,
+            notes=tuple(notes),
         )
 
     def _rank(self, rank: int, sizes: Sizes, state: Mapping[int, int]) -> Memory:
         """Its fullest moment in training."""
         here = [stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank]
-        homes = homes_of(self.graph, self.cuts, list(dict(self.module.named_parameters())))
-        named = dict(self.module.named_parameters())
-        own = [named[name] for name, stages in homes.items() if set(stages) & set(here)]
+        own = self._parameters_of(here)
         gradients = sum(parameter.nbytes for parameter in own if parameter.requires_grad)
         held = Memory(
             parameters=sum(parameter.nbytes for parameter in own) + sizes.buffers,
             gradients=gradients,
             optimizer_state=sum(state.get(id(parameter), 0) for parameter in own),
+            activations=sizes.batch,
         )
         profiles = [self.profiles[stage] for stage in here]
         flights = in_flight(self.options, self.rank_of_stage, len(self.microbatches))
         kept = sum(flights[stage] * self.profiles[stage].kept for stage in here)
         for_a_moment = max(profile.peak - profile.kept for profile in profiles)
         running = replace(
-            held, activations=sizes.batch + kept, communication=self._messages(here), temporary=for_a_moment
+            held,
+            activations=sizes.batch + kept,
+            communication=self._messages(here),
+            temporary=for_a_moment,
         )
         # In the second step one micro-batch is compared with a plain step, beside the gradients of the first step. The
         # plain step's are there twice when they are brought home.
         single = sum(profile.kept for profile in profiles)
         checking = replace(held, activations=sizes.batch + single, temporary=for_a_moment + gradients)
-        bringing = replace(held, activations=sizes.batch, temporary=2 * gradients)
-        stepping = replace(held, activations=sizes.batch, temporary=sizes.optimizer_temporary)
-        return max(running, checking, bringing, stepping, key=lambda memory: memory.total)
+        bringing = replace(held, temporary=2 * gradients)
+        stepping = replace(held, temporary=sizes.optimizer_temporary)
+        return _fullest([running, checking, bringing, stepping])
+
+    def _parameters_of(self, stages: Sequence[int]) -> list[nn.Parameter]:
+        """Those that a rank with these stages has; of a tied one there is a copy on each rank that uses it."""
+        named = dict(self.module.named_parameters())
+        found = []
+        for name, homes in homes_of(self.graph, self.cuts, list(named)).items():
+            if set(homes) & set(stages):
+                found.append(named[name])
+        return found
 
     def _messages(self, here: Sequence[int]) -> int:
         """Bytes of messages that torch's schedule holds when they have gone, while a rank's backwards run.
@@ -271,11 +304,16 @@ class _Pipeline:
         gradients that went to other ranks, for whose sends it waits at the end of the step.
         """
         rank = self.rank_of_stage[here[0]]
-        outputs = [self.profiles[stage].sent for stage in here if self._other_rank(stage + 1, rank)]
-        gradients = [self.profiles[stage].received for stage in here if self._other_rank(stage - 1, rank)]
+        outputs = 0
+        gradients = 0
+        for stage in here:
+            if self._other_rank(stage + 1, rank):
+                outputs += self.profiles[stage].sent
+            if self._other_rank(stage - 1, rank):
+                gradients += self.profiles[stage].received
         if self.options.schedule.several_stages:
-            return len(self.microbatches) * sum(outputs + gradients)
-        return sum(outputs)
+            return len(self.microbatches) * (outputs + gradients)
+        return outputs
 
     def _other_rank(self, stage: int, rank: int) -> bool:
         """Whether there is such a stage, and another rank has it."""
@@ -286,20 +324,29 @@ class _Pipeline:
         held = Memory(parameters=sizes.parameters + sizes.buffers, activations=sizes.batch)
         trying = replace(held, temporary=self.trials.memory)
         # One stage behind the other, and back: at a stage's fullest moment there is what those before it have kept.
-        kept, fullest = 0, 0
+        kept = 0
+        fullest = 0
         for profile in self.timing_profiles:
             fullest = max(fullest, kept + profile.peak)
             kept += profile.kept
         timing = replace(held, activations=sizes.batch + kept, temporary=fullest - kept)
-        return max(trying, timing, key=lambda memory: memory.total)
+        return _fullest([trying, timing])
 
-    def _seconds(self, count: int) -> float:
+    def _seconds(self) -> float:
         """All micro-batches through the slowest rank, their messages there and back, and its waiting for others."""
+        count = len(self.microbatches)
         of_rank = [0.0] * self.ranks
         for profile, rank in zip(self.profiles, self.rank_of_stage, strict=True):
             of_rank[rank] += profile.seconds
             if profile.received:
                 of_rank[rank] += 2 * LOOPBACK.seconds(profile.received)
-        played = orders(self.options.schedule, self.ranks, self.num_stages, count)
-        bound = simulated_bound({rank: [parse_action(text) for text in actions] for rank, actions in played.items()})
+        actions_of = {}
+        for rank, texts in orders(self.options.schedule, self.ranks, self.num_stages, count).items():
+            actions_of[rank] = [parse_action(text) for text in texts]
+        bound = simulated_bound(actions_of)
         return count * max(of_rank) / bound
+
+
+def _fullest(moments: Sequence[Memory]) -> Memory:
+    """The first of those with most bytes."""
+    return max(moments, key=lambda memory: memory.total)

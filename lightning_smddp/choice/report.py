@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 
 from lightning_smddp.choice.estimates import Estimate
 
-_NAME_WIDTH, _WIDTH = 40, 11
+_NAME_WIDTH = 40  # characters, as the next
+_WIDTH = 11
 _PARTS = ("parameters", "gradients", "optimizer", "activ.", "communic.", "temporary")  # of `Memory`, in its order
 _LEGEND = (
     "MiB a rank at its fullest moment, in parts; memory that ranks share is counted once. Beside it each process has "
@@ -20,9 +21,11 @@ def as_text(title: str, estimates: Sequence[Estimate], notes: Sequence[str], pro
     shown = [estimate for estimate in estimates if estimate.memory is not None]
     lines = [title, _line("", ["fits", "MiB", *_PARTS, "s a step", "rows a s"])]
     lines += [_row(estimate) for estimate in shown]
-    lines += ["", _LEGEND.format(process=process_bytes / 2**20)]
+    lines.append("")
+    lines.append(_LEGEND.format(process=process_bytes / 2**20))
     lines += _remarks(estimates)
-    return "\n".join([*lines, *notes])
+    lines += notes
+    return "\n".join(lines)
 
 
 def _row(estimate: Estimate) -> str:
@@ -30,7 +33,8 @@ def _row(estimate: Estimate) -> str:
     fits = "no"
     if estimate.fits:
         fits = "yes"
-    sizes = [f"{size / 2**20:.0f}" for size in (estimate.memory.total, *astuple(estimate.memory))]
+    parts = astuple(estimate.memory)
+    sizes = [f"{size / 2**20:.0f}" for size in (estimate.memory.total, *parts)]
     times = ["", ""]
     if estimate.step_s and estimate.rows_per_s:
         times = [f"{estimate.step_s:.3g}", f"{estimate.rows_per_s:.3g}"]
@@ -38,13 +42,16 @@ def _row(estimate: Estimate) -> str:
 
 
 def _line(name: str, values: Sequence[str]) -> str:
-    return f"  {name:<{_NAME_WIDTH}}" + "".join(f"{value:>{_WIDTH}}" for value in values)
+    columns = [f"{value:>{_WIDTH}}" for value in values]
+    return f"  {name:<{_NAME_WIDTH}}" + "".join(columns)
 
 
-def _remarks(estimates: Sequence[Estimate]) -> Iterator[str]:
+def _remarks(estimates: Sequence[Estimate]) -> list[str]:
+    remarks = []
     for estimate in estimates:
         for note in estimate.notes:
             if estimate.memory is None:
-                yield f"{estimate.name} cannot train it: {note}"
+                remarks.append(f"{estimate.name} cannot train it: {note}")
             else:
-                yield f"{estimate.name}: {note}"
+                remarks.append(f"{estimate.name}: {note}")
+    return remarks

@@ -45,10 +45,19 @@ def profile_stages(
                 _train(replay, step, loss_of, received, record)
             seconds = shortest(functools.partial(_train, replay, step, loss_of, received, None))
             sent = tuple(tensor.detach() for tensor in _forward(replay, step, loss_of, received))
-            sizes = [sum(tensor.nbytes for tensor in message) for message in (received, sent)]
-            profiles.append(replace(profile_of(record), seconds=seconds, received=sizes[0], sent=sizes[1]))
+            profile = replace(
+                profile_of(record),
+                seconds=seconds,
+                received=_bytes(received),
+                sent=_bytes(sent),
+            )
+            profiles.append(profile)
             received = sent
     return profiles
+
+
+def _bytes(message: _Messages) -> int:
+    return sum(tensor.nbytes for tensor in message)
 
 
 def _train(
@@ -67,7 +76,8 @@ def _train(
     if record is not None:
         record.mark("backward")
     if edges:
-        torch.autograd.backward(edges, [torch.ones(shape, dtype=dtype) for shape, dtype in shapes])
+        gradients = [torch.ones(shape, dtype=dtype) for shape, dtype in shapes]
+        torch.autograd.backward(edges, gradients)
 
 
 def _forward(
@@ -75,12 +85,15 @@ def _forward(
 ) -> _Messages:
     """What goes to the next stage; of the last one the loss."""
     shapes = Shapes.of(replay.graph)
+    # First the values that the stage receives, as leaves of its own graph, then what the message has besides.
     values = replay.plan.receives
-    leaves = []
+    inputs = []
     for value, tensor in zip(values, received, strict=False):
-        leaves.append(tensor.clone().requires_grad_(shapes.values[value].requires_grad))
+        leaf = tensor.clone()
+        inputs.append(leaf.requires_grad_(shapes.values[value].requires_grad))
+    inputs += received[len(values) :]
     with patched_units(replay.root, replay.graph.units):
-        sent, result = replay.run(step, (*leaves, *received[len(values) :]), shapes)
+        sent, result = replay.run(step, tuple(inputs), shapes)
     if replay.stage.is_last:
         return (loss_of(result),)
     return sent

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.optim import LBFGS
 from lightning_smddp.bridge.step import loss_of
 from lightning_smddp.choice.estimates import (
     Estimate,
+    Memory,
     Sizes,
     UnitSizes,
     data_parallel,
@@ -31,6 +31,7 @@ from lightning_smddp.choice.optimizer_profile import OptimizerProfile, profile_o
 from lightning_smddp.choice.pipelines import estimate_pipelines
 from lightning_smddp.choice.report import as_text
 from lightning_smddp.choice.step_profile import StepProfile, profile_step
+from lightning_smddp.deepspeed.start import STAGES
 from lightning_smddp.pipeline.capture.graph import SplitError
 from lightning_smddp.pipeline.partition.microbatches import rows_of
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
@@ -65,9 +66,17 @@ class TrainingPlan:
     @property
     def best(self) -> Estimate | None:
         """The one to take: of those that fit and train on nearly most rows in a second the first; None if none fits."""
-        fitting = [estimate for estimate in self.estimates if estimate.fits]
-        fastest = max([estimate.rows_per_s or 0.0 for estimate in fitting], default=0.0)
-        return next((estimate for estimate in fitting if (estimate.rows_per_s or 0.0) >= _NEARLY * fastest), None)
+        fitting = []
+        fastest = 0.0
+        for estimate in self.estimates:
+            if estimate.fits:
+                rows_per_s = estimate.rows_per_s or 0.0
+                fitting.append((rows_per_s, estimate))
+                fastest = max(fastest, rows_per_s)
+        for rows_per_s, estimate in fitting:
+            if rows_per_s >= _NEARLY * fastest:
+                return estimate
+        return None
 
     @property
     def trainer(self) -> str | None:
@@ -77,19 +86,19 @@ class TrainingPlan:
         return f"Trainer(strategy={self.best.strategy}, devices={self.devices})"
 
     def __str__(self) -> str:
-        title = (
-            f"{self.module} on {counted(self.devices, 'rank')} of {self.memory_gb:g} GiB, predicted from a CPU trace"
-        )
-        text = as_text(title, self.estimates, self.notes, self.process_bytes)
-        return f"{text}\n\n{self._advice()}"
+        ranks = counted(self.devices, "rank")
+        title = f"{self.module} on {ranks} of {self.memory_gb:g} GiB, predicted from a CPU trace"
+        table = as_text(title, self.estimates, self.notes, self.process_bytes)
+        return f"{table}\n\n{self._advice()}"
 
     def _advice(self) -> str:
         if self.trainer is not None:
             return self.trainer
         needed = [estimate.memory.total for estimate in self.estimates if estimate.memory is not None]
+        least = min(needed) / _GIB
         return (
-            f"No strategy fits {self.memory_gb:g} GiB a rank; the least is {min(needed) / _GIB:.2f} GiB. Use more "
-            "devices, or a smaller batch."
+            f"No strategy fits {self.memory_gb:g} GiB a rank; the least is {least:.2f} GiB. Use more devices, or a "
+            "smaller batch."
         )
 
 
@@ -114,26 +123,35 @@ def plan(module: Any, devices: int, memory_gb: float, datamodule: Any = None, pr
         raise UnplannableError(f"devices={devices!r} has to be a number from 1: the ranks to train on.")
     if not isinstance(memory_gb, (int, float)) or not 0 < memory_gb < math.inf:
         raise UnplannableError(f"memory_gb={memory_gb!r} has to be positive: the GiB that a rank may use.")
-    found: list[TrainingPlan] = []
     # What the module's parameters take is no part of what each process has anyway.
-    held = _bytes(list(module.parameters())) if isinstance(module, nn.Module) else 0
-    before = _anonymous_bytes()
+    process_bytes = _anonymous_bytes()
+    if isinstance(module, nn.Module):
+        process_bytes = max(0, process_bytes - _bytes(module.parameters()))
+    found: list[TrainingPlan] = []
+
+    def look(first: FirstBatch) -> None:
+        found.append(_planned(first, devices, memory_gb))
+
+    # All ranks share this machine's cores, so times are taken on as many as one of them will have.
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, _cores() // devices))
     try:
-        look_at_first_batch(
-            module, datamodule, precision, lambda first: found.append(_planned(first, devices, memory_gb))
-        )
+        look_at_first_batch(module, datamodule, precision, look)
     finally:
         torch.set_num_threads(threads)
-    return replace(found[0], process_bytes=max(0, before - held))
+    return replace(found[0], process_bytes=process_bytes)
 
 
 def _anonymous_bytes() -> int:
     """Of this process's memory what no file has."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    for line in text.splitlines():
+        if line.startswith("RssAnon:"):
+            kibibytes = line.split()[1]
+            return 1024 * int(kibibytes)
     return 0
 
 
@@ -148,36 +166,22 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     sizes = _sizes(first, optimizers)
     rows = devices * rows_of(first.batch)
     crowded = max(1.0, devices / _cores())
-    units = _units(first.module)
-    exchange = ExchangeTimes(sizes, devices, pass_seconds())
-    least = step.seconds + optimizers.fixed_seconds
-    whole, share = least + optimizers.seconds, least + optimizers.seconds / devices
-    cases = [
-        ("smddp", '"smddp"', data_parallel(sizes, step, devices), whole + exchange.data_parallel()),
-        (
-            "smddp, shard='optimizer'",
-            'SMDDPStrategy(shard="optimizer")',
-            sharded_optimizer(sizes, step, devices),
-            share + exchange.sharded_optimizer(),
-        ),
-    ]
-    for sharding, strategy in (("full", '"smddp_fsdp"'), ("grad_op", 'SMDDPFSDPStrategy(sharding="grad_op")')):
-        reshard = sharding == "full"
-        memory = fully_sharded(sizes, step, devices, units, reshard)
-        cases.append((f"smddp_fsdp, {sharding}", strategy, memory, share + exchange.fully_sharded(reshard)))
-    if _is_32_bit(first):
-        for stage in (1, 2, 3):
-            name = f"smddp_deepspeed_stage_{stage}"
-            seconds = share + exchange.deepspeed(stage)
-            cases.append((name, f'"{name}"', deepspeed(sizes, step, devices, stage), seconds))
     reasons = _refusals(first)
     estimates = []
-    for name, strategy, memory, seconds in cases:
-        refused = next((why for prefix, why in reasons.items() if name.startswith(prefix)), None)
-        if refused is not None:
-            estimates.append(Estimate(name, strategy, notes=(refused,)))
-        else:
-            estimates.append(Estimate(name, strategy, memory, crowded * seconds, rows, memory.total <= limit))
+    for case in _cases(first, sizes, step, optimizers, devices):
+        refusals = [why for prefix, why in reasons.items() if case.name.startswith(prefix)]
+        if refusals:
+            estimates.append(Estimate(case.name, case.strategy, notes=(refusals[0],)))
+            continue
+        estimate = Estimate(
+            case.name,
+            case.strategy,
+            case.memory,
+            step_s=crowded * case.seconds,
+            rows=rows,
+            fits=case.memory.total <= limit,
+        )
+        estimates.append(estimate)
     if devices > 1:
         for estimate in estimate_pipelines(first, sizes, optimizers.state, devices, limit):
             if estimate.step_s is not None:
@@ -187,6 +191,66 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
             estimates.append(estimate)
     name = type(first.module).__name__
     return TrainingPlan(name, devices, memory_gb, tuple(estimates), optimizers.notes)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A strategy of one stage, as predicted with a core for each rank.
+
+    Attributes:
+        name, strategy: see :class:`~lightning_smddp.choice.estimates.Estimate`.
+        memory: of a rank.
+        seconds: of a step.
+    """
+
+    name: str
+    strategy: str
+    memory: Memory
+    seconds: float
+
+
+def _cases(
+    first: FirstBatch, sizes: Sizes, step: StepProfile, optimizers: OptimizerProfile, devices: int
+) -> list[_Case]:
+    """The simplest first."""
+    exchange = ExchangeTimes(sizes, devices, pass_seconds())
+    units = _units(first.module)
+    # What a rank computes: everything but the exchange, with the optimizer's step of all parameters or of a share.
+    least = step.seconds + optimizers.fixed_seconds
+    whole = least + optimizers.seconds
+    share = least + optimizers.seconds / devices
+    cases = [
+        _Case(
+            "smddp",
+            '"smddp"',
+            data_parallel(sizes, step, devices),
+            whole + exchange.data_parallel(),
+        ),
+        _Case(
+            "smddp, shard='optimizer'",
+            'SMDDPStrategy(shard="optimizer")',
+            sharded_optimizer(sizes, step, devices),
+            share + exchange.sharded_optimizer(),
+        ),
+        _Case(
+            "smddp_fsdp, full",
+            '"smddp_fsdp"',
+            fully_sharded(sizes, step, devices, units, reshard=True),
+            share + exchange.fully_sharded(reshard=True),
+        ),
+        _Case(
+            "smddp_fsdp, grad_op",
+            'SMDDPFSDPStrategy(sharding="grad_op")',
+            fully_sharded(sizes, step, devices, units, reshard=False),
+            share + exchange.fully_sharded(reshard=False),
+        ),
+    ]
+    if _is_32_bit(first):
+        for stage in STAGES:
+            name = f"smddp_deepspeed_stage_{stage}"
+            memory = deepspeed(sizes, step, devices, stage)
+            cases.append(_Case(name, f'"{name}"', memory, share + exchange.deepspeed(stage)))
+    return cases
 
 
 def _is_32_bit(first: FirstBatch) -> bool:
@@ -227,10 +291,11 @@ def _profile(first: FirstBatch) -> StepProfile:
 
 def _sizes(first: FirstBatch, optimizers: OptimizerProfile) -> Sizes:
     parameters = list(first.module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     return Sizes(
         parameters=_bytes(parameters),
-        buffers=_bytes(list(first.module.buffers())),
-        gradients=_bytes([parameter for parameter in parameters if parameter.requires_grad]),
+        buffers=_bytes(first.module.buffers()),
+        gradients=_bytes(trained),
         state=sum(optimizers.state.values()),
         optimizer_temporary=optimizers.temporary,
         batch=_bytes(tensors(first.batch)),
@@ -239,11 +304,16 @@ def _sizes(first: FirstBatch, optimizers: OptimizerProfile) -> Sizes:
 
 def _units(module: nn.Module) -> UnitSizes:
     """What ``smddp_fsdp`` gathers together."""
-    sizes = [_bytes(list(module.get_submodule(name).parameters())) for name in find_units(module).names]
+    sizes = []
+    for name in find_units(module).names:
+        unit = module.get_submodule(name)
+        sizes.append(_bytes(unit.parameters()))
     units = sum(sizes)
-    return UnitSizes(units, max(sizes, default=0), _bytes(list(module.parameters())) - units)
+    root = _bytes(module.parameters()) - units
+    return UnitSizes(units, max(sizes, default=0), root)
 
 
-def _bytes(found: Sequence[torch.Tensor]) -> int:
+def _bytes(found: Iterable[torch.Tensor]) -> int:
     """Memory that several share is counted once."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in found}.values())
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in found}
+    return sum(sizes.values())
