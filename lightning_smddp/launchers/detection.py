@@ -9,6 +9,7 @@ from pathlib import Path
 from lightning_smddp.launchers import mpi, sagemaker
 from lightning_smddp.launchers.launch import Launch, Launcher, Notes
 
+_Read = Callable[[Notes], str]
 _JSRUN = {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"}  # Lightning's rule
 _PYTORCH_JOB = {"KUBERNETES_SERVICE_HOST", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -29,7 +30,7 @@ def detect(environ: Mapping[str, str] = os.environ, base_dir: str | Path | None 
     """
     notes = Notes(environ)
     job = sagemaker.read_job(environ, base_dir)
-    launcher, read = next((name, read) for name, started, read in _ORDER if started(environ))
+    launcher, read = _started_by(environ)
     product = read(notes)
     if job is not None:
         sagemaker.add(notes, launcher, job)
@@ -37,6 +38,13 @@ def detect(environ: Mapping[str, str] = os.environ, base_dir: str | Path | None 
         mpi.read_meeting_place(notes)
         _compare_ranks(notes)
     return notes.launch(launcher, product)
+
+
+def _started_by(environ: Mapping[str, str]) -> tuple[Launcher, _Read]:
+    for launcher, has_started, read in _ORDER:
+        if has_started(environ):
+            return launcher, read
+    return "lightning", _read_nobody
 
 
 def _by_torchrun(environ: Mapping[str, str]) -> bool:
@@ -49,12 +57,11 @@ def _by_jsrun(environ: Mapping[str, str]) -> bool:
 
 def _by_pytorch_job(environ: Mapping[str, str]) -> bool:
     """One process a pod. With LOCAL_RANK or NODE_RANK someone has made other plans."""
-    others = {"LOCAL_RANK", "NODE_RANK"} & environ.keys()
-    return environ.keys() >= _PYTORCH_JOB and not others and environ["WORLD_SIZE"] != "1"
-
-
-def _by_nobody(environ: Mapping[str, str]) -> bool:
-    return True
+    if not environ.keys() >= _PYTORCH_JOB:
+        return False
+    if "LOCAL_RANK" in environ or "NODE_RANK" in environ:
+        return False
+    return environ["WORLD_SIZE"] != "1"
 
 
 def _read_torchrun(notes: Notes) -> str:
@@ -100,21 +107,26 @@ def _read_master(notes: Notes) -> None:
 
 def _compare_ranks(notes: Notes) -> None:
     """``smddprun`` and scripts that copy mpirun's variables set torch's names too; they have to mean the same."""
-    for name, variable in (("rank", "RANK"), ("world_size", "WORLD_SIZE")):
+    if "LOCAL_RANK" not in notes.environ:  # they may mean something else than this process
+        return
+    for name in ("rank", "world_size"):
+        variable = name.upper()
         other = notes.environ.get(variable)
-        copied = "LOCAL_RANK" in notes.environ  # else it may mean something else than this process
-        if copied and other is not None and other != str(notes[name]):
-            notes.problem(
-                f"mpirun says {name.replace('_', ' ')} {notes[name]} ({notes.sources[name]}), but {variable}={other}.",
-                f"Unset {variable}, or let it be what mpirun says.",
-            )
+        if other is None or other == str(notes[name]):
+            continue
+        words = name.replace("_", " ")
+        notes.problem(
+            f"mpirun says {words} {notes[name]} ({notes.sources[name]}), but {variable}={other}.",
+            f"Unset {variable}, or let it be what mpirun says.",
+        )
 
 
-_ORDER: tuple[tuple[Launcher, Callable[[Mapping[str, str]], bool], Callable[[Notes], str]], ...] = (
+# Of each launcher by what it is known, and what reads its variables and returns the product's name. The first one that
+# is known counts, for the reasons in :func:`detect`.
+_ORDER: tuple[tuple[Launcher, Callable[[Mapping[str, str]], bool], _Read], ...] = (
     ("torchrun", _by_torchrun, _read_torchrun),
     ("jsrun", _by_jsrun, _read_jsrun),
     ("mpirun", mpi.started_by_mpirun, mpi.read_mpirun),
     ("srun", mpi.started_by_srun, mpi.read_srun),
     ("kubeflow", _by_pytorch_job, _read_pytorch_job),
-    ("lightning", _by_nobody, _read_nobody),
 )

@@ -70,67 +70,73 @@ class Launch:
             num_devices: ranks of a node that the Trainer (or Fabric) was asked for.
             num_nodes: nodes that it was asked for.
         """
-        problems = [f"{what} {cure}" for what, cure in self.problems]
-        if not problems and self.starts_ranks:
-            problems = self._ranks_problem(num_devices, num_nodes)
-        elif not problems and self.platform and self.num_nodes not in (None, num_nodes):
-            problems = [
-                f"This SageMaker job has {self.num_nodes} nodes ({', '.join(self.hosts)}), but num_nodes={num_nodes}. "
+        if self.problems:
+            lines = [f"{what} {cure}" for what, cure in self.problems]
+            raise ValueError("\n".join(lines))
+        if self.starts_ranks:
+            self._check_ranks(num_devices, num_nodes)
+        elif self.platform and self.num_nodes not in (None, num_nodes):
+            hosts = ", ".join(self.hosts)
+            raise ValueError(
+                f"This SageMaker job has {self.num_nodes} nodes ({hosts}), but num_nodes={num_nodes}. "
                 f"Set num_nodes={self.num_nodes}; for a training of its own on each node, give the plugin "
                 "LightningEnvironment()."
-            ]
-        if problems:
-            raise ValueError("\n".join(problems))
+            )
 
-    def _ranks_problem(self, num_devices: int, num_nodes: int) -> list[str]:
+    def _check_ranks(self, num_devices: int, num_nodes: int) -> None:
         asked = num_devices * num_nodes
         if self.world_size == asked and self.local_world_size in (None, num_devices):
-            return []
+            return
         here = ""
         if self.local_world_size is not None:
             here = f", {self.local_world_size} of them on this node"
         nodes = self.num_nodes or "..."
+        devices = self.local_world_size or "..."
         how = _HOW[self.launcher].format(n=num_nodes, d=num_devices, t=asked)
-        return [
+        raise ValueError(
             f"{self.launcher} started {self.world_size} ranks{here} ({self.sources.get('world_size')}), but "
             f"num_nodes={num_nodes} and devices={num_devices} ask for {asked}. Set num_nodes={nodes} and "
-            f"devices={self.local_world_size or '...'}, or start as many as asked for ({how})."
-        ]
+            f"devices={devices}, or start as many as asked for ({how})."
+        )
 
     def describe(self) -> str:
         """One line for the log: each value with where it comes from."""
-        started: str = self.launcher
-        if self.product:
-            started = f"{self.launcher} ({self.product})"
         parts = [
-            self._value("rank", "rank {} of {}", "world_size"),
-            self._value("local_rank", "local rank {} of {}", "local_world_size"),
-            self._value("node_rank", "node {} of {}", "num_nodes"),
-            self._value("main_address", "rank 0 at {} port {}", "main_port"),
-            self._value("interface", "interface {}"),
+            *self._value("rank", "rank {} of {}", "world_size"),
+            *self._value("local_rank", "local rank {} of {}", "local_world_size"),
+            *self._value("node_rank", "node {} of {}", "num_nodes"),
+            *self._value("main_address", "rank 0 at {} port {}", "main_port"),
+            *self._value("interface", "interface {}"),
         ]
+        found = "; ".join(parts)
         where = ""
         if self.platform:
             where = f" on {self.platform}"
-        found = "; ".join(part for part in parts if part)
         if not self.starts_ranks:
             if found:
                 found = f": {found}"
             return f"Started by nobody{where}, so Lightning starts the ranks of a node{found}."
+        started: str = self.launcher
+        if self.product:
+            started = f"{self.launcher} ({self.product})"
         return f"Started by {started}{where}: {found}."
 
-    def _value(self, name: str, text: str, second: str = "") -> str:
-        """``text`` with the values called ``name`` and ``second``, and where they come from; empty without one."""
+    def _value(self, name: str, text: str, second: str = "") -> list[str]:
+        """``text`` with the values called ``name`` and ``second``, and where they come from; nothing without one."""
         value = getattr(self, name)
         if value is None:
-            return ""
+            return []
         names = [name]
         other = "?"
         if second and getattr(self, second) is not None:
             names.append(second)
             other = getattr(self, second)
-        sources = dict.fromkeys(self.sources[n] for n in names if n in self.sources)
-        return f"{text.format(value, other)} ({', '.join(sources)})"
+        sources = []
+        for each in names:
+            source = self.sources.get(each)
+            if source is not None and source not in sources:
+                sources.append(source)
+        return [f"{text.format(value, other)} ({', '.join(sources)})"]
 
 
 class Notes:
@@ -148,7 +154,8 @@ class Notes:
     def put(self, name: str, value: Any, source: str) -> None:
         """Note a value, unless there is one already."""
         if value is not None and name not in self.values:
-            self.values[name], self.sources[name] = value, source
+            self.values[name] = value
+            self.sources[name] = source
 
     def text(self, name: str, *variables: str) -> None:
         """Note the first of ``variables`` that is set."""
@@ -160,13 +167,15 @@ class Notes:
         """As :meth:`text`, for a number. Raises ``ValueError`` for anything else."""
         for variable in variables:
             value = self.environ.get(variable)
-            if value:
-                if not value.strip().isdecimal():
-                    raise ValueError(
-                        f"{variable}={value!r} is not a number, and {name.replace('_', ' ')} is read from it. Let the "
-                        f"launcher set {variable}, or unset it."
-                    )
-                self.put(name, int(value), variable)
+            if not value:
+                continue
+            if not value.strip().isdecimal():
+                words = name.replace("_", " ")
+                raise ValueError(
+                    f"{variable}={value!r} is not a number, and {words} is read from it. Let the launcher set "
+                    f"{variable}, or unset it."
+                )
+            self.put(name, int(value), variable)
 
     def problem(self, what: str, cure: str) -> None:
         """Note what cannot work; both are sentences."""
@@ -174,4 +183,10 @@ class Notes:
 
     def launch(self, launcher: Launcher, product: str = "") -> Launch:
         """What was noted so far, as one frozen :class:`Launch`."""
-        return Launch(launcher, product=product, sources=self.sources, problems=tuple(self.problems), **self.values)
+        return Launch(
+            launcher,
+            product=product,
+            sources=self.sources,
+            problems=tuple(self.problems),
+            **self.values,
+        )

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from lightning_smddp.launchers.launch import Notes
 
 DEFAULT_PORT = 29500  # torch's
-_FIRST_PORT, _PORTS = 15000, 10000  # below the range from which Linux takes ports by itself
+_FIRST_PORT = 15000
+_PORTS = 10000  # as many as that: below the range from which Linux takes ports by itself
 _DOCKER = ipaddress.ip_network("172.17.0.0/16")  # the same on every machine
 # The same on all nodes of a job, and another one in each job.
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -22,14 +23,17 @@ _NODE_JOBS = ("I_MPI_HYDRA_UUID",)  # not known to be the same on other nodes
 
 def started_by_srun(environ: Mapping[str, str]) -> bool:
     """Whether this is a task of a Slurm job: Lightning's rule, and a task number, which a shell of salloc has not."""
-    interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    return "SLURM_NTASKS" in environ and "SLURM_PROCID" in environ and not interactive
+    return _in_slurm_job(environ) and "SLURM_PROCID" in environ
 
 
 def in_allocation_only(environ: Mapping[str, str]) -> bool:
     """Whether Lightning would take a shell of an allocation for a task, and then miss the task's number."""
-    interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    return "SLURM_NTASKS" in environ and "SLURM_PROCID" not in environ and not interactive
+    return _in_slurm_job(environ) and "SLURM_PROCID" not in environ
+
+
+def _in_slurm_job(environ: Mapping[str, str]) -> bool:
+    """Lightning's rule."""
+    return "SLURM_NTASKS" in environ and environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def read_srun(notes: Notes) -> str:
@@ -48,8 +52,9 @@ def read_srun(notes: Notes) -> str:
         notes.put("main_address", first_host(nodes), "SLURM_NODELIST")
     job = environ.get("SLURM_JOB_ID", "")
     if job.isdecimal():
-        notes.put("main_port", int(job[-4:]) + 15000, "from SLURM_JOB_ID")
-    if notes["world_size"] > 1 and not {"SLURM_STEP_ID", "SLURM_STEPID"} & environ.keys():
+        notes.put("main_port", _FIRST_PORT + int(job[-4:]), "from SLURM_JOB_ID")
+    is_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
+    if notes["world_size"] > 1 and not is_step:
         notes.problem(
             f"This Slurm job has SLURM_NTASKS={notes['world_size']} tasks, but this process was not started by srun, "
             "so it would wait for the others for ever.",
@@ -60,7 +65,9 @@ def read_srun(notes: Notes) -> str:
 
 def first_host(nodes: str) -> str:
     """The first name of Slurm's list of nodes: ``"gpu[03-05,09],cpu1"`` gives ``"gpu03"``."""
-    first = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", nodes.strip().split(" ")[0])
+    # Up to the first comma that is not in brackets; then each pair of brackets becomes the first number in it.
+    first_list, _, _ = nodes.strip().partition(" ")
+    first = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", first_list)
     assert first is not None  # it matches nothing at least
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group(0))
 
@@ -88,9 +95,9 @@ def read_mpirun(notes: Notes) -> str:
     environ = notes.environ
     open_mpi = started_by_open_mpi(environ)
     if open_mpi:
-        for name in ("rank", "local_rank"):
-            notes.number(name, f"OMPI_COMM_WORLD_{name.upper()}")
+        notes.number("rank", "OMPI_COMM_WORLD_RANK")
         notes.number("world_size", "OMPI_COMM_WORLD_SIZE")
+        notes.number("local_rank", "OMPI_COMM_WORLD_LOCAL_RANK")
         notes.number("local_world_size", "OMPI_COMM_WORLD_LOCAL_SIZE")
     else:
         notes.number("rank", "PMI_RANK")
@@ -99,7 +106,8 @@ def read_mpirun(notes: Notes) -> str:
         notes.number("local_world_size", "MPI_LOCALNRANKS")
     _read_nodes(notes)
     if open_mpi:
-        return f"Open MPI {environ.get('OMPI_VERSION', '')}".strip()
+        version = environ.get("OMPI_VERSION", "")
+        return f"Open MPI {version}".strip()
     if "I_MPI_HYDRA_UUID" in environ:
         return "Intel MPI"
     return "MPICH"
@@ -107,7 +115,9 @@ def read_mpirun(notes: Notes) -> str:
 
 def _read_nodes(notes: Notes) -> None:
     """The number of nodes, and of this one: ``OMPI_COMM_WORLD_NODE_RANK`` is not that, in spite of its name."""
-    rank, world_size, here = notes["rank"], notes["world_size"], notes["local_world_size"]
+    rank = notes["rank"]
+    world_size = notes["world_size"]
+    here = notes["local_world_size"]
     if not here:
         notes.problem(
             "mpirun did not say how many ranks run on this node.",
@@ -122,8 +132,11 @@ def _read_nodes(notes: Notes) -> None:
         return
     num_nodes = world_size // here
     notes.put("num_nodes", num_nodes, "world size / local world size")
-    by_node = notes.environ.get("OMPI_MCA_rmaps_base_mapping_policy", "").startswith("node")
-    if rank % here != notes["local_rank"] or by_node:
+    # Ranks fill one node after the other, or are dealt out to the nodes in turn, as their local ranks show. Some ranks,
+    # such as the first, have the same one either way, so Open MPI's policy is asked as well.
+    policy = notes.environ.get("OMPI_MCA_rmaps_base_mapping_policy", "")
+    in_turn = rank % here != notes["local_rank"] or policy.startswith("node")
+    if in_turn:
         notes.put("node_rank", rank % num_nodes, "rank % number of nodes")
     else:
         notes.put("node_rank", rank // here, "rank / local world size")
@@ -139,13 +152,14 @@ def read_meeting_place(notes: Notes) -> None:
         notes.put("main_address", address, source)
     # Without a port in the environment each rank works out the same one from the job's name, so that two jobs on a
     # node do not meet. With one node, a name that other nodes need not share will do.
-    jobs = [*_JOBS]
+    jobs: tuple[str, ...] = _JOBS
     if notes["num_nodes"] == 1:
-        jobs = [*_NODE_JOBS, *_JOBS]
+        jobs = _NODE_JOBS + _JOBS
     for name in jobs:
-        if notes.environ.get(name):
-            port = _FIRST_PORT + zlib.crc32(notes.environ[name].encode()) % _PORTS
-            notes.put("main_port", port, f"from {name}")
+        job = notes.environ.get(name)
+        if job:
+            number = zlib.crc32(job.encode()) % _PORTS
+            notes.put("main_port", _FIRST_PORT + number, f"from {name}")
     notes.put("main_port", DEFAULT_PORT, "default")
     if notes["main_address"] is None:
         notes.problem(
@@ -165,11 +179,12 @@ def address_cure(environ: Mapping[str, str], host: str) -> str:
 def _starting_hosts(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """(host, source) of where mpirun itself runs, or of the first node: rank 0 should be there, and can look."""
     found = []
-    for address in _contact_addresses(environ.get("OMPI_MCA_orte_hnp_uri", "")):  # Open MPI up to 4
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # Open MPI up to 4
+    for address in _contact_addresses(uri):
         found.append((address, "OMPI_MCA_orte_hnp_uri"))
-    name = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get("PMIX_NAMESPACE", ""))  # Open MPI 5
-    if name:
-        found.append((name.group(1), "PMIX_NAMESPACE"))
+    match = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get("PMIX_NAMESPACE", ""))  # Open MPI 5
+    if match:
+        found.append((match.group(1), "PMIX_NAMESPACE"))
     nodes = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if nodes:
         found.append((first_host(nodes), "SLURM_JOB_NODELIST"))
@@ -181,6 +196,14 @@ def _contact_addresses(uri: str) -> list[str]:
     match = re.search(r"tcp4?://([\d.,]+):\d+", uri)
     if not match:
         return []
-    addresses = [ipaddress.ip_address(part) for part in match.group(1).split(",")]
-    usable = [address for address in addresses if not address.is_loopback]
-    return [str(address) for address in sorted(usable, key=lambda address: address in _DOCKER)]
+    useful = []
+    of_docker = []
+    for text in match.group(1).split(","):
+        address = ipaddress.ip_address(text)
+        if address.is_loopback:
+            continue
+        if address in _DOCKER:
+            of_docker.append(str(address))
+        else:
+            useful.append(str(address))
+    return useful + of_docker

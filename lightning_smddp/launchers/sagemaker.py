@@ -26,6 +26,7 @@ FLAGS = {
     "sagemaker_multi_worker_mirrored_strategy_enabled": "multi_worker_mirrored_strategy",
 }
 
+# Instance types with EFA, AWS's network adapter; of these, those on which it does not reach the GPUs' memory by itself.
 _EFA = {
     "ml.g4dn.8xlarge", "ml.g4dn.12xlarge", "ml.g5.48xlarge", "ml.p3dn.24xlarge", "ml.p4d.24xlarge", "ml.p4de.24xlarge",
     "ml.p5.48xlarge", "ml.p5e.48xlarge", "ml.p5en.48xlarge", "ml.p6e-gb200.36xlarge", "ml.trn1.32xlarge",
@@ -69,37 +70,51 @@ def read_job(environ: Mapping[str, str], base_dir: str | Path | None = None) -> 
     Raises:
         ValueError: a file or a variable cannot be understood; the message names it.
     """
-    config_dir = Path(base_dir or base_directory(environ)) / "input" / "config"
-    resources, source = _resources(environ, config_dir)
+    resources, source = _resources(environ, base_dir)
     if resources is None:
         return None
     parameters = parameters_of(environ, base_dir)
     is_sdk3 = "SM_HOST_COUNT" in environ or "SM_DISTRIBUTED_CONFIG" in environ
-    distribution = next((name for flag, name in FLAGS.items() if is_on(parameters.get(flag))), "none")
-    if is_sdk3 and environ.get("SM_DISTRIBUTED_CONFIG"):
-        distribution = "Torchrun"
-        if "mpi_additional_options" in environ["SM_DISTRIBUTED_CONFIG"]:
-            distribution = "MPI"
-    launched = distribution != "none" and not is_sdk3
+    distribution = _distribution(environ, parameters)
     try:
-        hosts = _launched_hosts(resources, parameters) if launched else tuple(sorted(resources["hosts"]))
+        if distribution == "none" or is_sdk3:
+            hosts = tuple(sorted(resources["hosts"]))
+        else:
+            hosts = _launched_hosts(resources, parameters)
         return Job(
-            current_host=resources["current_host"], hosts=hosts, distribution=distribution,
-            is_sdk3=is_sdk3, interface=resources.get("network_interface_name"),
-            instance_type=resources.get("current_instance_type") or "local", source=source,
-        )  # fmt: skip
+            current_host=resources["current_host"],
+            hosts=hosts,
+            distribution=distribution,
+            is_sdk3=is_sdk3,
+            interface=resources.get("network_interface_name"),
+            instance_type=resources.get("current_instance_type") or "local",
+            source=source,
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"{source} lacks {error}: it should have current_host, hosts and instance_groups, as SageMaker writes them."
         ) from None
 
 
-def _resources(environ: Mapping[str, str], config_dir: Path) -> tuple[dict[str, Any] | None, str]:
-    file = config_dir / "resourceconfig.json"
+def _distribution(environ: Mapping[str, str], parameters: Mapping[str, Any]) -> str:
+    """``Job.distribution``: SDK 3 says it in a variable of its own, SDK 2 by one of the flags."""
+    config = environ.get("SM_DISTRIBUTED_CONFIG")
+    if config:
+        return "MPI" if "mpi_additional_options" in config else "Torchrun"
+    for flag, name in FLAGS.items():
+        if is_on(parameters.get(flag)):
+            return name
+    return "none"
+
+
+def _resources(environ: Mapping[str, str], base_dir: str | Path | None) -> tuple[dict[str, Any] | None, str]:
+    """The hosts of the job, as its file or its variables have them, and where that was read; None outside of one."""
+    file = _config_file("resourceconfig.json", environ, base_dir)
     if file.is_file():
         return _json(file.read_text(), str(file)), str(file)
-    if environ.get("SM_RESOURCE_CONFIG"):
-        return _json(environ["SM_RESOURCE_CONFIG"], "SM_RESOURCE_CONFIG"), "SM_RESOURCE_CONFIG"
+    text = environ.get("SM_RESOURCE_CONFIG")
+    if text:
+        return _json(text, "SM_RESOURCE_CONFIG"), "SM_RESOURCE_CONFIG"
     if environ.get("SM_HOSTS") and environ.get("SM_CURRENT_HOST"):
         resources = {
             "hosts": _json(environ["SM_HOSTS"], "SM_HOSTS", list),
@@ -113,18 +128,23 @@ def _resources(environ: Mapping[str, str], config_dir: Path) -> tuple[dict[str, 
 
 def parameters_of(environ: Mapping[str, str], base_dir: str | Path | None = None) -> dict[str, Any]:
     """The SDK's own ``sagemaker_...`` settings: a variable, or on hosts where mpirun forgot it, hyperparameters."""
-    if environ.get("SM_FRAMEWORK_PARAMS"):
-        return dict(_json(environ["SM_FRAMEWORK_PARAMS"], "SM_FRAMEWORK_PARAMS"))
+    text = environ.get("SM_FRAMEWORK_PARAMS")
+    if text:
+        return dict(_json(text, "SM_FRAMEWORK_PARAMS"))
     found = hyperparameters(environ, base_dir)
     return {name: value for name, value in found.items() if name.startswith("sagemaker_")}
 
 
 def hyperparameters(environ: Mapping[str, str], base_dir: str | Path | None = None) -> dict[str, Any]:
     """What the job's file has: texts that hold JSON. Empty if there is none."""
-    file = Path(base_dir or base_directory(environ)) / "input" / "config" / "hyperparameters.json"
+    file = _config_file("hyperparameters.json", environ, base_dir)
     if not file.is_file():
         return {}
     return dict(_json(file.read_text(), str(file)))
+
+
+def _config_file(name: str, environ: Mapping[str, str], base_dir: str | Path | None) -> Path:
+    return Path(base_dir or base_directory(environ)) / "input" / "config" / name
 
 
 def _json(text: str, source: str, kind: type = dict) -> Any:
@@ -139,7 +159,9 @@ def _json(text: str, source: str, kind: type = dict) -> Any:
 
 def is_on(value: Any) -> bool:
     """Hyperparameters are texts that hold JSON; the variable holds the values themselves."""
-    return value is True or (isinstance(value, str) and value.strip().strip('"').lower() == "true")
+    if isinstance(value, str):
+        return value.strip().strip('"').lower() == "true"
+    return value is True
 
 
 def _launched_hosts(resources: Mapping[str, Any], parameters: Mapping[str, Any]) -> tuple[str, ...]:
@@ -151,14 +173,19 @@ def _launched_hosts(resources: Mapping[str, Any], parameters: Mapping[str, Any])
     if isinstance(wanted, str):
         wanted = _json(wanted, "sagemaker_distribution_instance_groups", list)
     names = wanted or [resources.get("current_group_name", "homogeneousCluster")]
-    return tuple(host for group in groups if group["instance_group_name"] in names for host in group["hosts"])
+    hosts: list[str] = []
+    for group in groups:
+        if group["instance_group_name"] in names:
+            hosts += group["hosts"]
+    return tuple(hosts)
 
 
 def node_order(job: Job, master: str | None) -> tuple[str, ...]:
     """The job's hosts by node rank: ``master``, which has to be node 0 as it serves the store, then the others."""
     if master not in job.hosts:
         return job.hosts
-    return (master, *(host for host in job.hosts if host != master))
+    others = [host for host in job.hosts if host != master]
+    return (master, *others)
 
 
 def add(notes: Notes, launcher: Launcher, job: Job) -> None:
@@ -170,18 +197,11 @@ def add(notes: Notes, launcher: Launcher, job: Job) -> None:
     notes.put("instance_type", job.instance_type, job.source)
     notes.put("platform", f"SageMaker (distribution {job.distribution}, host {job.current_host})", job.source)
     if launcher in ("lightning", "mpirun"):
-        notes.text("main_address", "MASTER_ADDR")
-        if len(order) > 1:
-            source = f"first host of {job.source}"
-            if notes.environ.get("SM_MASTER_ADDR") == order[0]:
-                source = "SM_MASTER_ADDR"
-            notes.put("main_address", order[0], source)
-        notes.put("main_address", "127.0.0.1", "one host")
-        notes.number("main_port", "MASTER_PORT", "SM_MASTER_PORT")
-        notes.put("main_port", PORT, "SageMaker's default")
+        _add_meeting_place(notes, job, order)
     if job.current_host not in order:
+        hosts = ", ".join(order)
         notes.problem(
-            f"Host {job.current_host} is in none of the instance groups that train ({', '.join(order)}).",
+            f"Host {job.current_host} is in none of the instance groups that train ({hosts}).",
             "Train on those groups only, or name this host's group in distribution={'instance_groups': ...} too.",
         )
     elif launcher == "mpirun":
@@ -190,24 +210,40 @@ def add(notes: Notes, launcher: Launcher, job: Job) -> None:
         _add_nodes(notes, job, order)
 
 
+def _add_meeting_place(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
+    """Address and port of rank 0, for launchers that do not set them themselves."""
+    notes.text("main_address", "MASTER_ADDR")
+    if len(order) > 1:
+        source = f"first host of {job.source}"
+        if notes.environ.get("SM_MASTER_ADDR") == order[0]:
+            source = "SM_MASTER_ADDR"
+        notes.put("main_address", order[0], source)
+    notes.put("main_address", "127.0.0.1", "one host")
+    notes.number("main_port", "MASTER_PORT", "SM_MASTER_PORT")
+    notes.put("main_port", PORT, "SageMaker's default")
+
+
 def _add_nodes(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
     """One process a host: its node rank is all that has to be known."""
     notes.put("node_rank", order.index(job.current_host), f"{job.current_host} in {job.source}")
     notes.put("num_nodes", len(order), job.source)
     address = notes["main_address"]
     if len(order) > 1 and address not in order:
+        hosts = ", ".join(order)
         notes.problem(
-            f"MASTER_ADDR={address} is none of this job's hosts ({', '.join(order)}), so no host knows whether it is "
-            "node 0.",
+            f"MASTER_ADDR={address} is none of this job's hosts ({hosts}), so no host knows whether it is node 0.",
             "Leave MASTER_ADDR as SageMaker sets it, or set it to a host's name.",
         )
 
 
 def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
     """Whether mpirun started ranks on every host, with rank 0 where the others look for it."""
-    ranks, here, hosts = notes["world_size"], notes["local_world_size"], len(order)
+    ranks = notes["world_size"]
+    here = notes["local_world_size"]
+    hosts = len(order)
     if here and ranks < hosts * here:
-        missing = f"mpirun started {ranks} ranks, all of them on {max(ranks // here, 1)} of this job's {hosts} hosts"
+        reached = max(ranks // here, 1)
+        missing = f"mpirun started {ranks} ranks, all of them on {reached} of this job's {hosts} hosts"
         if job.is_sdk3:
             notes.problem(
                 f"{missing}: SageMaker's SDK 3 gives mpirun the number of ranks of one host as that of the job (-np).",
@@ -215,11 +251,14 @@ def _check_mpirun(notes: Notes, job: Job, order: tuple[str, ...]) -> None:
             )
         else:
             notes.problem(
-                f"{missing}.", "Leave -np and --host out of custom_mpi_options; processes_per_host is for each host."
+                f"{missing}.",
+                "Leave -np and --host out of custom_mpi_options; processes_per_host is for each host.",
             )
-    elif notes["rank"] == 0 and notes["main_address"] in order and notes["main_address"] != job.current_host:
+        return
+    address = notes["main_address"]
+    if notes["rank"] == 0 and address in order and address != job.current_host:
         notes.problem(
-            f"Rank 0 is on host {job.current_host}, but the others look for it at {notes['main_address']} "
+            f"Rank 0 is on host {job.current_host}, but the others look for it at {address} "
             f"({notes.sources['main_address']}).",
             f"Give mpirun -x MASTER_ADDR={job.current_host} (custom_mpi_options, or mpi_additional_options in SDK 3).",
         )
@@ -229,9 +268,12 @@ def network_variables(launch: Launch) -> dict[str, str]:
     """What to set, where it is not set yet, before NCCL or gloo start. Empty elsewhere than on SageMaker."""
     found: dict[str, str] = {}
     if launch.interface:
-        found["NCCL_SOCKET_IFNAME"] = found["GLOO_SOCKET_IFNAME"] = launch.interface
+        found["NCCL_SOCKET_IFNAME"] = launch.interface
+        found["GLOO_SOCKET_IFNAME"] = launch.interface
     if launch.instance_type in _EFA:
-        found |= {"FI_PROVIDER": "efa", "NCCL_PROTO": "simple", "RDMAV_FORK_SAFE": "1"}
+        found["FI_PROVIDER"] = "efa"
+        found["NCCL_PROTO"] = "simple"
+        found["RDMAV_FORK_SAFE"] = "1"
         if launch.instance_type not in _WITHOUT_RDMA:
             found["FI_EFA_USE_DEVICE_RDMA"] = "1"
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from inspect import signature
 from pathlib import Path
@@ -42,7 +42,9 @@ _PLAIN = {*_PARTS, "instance_groups"}
 
 def is_job(environ: Mapping[str, str]) -> bool:
     """Whether this is a SageMaker training job, by its files or by its variables."""
-    return any(environ.get(name) for name in _SIGNS) or read_job(environ) is not None
+    if any(environ.get(name) for name in _SIGNS):
+        return True
+    return read_job(environ) is not None
 
 
 def distribution_of(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -59,17 +61,25 @@ def distribution_of(environ: Mapping[str, str]) -> dict[str, Any]:
             "This is no SageMaker job (none of SM_FRAMEWORK_PARAMS, SM_DISTRIBUTED_CONFIG, SM_HP_MP_PARAMETERS is "
             "set), so there is nothing to read. Give the dictionary: from_sagemaker({'smdistributed': ...})."
         )
-    model_parallel = _json({**_from_file(environ), **environ}, "SM_HP_MP_PARAMETERS")
-    modern = _json(environ, "SM_DISTRIBUTED_CONFIG")
+    text = environ.get("SM_HP_MP_PARAMETERS")
+    if text is None:
+        text = hyperparameters(environ).get("mp_parameters")  # of which the toolkit makes the variable
+    model_parallel = _json("SM_HP_MP_PARAMETERS", text)
+    modern = _json("SM_DISTRIBUTED_CONFIG", environ.get("SM_DISTRIBUTED_CONFIG"))
     if modern:
         if model_parallel and not modern.get("smp"):
             modern["smp"] = model_parallel
         return modern
     flags = parameters_of(environ)
-    found: dict[str, Any] = {name: {"enabled": True} for flag, name in FLAGS.items() if is_on(flags.get(flag))}
+    found: dict[str, Any] = {}
     smdistributed: dict[str, Any] = {}
-    if found.pop("smdistributed dataparallel", None) is not None:
-        smdistributed["dataparallel"] = {"enabled": True}
+    for flag, name in FLAGS.items():
+        if not is_on(flags.get(flag)):
+            continue
+        if name == "smdistributed dataparallel":
+            smdistributed["dataparallel"] = {"enabled": True}
+        else:
+            found[name] = {"enabled": True}
     if model_parallel:
         smdistributed["modelparallel"] = {"enabled": True, "parameters": model_parallel}
     if smdistributed:
@@ -77,17 +87,9 @@ def distribution_of(environ: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def _from_file(environ: Mapping[str, str]) -> dict[str, str]:
-    """``SM_HP_MP_PARAMETERS`` as the toolkit makes it."""
-    text = hyperparameters(environ).get("mp_parameters")
-    if text is None:
-        return {}
-    return {"SM_HP_MP_PARAMETERS": text}
-
-
-def _json(environ: Mapping[str, str], name: str) -> dict[str, Any]:
-    """A variable's JSON object; empty if it is not set."""
-    text = environ.get(name) or "{}"
+def _json(name: str, text: str | None) -> dict[str, Any]:
+    """The JSON object that is the ``text`` of the variable ``name``; empty if it is not set."""
+    text = text or "{}"
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -119,20 +121,26 @@ class Translation:
         """
         from lightning_smddp import PartitionOptions, PipelineStrategy, SMDDPStrategy
 
+        options = {**self.options, **overrides}
         if self.strategy == "smddp_pipeline":
-            options = {**self.options, **overrides}
             if "partition" in self.options and "partition" in overrides:
                 options["partition"] = _completed(overrides["partition"], self.options["partition"])
             return PipelineStrategy(**options)
-        pipelines = set(signature(PipelineStrategy).parameters) - set(signature(SMDDPStrategy).parameters)
-        pipelines |= {field.name for field in fields(PartitionOptions)}
-        misplaced = sorted(pipelines & set(overrides) - set(signature(_ddp_strategy(SMDDPStrategy)).parameters))
+        # What data parallelism takes: its own arguments, and those of Lightning's class, which it passes on.
+        taken = _arguments(SMDDPStrategy) | _arguments(_ddp_strategy(SMDDPStrategy))
+        of_pipelines = _arguments(PipelineStrategy) | {field.name for field in fields(PartitionOptions)}
+        misplaced = [name for name in sorted(overrides) if name in of_pipelines and name not in taken]
         if misplaced:
+            names = ", ".join(misplaced)
             raise ValueError(
-                f"{', '.join(misplaced)}: an option of smddp_pipeline, but this distribution is data parallelism. Give "
+                f"{names}: an option of smddp_pipeline, but this distribution is data parallelism. Give "
                 "pipeline_parallel_size as well, or leave it out."
             )
-        return SMDDPStrategy(**{**self.options, **overrides})
+        return SMDDPStrategy(**options)
+
+
+def _arguments(cls: Any) -> set[str]:
+    return set(signature(cls).parameters)
 
 
 def _completed(given: Any, asked: Mapping[str, Any]) -> Any:
@@ -141,14 +149,17 @@ def _completed(given: Any, asked: Mapping[str, Any]) -> Any:
         return {**asked, **given}
     if not is_dataclass(given):
         return given  # which the strategy refuses
-    defaults = {field.name: field.default for field in fields(given)}
-    open_ones = {name: value for name, value in asked.items() if getattr(given, name) == defaults[name]}
+    open_ones = {}
+    for field in fields(given):
+        if field.name in asked and getattr(given, field.name) == field.default:
+            open_ones[field.name] = asked[field.name]
     return replace(given, **open_ones)  # type: ignore[type-var]
 
 
 def _ddp_strategy(strategy: type[Any]) -> Any:
     """Lightning's class, whose arguments ``strategy`` takes as well."""
-    return next(cls for cls in strategy.__mro__ if not cls.__module__.startswith("lightning_smddp"))
+    others = [cls for cls in strategy.__mro__ if not cls.__module__.startswith("lightning_smddp")]
+    return others[0]
 
 
 def from_sagemaker(distribution: Any = None, **overrides: Any) -> Any:
@@ -204,8 +215,8 @@ def _as_dict(distribution: Any) -> dict[str, Any]:
                 f"distribution={distribution!r} is not JSON: {error}. Give SageMaker's dictionary, its JSON, or the "
                 "object of SDK 3."
             ) from None
-    dump = getattr(distribution, "model_dump", None)
     value = distribution
+    dump = getattr(distribution, "model_dump", None)  # pydantic's
     if callable(dump):
         value = dump()
     if not isinstance(value, Mapping):
@@ -237,16 +248,19 @@ def _read_modern(asked: Mapping[str, Any], reading: Reading) -> str:
 def _read_plain(asked: Mapping[str, Any], reading: Reading) -> str:
     """Which strategy SDK 2's dictionary means."""
     on = {name for name, part in _parts(asked, reading) if part.get("enabled", False)}
-    if {"dataparallel", "modelparallel"} <= on:
+    if "dataparallel" in on and "modelparallel" in on:
         reading.refuse(
-            "dataparallel and modelparallel", "cannot both be on. smddp_pipeline does both: remove the first."
+            "dataparallel and modelparallel",
+            "cannot both be on. smddp_pipeline does both: remove the first.",
         )
     if "pytorchxla" in on:
         reading.refuse(
-            "pytorchxla", "is for XLA devices (Trainium). Use torch_distributed on GPU instances, or Lightning's XLA."
+            "pytorchxla",
+            "is for XLA devices (Trainium). Use torch_distributed on GPU instances, or Lightning's XLA.",
         )
     if "modelparallel" in on:
-        parameters = _parameters(asked["smdistributed"]["modelparallel"].get("parameters") or {}, reading)
+        given = asked["smdistributed"]["modelparallel"].get("parameters") or {}
+        parameters = _parameters(given, reading)
         return _read_smp(parameters, _version(parameters, on), reading)
     if "parameter_server" in on:
         reading.options["algorithm"] = "balanced"
@@ -264,14 +278,19 @@ def _parts(asked: Mapping[str, Any], reading: Reading) -> Iterator[tuple[str, Ma
         elif not isinstance(part, Mapping):
             reading.refuse(f"{name}={part!r}", "has to be a dictionary, such as {'enabled': True}.")
         else:
-            for key in part:
-                if key not in _PARTS[name]:
-                    reading.unknown(f"{name}.{key}", [f"{name}.{known}" for known in _PARTS[name]])
+            _note_unknown(name, part, _PARTS[name], reading)
             if name == "smdistributed":
                 yield from _smdistributed(part, reading)
             else:
                 _count_processes("processes_per_host", part.get("processes_per_host"), reading)
                 yield name, part
+
+
+def _note_unknown(part: str, keys: Iterable[str], known: Collection[str], reading: Reading) -> None:
+    """Note the ``keys`` of a part that are none of the ``known`` ones."""
+    for key in keys:
+        if key not in known:
+            reading.unknown(f"{part}.{key}", [f"{part}.{other}" for other in known])
 
 
 def _smdistributed(part: Mapping[str, Any], reading: Reading) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -280,9 +299,7 @@ def _smdistributed(part: Mapping[str, Any], reading: Reading) -> Iterator[tuple[
         if not isinstance(inner, Mapping):
             reading.refuse(f"{name}={inner!r}", "has to be a dictionary, such as {'enabled': True}.")
             continue
-        for key in inner:
-            if key not in known:
-                reading.unknown(f"{name}.{key}", [f"{name}.{other}" for other in known])
+        _note_unknown(name, inner, known, reading)
         yield name, inner
 
 
@@ -306,9 +323,9 @@ def _version(parameters: Mapping[str, Any], on: Collection[str]) -> Version:
         return V2
     if "mpi" in on:
         return V1
-    new = set(V2.keys) - set(V1.keys)
-    if new & set(parameters):
-        return V2
+    for name in parameters:
+        if name in V2.keys and name not in V1.keys:
+            return V2
     return V1
 
 

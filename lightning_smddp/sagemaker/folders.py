@@ -48,7 +48,8 @@ class Folders:
         job = read_job(environ)
         if job is None:
             return None
-        base, own = base_directory(environ), Path()
+        base = base_directory(environ)
+        own = Path()
         if num_nodes < len(job.hosts):
             own = own / job.current_host
         if number > 1:

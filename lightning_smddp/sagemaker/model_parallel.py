@@ -168,7 +168,8 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
     Every key's default is the library's own: ``microbatches`` is 1, which is no pipelining.
     """
     reading.look_up(KEYS_OF_V1, parameters)
-    stages, parts = _stages(parameters, reading), reading.count(parameters, "microbatches", 1)
+    stages = _stages(parameters, reading)
+    parts = reading.count(parameters, "microbatches", 1)
     schedule = reading.choice(
         parameters,
         "pipeline",
