@@ -200,14 +200,8 @@ def save_sharded(
     plans, metadata = plan_writing([tensors for tensors, _ in described])
     needed = _bytes_of(plans)
     try:
-        with ExitStack() as stack:
-
-            def begin() -> str:
-                directory = stack.enter_context(new_directory(final))
-                require_space(directory, needed + bytes_needed(parts.rest))
-                return directory
-
-            directory = ranks.first(begin)
+        with ExitStack() as stack:  # on the first rank: whatever fails, the new directory is removed
+            directory = ranks.first(lambda: _begin(stack, final, needed + bytes_needed(parts.rest)))
             writer = TensorWriter(directory, ranks.rank, files)
 
             def write() -> Any:
@@ -218,9 +212,7 @@ def save_sharded(
 
             def finish() -> None:
                 outlines = [Outline.from_json(told) for _, told in described]
-                outline = Outline.merged(outlines, order, parts.rest)
-                contents = {"version": _VERSION, "outline": outline.to_json(), "checkpoint": dict(parts.rest)}
-                _finish(writer, metadata, written, contents)
+                _finish(writer, metadata, written, _rest_of(outlines, order, parts.rest))
                 put_in_place(directory, final)
 
             ranks.first(finish)
@@ -234,6 +226,18 @@ def _bytes_of(plans: Sequence[SavePlan]) -> int:
         for item in plan.items:
             total += item.tensor_storage_size() or 0
     return total
+
+
+def _begin(stack: ExitStack, final: str, needed: int) -> str:
+    directory = stack.enter_context(new_directory(final))
+    require_space(directory, needed)
+    return directory
+
+
+def _rest_of(outlines: Sequence[Outline], order: Sequence[str], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of ``trainer.pt``."""
+    outline = Outline.merged(outlines, order, rest)
+    return {"version": _VERSION, "outline": outline.to_json(), "checkpoint": dict(rest)}
 
 
 def _finish(writer: TensorWriter, metadata: Metadata, written: Sequence[Any], contents: Mapping[str, Any]) -> None:
