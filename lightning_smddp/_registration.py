@@ -42,6 +42,7 @@ _CHANGES = {
     "lightning.pytorch.cli": "know_our_classes",
     "pytorch_lightning.cli": "know_our_classes",
 }
+# Endings of names -> arguments, as Lightning has them for `ddp` and `deepspeed`.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _STAGES: dict[str, dict[str, Any]] = {
     "": {},
@@ -77,17 +78,22 @@ def register(module: ModuleType) -> None:
     registry = getattr(module, attribute, None)
     if registry is None:  # the module is still being executed; its loader calls again when it is done
         return
-    entries = [(name, data_parallel, "data parallelism", arguments) for name, arguments in _variants().items()]
-    others = _OF_TRAINER if is_trainers else _OF_FABRIC
-    for name, (class_name, what) in others.items():
-        for suffix, start_method in _START_METHODS.items():
-            entries.append((f"{name}{suffix}", class_name, what, {"start_method": start_method}))
-    if is_trainers:
-        for suffix, arguments in _STAGES.items():
-            entries.append((f"smddp_deepspeed{suffix}", "SMDDPDeepSpeedStrategy", "DeepSpeed's ZeRO", arguments))
-    for name, class_name, what, arguments in entries:
+
+    def add(name: str, class_name: str, what: str, arguments: dict[str, Any]) -> None:
         if name not in registry:
             registry.register(name, _factory(home, class_name), description=f"{what}, {arguments}", **arguments)
+
+    for name, arguments in _variants().items():
+        add(name, data_parallel, "data parallelism", arguments)
+    others = _OF_FABRIC
+    if is_trainers:
+        others = _OF_TRAINER
+    for name, (class_name, what) in others.items():
+        for suffix, start_method in _START_METHODS.items():
+            add(f"{name}{suffix}", class_name, what, {"start_method": start_method})
+    if is_trainers:
+        for suffix, arguments in _STAGES.items():
+            add(f"smddp_deepspeed{suffix}", "SMDDPDeepSpeedStrategy", "DeepSpeed's ZeRO", arguments)
 
 
 def change(module: ModuleType) -> None:
@@ -95,7 +101,9 @@ def change(module: ModuleType) -> None:
     if module.__name__ in _REGISTRIES:
         register(module)
     else:
-        getattr(import_module("lightning_smddp._compat.environments"), _CHANGES[module.__name__])(module)
+        changes = import_module("lightning_smddp._compat.environments")
+        change_it = getattr(changes, _CHANGES[module.__name__])
+        change_it(module)
 
 
 class _RegisteringLoader(Loader):
@@ -109,7 +117,8 @@ class _RegisteringLoader(Loader):
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader  # nothing of us stays on the module
+        # Nothing of us stays on the module: whoever asks it for its loader, to read its source say, gets its own.
+        module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
@@ -130,6 +139,8 @@ class _RegistryFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in _REGISTRIES and fullname not in _CHANGES:
             return None
+        # The finders behind this one are asked as the import system would ask them. What one of them finds stays as it
+        # is, but for the loader, which executes the module and then registers in it.
         for finder in sys.meta_path:
             if isinstance(finder, _RegistryFinder) or not hasattr(finder, "find_spec"):
                 continue

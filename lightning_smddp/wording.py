@@ -5,5 +5,8 @@ from __future__ import annotations
 
 def counted(number: int, noun: str) -> str:
     """``1 unit``, ``2 units``: ``number`` of what ``noun`` is one of."""
-    ending = "es" if noun.endswith(("ch", "ss")) else "s"
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith(("ch", "ss")):
+        return f"{number} {noun}es"
+    return f"{number} {noun}s"

@@ -26,9 +26,10 @@ def survive_mpi4py_without_mpi(module: ModuleType) -> None:
         try:
             return bool(detect())
         except (ImportError, RuntimeError) as error:
+            first_line, _, _ = str(error).strip().partition("\n")
             warnings.warn(
-                f"mpi4py is installed, but cannot be used ({str(error).strip().partition(chr(10))[0]}), so it is not "
-                "asked whether mpirun started this process. Install an MPI library, or uninstall mpi4py.",
+                f"mpi4py is installed, but cannot be used ({first_line}), so it is not asked whether mpirun started "
+                "this process. Install an MPI library, or uninstall mpi4py.",
                 stacklevel=2,
             )
             return False
@@ -49,13 +50,16 @@ def ask_our_strategies(module: ModuleType) -> None:
 
     def choose_environment(self: Any) -> Any:
         home = _home(self._strategy_flag, module.__name__)
-        if home is not None and not isinstance(self._cluster_environment_flag, module.ClusterEnvironment):
-            strategies = "lightning_smddp.strategies"  # which import Lightning, so not before now
-            environments = import_module(f"{strategies}.environments")
-            environment = environments.choose(import_module(f"{strategies}.{home}"))
-            if environment is not None:
-                return environment
-        return choose(self)
+        is_given = isinstance(self._cluster_environment_flag, module.ClusterEnvironment)
+        if home is None or is_given:
+            return choose(self)
+        # Our strategies import Lightning, which is being imported while this function is put there: so not before now.
+        environments = import_module("lightning_smddp.strategies.environments")
+        classes = import_module(f"lightning_smddp.strategies.{home}")
+        environment = environments.choose(classes)
+        if environment is None:
+            return choose(self)
+        return environment
 
     connector._choose_and_init_cluster_environment = choose_environment
 
@@ -85,8 +89,8 @@ def _explain_moved_options(parser: Any, strategies: ModuleType) -> None:
     def error(self: Any, message: str, ex: Exception | None = None) -> Any:
         for kind in (strategies.SMDDPStrategy, strategies.PipelineStrategy, strategies.SMDDPFSDPStrategy):
             if f"{kind.__name__}'" in message:
-                moved = import_module("lightning_smddp.strategies.options").moved_in_file
-                message += moved(message, kind._option_groups)
+                options = import_module("lightning_smddp.strategies.options")
+                message += options.moved_in_file(message, kind._option_groups)
         return original(self, message, ex)
 
     parser.error = error

@@ -156,7 +156,8 @@ class SafeFiles(_Base):
                 self._writer = BackgroundWriter()
             self._writer.close()  # before there are two copies in memory
             snapshot = Snapshot(checkpoint)
-            self._writer.submit(partial(self._write, snapshot.dump, path, snapshot.size))
+            write = partial(self._write, snapshot.dump, path, snapshot.size)
+            self._writer.submit(write)
         else:
             self._settle()
             self._write(dump_of(checkpoint), path, bytes_needed(checkpoint))

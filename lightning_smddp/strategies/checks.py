@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -67,8 +67,7 @@ def require_supported_by_fsdp(module: nn.Module, callbacks: Iterable[Any], is_fi
             "strategy='smddp'."
         )
     for callback in callbacks:
-        names = {cls.__name__ for cls in type(callback).__mro__}
-        if is_fit and "ModelPruning" in names:
+        if is_fit and "ModelPruning" in _class_names(callback):
             raise ValueError(
                 f"{type(callback).__name__} replaces parameters of the module while it trains, which "
                 "strategy='smddp_fsdp' has divided. Leave it out, or use strategy='smddp'."
@@ -95,13 +94,13 @@ def require_optimizers_of_module(module: nn.Module, optimizers: Sequence[Any]) -
     """Raise ``ValueError`` if an optimizer has parameters that are not the module's any more."""
     known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if any(id(parameter) not in known for parameter in group["params"]):
-                raise ValueError(
-                    f"{type(optimizer).__name__} has parameters that are not in {type(module).__name__}, or were "
-                    "taken from it before they were divided among ranks: it would train nothing. Make it in "
-                    "`configure_optimizers`, from `self.parameters()` or those of submodules."
-                )
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not stepped.issubset(known):
+            raise ValueError(
+                f"{type(optimizer).__name__} has parameters that are not in {type(module).__name__}, or were "
+                "taken from it before they were divided among ranks: it would train nothing. Make it in "
+                "`configure_optimizers`, from `self.parameters()` or those of submodules."
+            )
 
 
 def unit_precision(plugin: Any) -> MixedPrecisionPolicy:
@@ -125,8 +124,9 @@ def require_known_to_deepspeed(strategy: Any, given: Mapping[str, Any], groups: 
     refuse_moved(strategy, given, groups)
     known: set[str] = set()
     for cls in type(strategy).__mro__:
-        if "__init__" in vars(cls):
-            known |= set(signature(vars(cls)["__init__"]).parameters)
+        init = vars(cls).get("__init__")
+        if init is not None:
+            known |= set(signature(init).parameters)
         if cls.__name__ == "DeepSpeedStrategy":  # what it hands on to its base class has a name there
             break
     for name in sorted(set(given) - known):
@@ -168,8 +168,7 @@ def require_supported_by_deepspeed(module: Any, trainer: Any, callbacks: Iterabl
                 "strategy='smddp' uses the hook."
             )
     for callback in callbacks:
-        names = {cls.__name__ for cls in type(callback).__mro__}
-        if names.intersection(_CHANGING):
+        if _class_names(callback).intersection(_CHANGING):
             raise ValueError(
                 f"{type(callback).__name__} averages or replaces whole parameters, of which each rank has a part with "
                 f"{_NAME}. Leave it out, or use strategy='smddp'."
@@ -196,7 +195,8 @@ def require_one_answer(config: Mapping[str, Any], trainer: Any) -> None:
             "Give one of them."
         )
     for bits, key in (("16", "fp16"), ("bf16", "bf16")):
-        if config.get(key, {}).get("enabled") is True and not str(trainer.precision).startswith(f"{bits}-"):
+        is_enabled = config.get(key, {}).get("enabled") is True  # it may be "auto", too
+        if is_enabled and not str(trainer.precision).startswith(f"{bits}-"):
             raise ValueError(
                 f"config={{{key!r}: {{'enabled': True}}}} and Trainer(precision={trainer.precision!r}) differ, so "
                 f"inputs would have another type than parameters. Write Trainer(precision='{bits}-mixed')."
@@ -236,7 +236,7 @@ def callback_against_pipelining(callbacks: Iterable[Any], module: LightningModul
     """
     has_batch_norm = bool(looks_at_other_rows(module))
     for callback in callbacks:
-        names = {cls.__name__ for cls in type(callback).__mro__}
+        names = _class_names(callback)
         if "ModelPruning" in names:
             reason = "replaces parameters of the module while it trains, and a pipeline has divided those that it had."
         elif "StochasticWeightAveraging" in names and has_batch_norm:
@@ -283,7 +283,10 @@ def require_pipelinable(module: LightningModule, callbacks: Iterable[Any], is_fi
 @contextmanager
 def without_sync_advice(wrong: bool) -> Iterator[None]:
     """With ``wrong``, Lightning does not advise ``sync_dist=True``: all ranks of a pipeline log equal values."""
-    with without_warning("It is recommended to use `self.log") if wrong else nullcontext():
+    quiet: AbstractContextManager[None] = nullcontext()
+    if wrong:
+        quiet = without_warning("It is recommended to use `self.log")
+    with quiet:
         yield
 
 
@@ -305,8 +308,14 @@ def callbacks_of(trainer: Any) -> list[Any]:
     return list(trainer.callbacks)
 
 
+def _class_names(callback: Any) -> set[str]:
+    """Of its class and those that it is made of: Lightning's are found by name, as there are two packages of it."""
+    return {cls.__name__ for cls in type(callback).__mro__}
+
+
 def zeroes_as_usual(trainer: Any) -> bool:
     """Whether nobody looks at gradients between the step and their end in ``zero_grad``."""
     module = trainer.lightning_module
-    changed = [hook for hook in ("on_before_zero_grad", "optimizer_zero_grad") if is_changed_hook(module, hook)]
-    return not changed and not any(is_changed_hook(c, "on_before_zero_grad") for c in callbacks_of(trainer))
+    if is_changed_hook(module, "on_before_zero_grad") or is_changed_hook(module, "optimizer_zero_grad"):
+        return False
+    return not any(is_changed_hook(callback, "on_before_zero_grad") for callback in callbacks_of(trainer))

@@ -47,16 +47,20 @@ class ShardingOptions:
     def __post_init__(self) -> None:
         sharding, size = self.sharding, self.shard_size
         if sharding not in _SHARDINGS:
-            raise ValueError(f"sharding={sharding!r} is unknown. Valid: {', '.join(map(repr, _SHARDINGS))}.")
+            valid = ", ".join(map(repr, _SHARDINGS))
+            raise ValueError(f"sharding={sharding!r} is unknown. Valid: {valid}.")
         if size is not None and sharding != "hybrid":
             raise ValueError(f"shard_size={size!r} belongs to sharding='hybrid', and sharding is {sharding!r}.")
         require_bools(meta_init=self.meta_init, cpu_offload=self.cpu_offload)
 
     def require_layout(self, nodes: int, ranks_per_node: int) -> None:
         """Raise ``ValueError`` if the ranks cannot be divided into copies."""
+        if self.sharding != "hybrid":
+            return
         ranks = nodes * ranks_per_node
         size = self._ranks_of_copy(ranks, ranks_per_node)
-        if not (isinstance(size, int) and size > 1 and ranks % size == 0) and self.sharding == "hybrid":
+        fits = isinstance(size, int) and size > 1 and ranks % size == 0
+        if not fits:
             raise ValueError(
                 f"shard_size={size!r} has to be a number above 1 that divides the number of ranks, which is {ranks}."
             )
@@ -114,6 +118,8 @@ def divide(
         _require_no_scaler(precision)
         offload = CPUOffloadPolicy()
 
+    # Called before each unit is divided: its layers get memory and values, unit by unit, so that no rank ever holds
+    # all of them.
     def fill(names: Sequence[str]) -> None:
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             materialize(module, names, place.device, seed)
@@ -160,7 +166,8 @@ def make_whole(sharded: FullySharded, device: torch.device) -> dict[int, Tensor]
                 stacklevel=2,
             )
         return {}
-    return sharded.close({name: whole(parameter, device) for name, parameter in module.named_parameters()})
+    gathered = {name: whole(parameter, device) for name, parameter in module.named_parameters()}
+    return sharded.close(gathered)
 
 
 class AverageWatch:
@@ -192,11 +199,15 @@ class AverageWatch:
         """
         if not self._is_bad:
             return None
-        group, text = dist.group.WORLD, None
+        group = dist.group.WORLD
         assert group is not None
         assert self._loss is not None
+        # A rank whose loss is not finite is the cause. Where there is one, the others say nothing.
+        own: dict[str, str] = {}
         if not bool(self._loss.isfinite().all()):
-            text = str(float(self._loss.sum()))
-        if agreed(text is not None, group, device):
-            return {} if text is None else {"the loss": text}
-        return {f"the average of {name}": text for name, text in (self._bad or {}).items()}
+            own["the loss"] = str(float(self._loss.sum()))
+        if agreed(bool(own), group, device):
+            return own
+        for name, text in (self._bad or {}).items():
+            own[f"the average of {name}"] = text
+        return own

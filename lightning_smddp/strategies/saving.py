@@ -74,12 +74,14 @@ class Saving:
 
     def require_no_links(self, trainer: Any) -> None:
         """Raise ``ValueError`` if a checkpoint callback would link to files that are not written yet."""
-        linking = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_last", None) == "link"]
-        if linking and self._has_safe_files and self.strategy.checkpoint_io.asynchronous:
-            raise ValueError(
-                f"{type(linking[0]).__name__}(save_last='link') cannot be used with async_save=True: links are made "
-                "before the file that they point to is written. Use save_last=True, or async_save=False."
-            )
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_last", None) != "link":
+                continue
+            if self._has_safe_files and self.strategy.checkpoint_io.asynchronous:
+                raise ValueError(
+                    f"{type(callback).__name__}(save_last='link') cannot be used with async_save=True: links are made "
+                    "before the file that they point to is written. Use save_last=True, or async_save=False."
+                )
 
     def raise_failure(self) -> None:
         """Raise what ended a save in the background."""
@@ -129,10 +131,12 @@ class Saving:
             return
         module = strategy.lightning_module
         assert module is not None
+        # The parameters of each optimizer, in the order in which its state numbers them.
         optimized = []
         if "optimizer_states" in checkpoint:
-            plain = [getattr(optimizer, "optimizer", optimizer) for optimizer in strategy.optimizers]
-            optimized = [strategy._optimized(optimizer) for optimizer in plain]
+            for optimizer in strategy.optimizers:
+                plain = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
+                optimized.append(strategy._optimized(plain))
         own_part = None
         if strategy._has_part_to_save:
             own_part = checkpoint
@@ -143,7 +147,8 @@ class Saving:
 
     def load(self, path: Any, weights_only: bool | None, load: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """What a Trainer has saved, in whatever layout: a file by Lightning's ``load``. Collective for directories."""
-        verified, self.strategy.verified_checkpoint = self.strategy.verified_checkpoint, None
+        verified = self.strategy.verified_checkpoint
+        self.strategy.verified_checkpoint = None  # it may be another one by the next time
         if self._is_ours(path):
             loaded = load_sharded(path, self.ranks, weights_only, verify=str(path) != verified)
         else:
@@ -172,8 +177,12 @@ class Saving:
 
     def require_fitting_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``CheckpointError`` if the optimizers, which hold all parameters, are others than the checkpoint's."""
-        outlines = [OptimizerOutline.of(getattr(o, "optimizer", o)) for o in self.strategy.optimizers]
-        require_none(compare_optimizers(outlines, checkpoint["optimizer_states"]), self.source)
+        outlines = []
+        for optimizer in self.strategy.optimizers:
+            plain = getattr(optimizer, "optimizer", optimizer)
+            outlines.append(OptimizerOutline.of(plain))
+        differences = compare_optimizers(outlines, checkpoint["optimizer_states"])
+        require_none(differences, self.source)
 
     @property
     def source(self) -> str:
