@@ -43,7 +43,8 @@ def may_be_ended() -> bool:
     """Whether torchrun, mpirun or ``multiprocessing`` started this rank: they end all as soon as one has failed."""
     if "TORCHELASTIC_RUN_ID" in os.environ or started_by_mpirun(os.environ):
         return True
-    return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
+    multiprocessing = sys.modules.get("multiprocessing")
+    return multiprocessing is not None and multiprocessing.parent_process() is not None
 
 
 @dataclass
@@ -89,19 +90,27 @@ class ScriptLaunching:
             with _told(LAUNCHER_PID, str(os.getpid())):
                 launcher._call_children_scripts()
         set_num_threads_if_needed(launcher, launcher.num_processes)
-        # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them.
-        atexit.unregister(end_processes)
+        # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them. From
+        # then on it is the supervision that does, which calls `joined`.
+        atexit.unregister(end_processes)  # of a run before this one
         joined = threading.Event()
         if trainer is not None and self.procs:
             supervision = trainer.strategy._supervision
-            supervision.started_ranks, supervision.joined = self.procs, joined.set
-            threading.Thread(target=_watch_start, args=(joined, self.procs), daemon=True).start()
+            supervision.started_ranks = self.procs
+            supervision.joined = joined.set
+            watcher = threading.Thread(target=_watch_start, args=(joined, self.procs), daemon=True)
+            watcher.start()
+        run = _ranked(function, trainer)
         try:
-            return _ranked(function, trainer)(*args, **kwargs)
+            return run(*args, **kwargs)
         except BaseException as error:
+            # The script may catch the error and go on. Only when it ends do the ranks that this process has started
+            # have to end, which have their own ways to say why, and hooks to run.
             if not is_control_flow(error):
-                own_s = 0.0 if trainer is None else trainer.strategy._supervision.hooks_after_exception_s
-                atexit.register(end_processes, self.procs, max(_LINGER_S, own_s))
+                patience_s = _LINGER_S
+                if trainer is not None:
+                    patience_s = max(patience_s, trainer.strategy._supervision.hooks_after_exception_s)
+                atexit.register(end_processes, self.procs, patience_s)
             raise
         finally:
             joined.set()
@@ -115,10 +124,12 @@ class SpawnLaunching:
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run ``function`` in each rank; signals to this process go to the ranks."""
         received: list[int] = []
+        run = _ranked(function, trainer)
         with _signals_to(self._pass_on, received):
             try:
-                return super().launch(_ranked(function, trainer), *args, trainer=trainer, **kwargs)  # type: ignore[misc]
+                return super().launch(run, *args, trainer=trainer, **kwargs)  # type: ignore[misc]
             except ProcessExitedException as error:
+                # A rank that ends by a signal that was passed on has the exit code of a stop, and so has this process.
                 code = error.exit_code
                 if received and code == 128 + received[0]:
                     sys.exit(code)
@@ -133,7 +144,7 @@ class SpawnLaunching:
 def end_processes(processes: list[subprocess.Popen[bytes]], patience_s: float = _LINGER_S) -> None:
     """Give ``processes`` some seconds to end by themselves, then kill those that have not, as a stopped one."""
     deadline = time.monotonic() + patience_s
-    while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     for process in processes:
         if process.poll() is None:
@@ -147,8 +158,12 @@ def _watch_start(joined: threading.Event, processes: list[subprocess.Popen[bytes
         for index, process in enumerate(processes):
             code = process.poll()
             if code is not None and not joined.is_set():
-                line = f"lightning-smddp: local rank {index + 1} (process {process.pid}) ended with exit code {code} "
-                os.write(2, f"{line}before it joined the other ranks. Its own output says why.\n".encode())
+                line = (
+                    f"lightning-smddp: local rank {index + 1} (process {process.pid}) ended with exit code {code} "
+                    "before it joined the other ranks. Its own output says why.\n"
+                )
+                # The training thread waits for all ranks in C++, so this one ends the process by force.
+                os.write(2, line.encode())
                 end_processes(processes, patience_s=0.0)
                 os._exit(1)
 

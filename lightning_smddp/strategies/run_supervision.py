@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _PHASE_OF = {"validate": "validation", "test": "test"}
 _AFTER_THE_FIRST_S = 2.0  # launchers show the error of the rank that ends first, which should be the one that failed
-_VALIDATED = 2**32 - 1
+_VALIDATED = 2**32 - 1  # behind the last batch of any validation, see `_position`
 _END = 2**62  # a place to stop at, behind all others
 _GOODBYES_S = 5.0  # for the other ranks' ends
 _SAVING_S = 60.0  # for a checkpoint that is written because of an exception
@@ -86,7 +86,8 @@ class RunSupervision:
         """Connect to the other ranks' supervisors, over the default group's store. Collective."""
         if self.supervisor is not None or not dist.is_initialized():
             return
-        strategy, reliability = self.strategy, self.strategy._reliability
+        strategy = self.strategy
+        reliability = strategy._reliability
         self._seen = 0
         collective_timeout = strategy._session.limit(strategy._timeout)
         options = WatchOptions(
@@ -103,6 +104,8 @@ class RunSupervision:
             self._device_watch = DeviceWatch(strategy.root_device, self.supervisor.progress)
             self.supervisor.watch_device(self._device_watch)
         self.phase("setup")
+        # NCCL raises nothing when a peer has gone: its communicators are aborted. Ranks that this process has started
+        # end with it, also where it is ended by force.
         self.supervisor.at_failure(abort_groups)
         self.supervisor.at_emergency(lambda: end_processes(self.started_ranks, patience_s=0.0))
         self.joined()
@@ -121,7 +124,8 @@ class RunSupervision:
 
     def let_go(self) -> None:
         """Give Lightning back what stops have changed. Hooks follow, so the others are watched until the run's end."""
-        stops, self._stops = self._stops, None
+        stops = self._stops
+        self._stops = None
         if stops is not None:
             stops.close()
         if not self._runs:
@@ -165,7 +169,9 @@ class RunSupervision:
     @contextmanager
     def explained_errors(self) -> Iterator[None]:
         """Around a run: an error that another rank caused names that rank and the cause; a stop ends the process so."""
-        self._stopped, self._runs, self._failed_run = None, True, False
+        self._stopped = None
+        self._runs = True
+        self._failed_run = False
         self.strategy._session.failed = False
         try:
             yield
@@ -190,12 +196,14 @@ class RunSupervision:
         if self._stopped is not None and is_stop(error):
             self._save_for_stop(error, supervisor)
             return error
+        # What follows from another rank's failure, such as gloo's "Connection closed by peer", becomes an error that
+        # names the first cause; a rank's own exception stays as it is, and is told to the others.
         explained = supervisor.explain(error)
         failure = supervisor.failure
         if failure is not None:
             mark_groups_aborted()
-        if failure is not None and (explained is not error or isinstance(error, RankFailedError)):
-            self._end_after_first(failure)
+            if explained is not error or isinstance(error, RankFailedError):  # another rank's
+                self._end_after_first(failure)
         if explained is error:
             _require_failure_code(error)
         return explained
@@ -207,10 +215,10 @@ class RunSupervision:
         if module is None or module._trainer is None:
             return 0.0
         trainer: Any = module.trainer
-        owners: list[Any] = [module, trainer.datamodule, *trainer.callbacks]
-        if not any(hasattr(owner, "on_exception") and is_changed_hook(owner, "on_exception") for owner in owners):
-            return 0.0
-        return self.strategy._reliability.stop_limit.total_seconds()
+        for owner in (module, trainer.datamodule, *trainer.callbacks):
+            if hasattr(owner, "on_exception") and is_changed_hook(owner, "on_exception"):
+                return self.strategy._reliability.stop_limit.total_seconds()
+        return 0.0
 
     def _end_after_first(self, failure: Failure) -> None:
         """Say why this rank ends (it may be killed before its traceback), and let the rank that failed end first."""
@@ -231,9 +239,10 @@ class RunSupervision:
             if self.strategy._resume != "auto":
                 how = "Give it to `fit` as `ckpt_path`, or use resume='auto',"
             text = f"saved to {path}. {how} to go on"
-        else:
-            reason = "no training ran" if self._stopped else "a rank did not answer"
-            text = f"nothing is saved: {reason}"
+        elif self._stopped:
+            text = "nothing is saved: no training ran"
+        else:  # no collective would end
+            text = "nothing is saved: a rank did not answer"
         self._end_by_stop(error, supervisor, text)
 
     def _end_by_stop(self, error: BaseException, supervisor: Supervisor, text: str) -> None:
@@ -262,14 +271,18 @@ class RunSupervision:
 
     def training_batch_starts(self, batch_idx: int) -> None:
         """Note where this rank is, and whether all are to stop behind this batch."""
-        supervisor, trainer = self.supervisor, self._trainer
+        supervisor = self.supervisor
         if supervisor is None:
             return
+        trainer = self._trainer
         progress = supervisor.progress
         if progress.epoch != trainer.current_epoch:
             progress.start_epoch(trainer.current_epoch)
-        progress.step, progress.batches, progress.phase = trainer.global_step, batch_idx + 1, "forward"
+        progress.step = trainer.global_step
+        progress.batches = batch_idx + 1
+        progress.phase = "forward"
         mark()
+        # Not in the middle of an accumulation, whose gradients no checkpoint has.
         if will_step(trainer):
             self._look_for_stop(_position(trainer, 0))
 
@@ -280,7 +293,9 @@ class RunSupervision:
         if trains and no_batch_follows(trainer):
             self._end_epoch(validates=True)
         self.phase("validation")
-        self._seen, self._stops_in_validation = 0, False
+        # A place to stop at has to be one that all ranks come to: within a validation only if all have as many batches.
+        self._seen = 0
+        self._stops_in_validation = False
         if self.supervisor is not None and trains:
             self._stops_in_validation = will_step(trainer) and self._same_everywhere(sum(trainer.num_val_batches))
 
@@ -299,6 +314,9 @@ class RunSupervision:
 
     def _look_for_stop(self, place: int) -> None:
         """Lightning ends a run at the end of the batch (and its validation) if a stop was received."""
+        # `gate` looks at a flag, unless a signal has come: then it holds this rank until the supervisors' threads have
+        # agreed on the first place that all ranks can still reach, which they do also while a rank is blocked in a
+        # collective. The answer is the same on all ranks, as places are.
         assert self.supervisor is not None
         stop = self.supervisor.gate(place)
         if stop is not None and self._stopped is None:
@@ -310,17 +328,21 @@ class RunSupervision:
 
     def _end_epoch(self, validates: bool = False) -> None:
         """Ranks with other numbers of batches would average gradients of different epochs from here on."""
-        supervisor, trainer = self.supervisor, self._trainer
-        if supervisor is not None and self._stopped is None and trainer.current_epoch > self._ended_epoch:
-            self._ended_epoch = trainer.current_epoch
-            supervisor.end_of_epoch(trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx + 1, validates)
+        if self.supervisor is None or self._stopped is not None:
+            return
+        trainer = self._trainer
+        epoch = trainer.current_epoch
+        if epoch > self._ended_epoch:  # a validation at its end has come here already
+            self._ended_epoch = epoch
+            batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+            self.supervisor.end_of_epoch(epoch, batches, validates)
 
     def batch_begins(self) -> None:
         """Outside of training this is where to stop."""
-        supervisor, trainer = self.supervisor, self._trainer
-        if supervisor is None:
+        if self.supervisor is None:
             return
-        supervisor.progress.moved()
+        self.supervisor.progress.moved()
+        trainer = self._trainer
         if trainer.state.fn != "fit":
             self._seen += 1
             self.phase(_PHASE_OF.get(str(trainer.state.fn), "predict"))
