@@ -87,8 +87,10 @@ class TrainerStrategy(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: options and results, not what belongs to this process."""
-        fresh = {"_session": GradientCommunication(self._session.options), "_exact_resume": ExactResume()}
-        return {**super().__getstate__(), **fresh}
+        state = dict(super().__getstate__())
+        state["_session"] = GradientCommunication(self._session.options)
+        state["_exact_resume"] = ExactResume()
+        return state
 
     # ---- start ----
 
@@ -275,9 +277,9 @@ class TrainerStrategy(_Base):
     def _keep_compression_state(self) -> None:
         """Of a run that ends, for what is saved behind it. Collective."""
         module = self.lightning_module
-        if self._session.options.compression is None or module is None or module.trainer.state.fn != "fit":
+        if self._session.options.compression is None or module is None:
             return
-        if not self._interrupted:
+        if module.trainer.state.fn == "fit" and not self._interrupted:
             state = self._compression_state()
             if self.is_global_zero:  # which saves it
                 self._last_compression_state = state

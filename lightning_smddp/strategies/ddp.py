@@ -139,8 +139,11 @@ class DataParallel(TrainerStrategy):
         self._frozen = FrozenParameters(self.model)
         if self._ddp_comm_hook is None:
             self._ddp_kwargs = self._session.prepare(self.model, self.root_device, self._user_ddp_kwargs, self._timeout)
+            # A mark is NaN in the average, for all ranks to see. Code of the user's that cleans gradients has to find
+            # what `ddp` would show it: then there are no marks, and gradients are looked at behind that code.
             watch = self._session.synchronizers[-1].watch
-            watch.on, watch.marks = self._checks.watches_gradients, not self._checks.changes_gradients
+            watch.on = self._checks.watches_gradients
+            watch.marks = not self._checks.changes_gradients
         elif self._session.options.bucket_cap_mb is not None:
             self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
         super().configure_ddp()

@@ -140,7 +140,8 @@ class DeepSpeedEngineStrategy(_Base):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Accumulate where Lightning does. It has divided the loss by the number of batches: DeepSpeed must not."""
         assert self.lightning_module is not None
-        self.deepspeed_engine.set_gradient_accumulation_boundary(will_step(self.lightning_module.trainer))
+        steps = will_step(self.lightning_module.trainer)
+        self.deepspeed_engine.set_gradient_accumulation_boundary(steps)
         self._loss = closure_loss.detach()
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
@@ -149,6 +150,9 @@ class DeepSpeedEngineStrategy(_Base):
         """DeepSpeed leaves a step out, without a word, if a gradient is not finite: what that means is asked for."""
         engine = self.deepspeed_engine
 
+        # DeepSpeed steps a copy of this rank's part in fp32, and writes that over the parameters. So between the
+        # closure and the step, what hooks have written to parameters goes into the copy, or, where that is not
+        # possible, is an error.
         def written() -> Any:
             result = closure()
             if self._gradients_seen is not None:
@@ -180,10 +184,12 @@ class DeepSpeedEngineStrategy(_Base):
     @override
     def _initialize_deepspeed_train(self, model: Any) -> None:
         self._destroy_engine()
-        self._groups, self._outline = parameter_groups(None, model), None
+        self._groups = parameter_groups(None, model)  # until `_init_optimizers`, which need not come
+        self._outline = None
         super()._initialize_deepspeed_train(model)
         self._engine = self.model
-        self._gradients_seen, self._unseen_writes = GradientsSeen(model), UnseenWrites(model)
+        self._gradients_seen = GradientsSeen(model)
+        self._unseen_writes = UnseenWrites(model)
 
     @override
     def _initialize_deepspeed_inference(self, model: Any) -> None:
@@ -195,7 +201,8 @@ class DeepSpeedEngineStrategy(_Base):
         """End that of the run before this one."""
         if self._engine is not None:
             self._engine.destroy()
-            self._engine, self.optimizers = None, []
+            self._engine = None
+            self.optimizers = []
 
     # ---- checkpoints ----
 
@@ -208,7 +215,9 @@ class DeepSpeedEngineStrategy(_Base):
     @property
     def _states(self) -> WholeStates:
         assert self.lightning_module is not None
-        optimizer = next(iter(self.optimizers), None)
+        optimizer = None
+        if self.optimizers:
+            optimizer = self.optimizers[0]
         return WholeStates(self.lightning_module, optimizer, self._groups, self.is_global_zero)
 
     @override
@@ -293,11 +302,15 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         kwargs = by_name(super().__init__, args, kwargs)
         require_stage(kwargs.get("stage", 2))
         super().__init__(**kwargs)
+        # Sizes of buckets that the user has given stay on CPUs: as arguments, or in a configuration of his own, beside
+        # which Lightning does not use them.
         self._sizes_given = frozenset(kwargs)
         if kwargs.get("config") is not None or self.DEEPSPEED_ENV_VAR in os.environ:
-            self._sizes_given = frozenset((self.config or {}).get("zero_optimization", {}))
+            own = self.config or {}
+            self._sizes_given = frozenset(own.get("zero_optimization", {}))
         self.config = own_config(self.config)
-        self._groups, self._outline = [], None
+        self._groups = []
+        self._outline = None
         self._saves_directories = checkpoint == "directory"
         self._links = ExitStack()
         self._travel: list[tuple[str, str]] = []
@@ -350,11 +363,10 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
         self._unseen_writes.note()  # a checkpoint was loaded
         if self._session.options.communication.verbose and self.is_global_zero:
             assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
+            stage = _STAGES[self.deepspeed_engine.zero_optimization_stage()]
             ranks = f"{counted(self.world_size, 'rank')} on {self.root_device.type}"
-            stage = self.deepspeed_engine.zero_optimization_stage()
-            rows = [("stage", _STAGES[stage]), ("cluster size", ranks), *self._travel]
-            print_table("smddp_deepspeed: DeepSpeed's ZeRO", rows, trainer)
+            rows = [("stage", stage), ("cluster size", ranks), *self._travel]
+            print_table("smddp_deepspeed: DeepSpeed's ZeRO", rows, self.lightning_module.trainer)
 
     @override
     def _set_up_model(self, trainer: Trainer) -> None:
@@ -442,7 +454,8 @@ class DeepSpeedParallel(TrainerStrategy, DeepSpeedEngineStrategy):
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if self._outline is not None:
-            require_none(compare_optimizers([self._outline], checkpoint["optimizer_states"]), self._saving.source)
+            differences = compare_optimizers([self._outline], checkpoint["optimizer_states"])
+            require_none(differences, self._saving.source)
         super()._load_optimizers(checkpoint)
 
     # ---- end ----
@@ -462,6 +475,7 @@ def _why_left_out(loss: Tensor, where: str, device: torch.device) -> str:
     found = {}
     if not bool(loss.isfinite().all()):
         found["the loss"] = str(loss.tolist())
+    # All ranks ask, and all go the same way: `diagnosis` is collective, too.
     if agreed(bool(found), group, device):
         return diagnosis(found, where, group, device)
     return (

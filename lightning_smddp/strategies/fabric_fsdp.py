@@ -108,9 +108,12 @@ class DividedForward(nn.Module):
         """Notice the backward passes that ``output`` takes part in: with several modules, not each has all."""
         self._was_called = True
         found = [tensor for tensor in tensors(output) if tensor.requires_grad]
-        # What is in an object of the user's, or is written to in place, tells nobody.
-        self._is_hidden = not found or any(tensor._base is not None for tensor in found)
+        # Hooks see the gradients of what is returned. They do not see those of tensors in an object of the user's, nor
+        # of a view, which may be written to in place and is another node of the graph then.
+        self._is_hidden = not found
         for tensor in found:
+            if tensor._base is not None:
+                self._is_hidden = True
             tensor.register_hook(self._note)
 
     def _note(self, _: Tensor) -> None:
@@ -236,29 +239,34 @@ class FabricFullyShardedParallel(FabricStrategy):
         broadcast_initial(module, world, device=device)
         limit = self._session.limit(self._timeout)
         place = Place(device, self.num_processes, limit, self._session.options.compression)
+        # Behind the first module the script sees gathered values wherever it is. What divides has to see shares.
         with self._view.inside(False):
             seed = self.broadcast(torch.initial_seed())
             division = divide(module, self._sharding, place, self.precision, seed)
         if not self._modules:
             self._changes.enter_context(self._view.installed())
             self._changes.enter_context(self._view.inside())
-        self._modules.append(DividedForward(module, division, self._view, device))
+        divided = DividedForward(module, division, self._view, device)
+        self._modules.append(divided)
         sharded, collectives = division
         rows = [*sharded.describe(), ("communication", collectives.describe())]
-        self._print("smddp_fsdp: fully sharded data parallelism", rows + [("note", n) for n in collectives.notes])
-        return self._modules[-1]
+        rows += [("note", note) for note in collectives.notes]
+        self._print("smddp_fsdp: fully sharded data parallelism", rows)
+        return divided
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Divide ``module``; optimizers of its parameters get what these have become."""
+        # Dividing puts other objects in the place of parameters. By their names the optimizers get what theirs have
+        # become; states that they had (of training before the set-up, say) are divided likewise.
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         states = [optimizer.state_dict() for optimizer in optimizers]
         divided = self.setup_module(module)
         parts = dict(module.named_parameters())
         for optimizer, state in zip(optimizers, states, strict=True):
             for group in optimizer.param_groups:
-                group["params"] = [parts.get(names.get(id(p), ""), p) for p in group["params"]]
+                group["params"] = [_part_of(parameter, names, parts) for parameter in group["params"]]
             optimizer.state.clear()
             self._load_optimizer(optimizer, optimizer.load_state_dict, state)
         return divided, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
@@ -271,7 +279,13 @@ class FabricFullyShardedParallel(FabricStrategy):
         """
         optimizer = super().setup_optimizer(optimizer)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        known = {id(parameter): divided for divided in self._modules for parameter in divided.module.parameters()}
+        known: set[int] = set()
+        modules = []
+        for divided in self._modules:
+            of_module = {id(parameter) for parameter in divided.module.parameters()}
+            if not own.isdisjoint(of_module):
+                modules.append(divided)
+            known |= of_module
         if not own.issubset(known):
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of no module that was set up: it would train nothing. "
@@ -279,10 +293,11 @@ class FabricFullyShardedParallel(FabricStrategy):
                 "the optimizer of `model.parameters()` after `model = fabric.setup_module(module)`."
             )
         with self._view.inside(False):
-            is_element_wise = granularity(optimizer)[0] is Granularity.ELEMENT
-        modules = [divided for divided in self._modules if any(known[key] is divided for key in own)]
-        # One that looks at more than single elements steps with whole values, each rank all of them.
-        self._stepped.append(_Stepped(optimizer, modules, LocalSteps(optimizer) if is_element_wise else None))
+            found, _ = granularity(optimizer)
+        shares = None  # one that looks at more than single elements steps with whole values, each rank all of them
+        if found is Granularity.ELEMENT:
+            shares = LocalSteps(optimizer)
+        self._stepped.append(_Stepped(optimizer, modules, shares))
         load: Any = partial(self._load_optimizer, optimizer, optimizer.load_state_dict)
         optimizer.load_state_dict = load  # type: ignore[method-assign]  # the script may call it, too
         return optimizer
@@ -295,7 +310,10 @@ class FabricFullyShardedParallel(FabricStrategy):
             load(divided_optimizer_state(parameters, state))
 
     def _of(self, optimizer: Optimizer) -> _Stepped:
-        return next(stepped for stepped in self._stepped if stepped.optimizer is optimizer)
+        for stepped in self._stepped:
+            if stepped.optimizer is optimizer:
+                return stepped
+        raise AssertionError(f"{type(optimizer).__name__} was not set up")
 
     # ---- steps ----
 
@@ -335,14 +353,26 @@ class FabricFullyShardedParallel(FabricStrategy):
             return
         device, world = self.root_device, dist.group.WORLD
         assert world is not None
-        found = [divided.watch.findings(device) for divided in stepped.modules]
-        if all(each is None for each in found):  # on all ranks: they told each other
+        # Every module is asked, as the question is collective where one has found something. Ranks told each other
+        # behind the backward pass, so all of them go on here or none.
+        is_bad = False
+        brought: dict[str, str] = {}
+        for divided in stepped.modules:
+            found = divided.watch.findings(device)
+            if found is not None:
+                is_bad = True
+                brought |= found
+        if not is_bad:
             return
-        brought = {name: text for each in found for name, text in (each or {}).items()}
         own = {id(parameter) for parameter in stepped.parameters}
-        named = [pair for divided in stepped.modules for pair in divided.module.named_parameters()]
+        named = []
+        for divided in stepped.modules:
+            for name, parameter in divided.module.named_parameters():
+                if id(parameter) in own:
+                    named.append((name, parameter))
+        # The script may have cleaned them since: what is left decides.
         with self._view.inside(False):
-            now = bad_gradients((name, parameter) for name, parameter in named if id(parameter) in own)
+            now = bad_gradients(named)
             left = after_changes(brought, now, world, device)
             self._guard.check(stepped.optimizer, left, "this step", device)
 
@@ -358,9 +388,14 @@ class FabricFullyShardedParallel(FabricStrategy):
         stepped = self._of(optimizer)
         with self._view.inside(False):
             self.precision.unscale_gradients(optimizer)
-            group = stepped.modules[0].sharded.shard_group
-            parameters = stepped.parameters
-            return clip_by_norm(parameters, max_norm, group, self.root_device, norm_type, error_if_nonfinite)
+            return clip_by_norm(
+                stepped.parameters,
+                max_norm,
+                stepped.modules[0].sharded.shard_group,
+                self.root_device,
+                norm_type,
+                error_if_nonfinite,
+            )
 
     # ---- checkpoints: those of one process ----
 
@@ -386,7 +421,8 @@ class FabricFullyShardedParallel(FabricStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole module's state, on global rank 0. Collective."""
         with self._all_divided():
-            return gathered_model(_inner(module).state_dict(keep_vars=True), self._keepers, self.root_device)
+            state = _inner(module).state_dict(keep_vars=True)
+            return gathered_model(state, self._keepers, self.root_device)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a whole module's state."""
@@ -400,7 +436,9 @@ class FabricFullyShardedParallel(FabricStrategy):
 
     @property
     def _memory(self) -> UnitMemory | None:
-        return self._modules[-1].collectives.memory if self._modules else None
+        if not self._modules:
+            return None
+        return self._modules[-1].collectives.memory
 
     def communication_state(self) -> dict[str, dict[str, Tensor]]:
         """What compression remembers of the module set up last, on global rank 0; elsewhere empty. Collective."""
@@ -428,6 +466,14 @@ class FabricFullyShardedParallel(FabricStrategy):
         self._stepped, self._modules = [], []
         self._session.close()
         super().teardown()
+
+
+def _part_of(parameter: Any, names: Mapping[int, str], parts: Mapping[str, Any]) -> Any:
+    """What ``parameter`` has become in a divided module; itself if it is another one's."""
+    name = names.get(id(parameter))
+    if name is None:
+        return parameter
+    return parts.get(name, parameter)
 
 
 def _inner(module: nn.Module) -> nn.Module:

@@ -143,7 +143,8 @@ class FullyShardedParallel(TrainerStrategy):
         reliability = group_of("reliability", ReliabilityOptions, reliability)
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._sharding = sharding_options
-        self._view, self._changes = WholeView(), ExitStack()  # until teardown
+        self._view = WholeView()
+        self._changes = ExitStack()  # of Lightning and of tensors, until teardown
         self._watch = AverageWatch()
         self._averagers: Sequence[Any] = ()  # callbacks that average the module's weights
         self._averaged: AveragedCopies | None = None  # what they keep
@@ -206,11 +207,17 @@ class FullyShardedParallel(TrainerStrategy):
         self.precision_plugin.convert_module(module)
         self._checks.require_same_model()
         broadcast_initial(module, world, device=self.root_device)
+        # Divided before the optimizers are made: `configure_optimizers` takes what parameters have become. Copies that
+        # callbacks have made of the whole module, to average weights in, are divided as it is.
         self._divide()
         if not self._sharding.meta_init:  # else no callback may average
             self._averagers = [callback for callback in callbacks_of(trainer) if averages_weights(callback)]
-            copies = [averaged_copy(callback) for callback in self._averagers]
-            self._averaged = AveragedCopies([copy for copy in copies if copy is not None], module)
+            copies = []
+            for callback in self._averagers:
+                copy = averaged_copy(callback)
+                if copy is not None:
+                    copies.append(copy)
+            self._averaged = AveragedCopies(copies, module)
         if is_fit:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -234,7 +241,12 @@ class FullyShardedParallel(TrainerStrategy):
         optimizers = [_plain(optimizer) for optimizer in self.optimizers]
         require_optimizers_of_module(self.lightning_module, optimizers)
         # One that looks at more than single elements steps with whole values, each rank all of them.
-        self._steps_whole = any(granularity(optimizer)[0] is not Granularity.ELEMENT for optimizer in optimizers)
+        self._steps_whole = False
+        for optimizer in optimizers:
+            found, _ = granularity(optimizer)
+            if found is not Granularity.ELEMENT:
+                self._steps_whole = True
+                break
         self._close_local_steps()
         if not self._steps_whole:
             self._local_steps = [LocalSteps(optimizer) for optimizer in optimizers]
@@ -252,13 +264,15 @@ class FullyShardedParallel(TrainerStrategy):
         """Give back a whole module, if there is room for it and no rank has gone."""
         self._changes.close()
         self._close_local_steps()
-        sharded, self._sharded = self._sharded, None
         give_back_clipping(self.precision_plugin)
+        sharded = self._sharded
+        self._sharded = None
         if sharded is not None and not self._interrupted:
             self._whole_again = make_whole(sharded, self.root_device)
             if self._whole_again and self._averaged is not None:
                 self._averaged.close(self.root_device)
-        self._averagers, self._averaged = (), None
+        self._averagers = ()
+        self._averaged = None
         if self._collectives is not None:
             self._collectives.close()
             self._collectives = None
@@ -271,10 +285,14 @@ class FullyShardedParallel(TrainerStrategy):
     @contextmanager
     def _around_hook(self, hook: str, owner: Any) -> Iterator[Callable[[Any, tuple[Any, ...]], Any] | None]:
         """What Lightning enters around the call of ``owner``'s ``hook``: user code sees whole values."""
+        # The operators of a DTensor are those of one rank's share: `p.grad.norm().item()` would be another number on
+        # each rank, without a word. Inside of the view they are those of the whole.
         if not any(owner is callback for callback in self._averagers):
             with self._view.inside(hook not in _FOR_SHARES):
                 yield None
             return
+        # A callback that averages weights works on shares where each element is averaged by itself: nothing is
+        # gathered. Where Lightning takes its averages for a file, they are made whole on their way.
         with self._view.inside(not averages_element_by_element(owner, hook)):
             if hook == "on_save_checkpoint":  # Lightning's averages stand in place of the weights
                 yield lambda _, args: self._gather_average(args[-1], "state_dict")
@@ -285,8 +303,9 @@ class FullyShardedParallel(TrainerStrategy):
 
     def _gather_average(self, state: dict[str, Any], key: str) -> dict[str, Any]:
         """``state`` with whole averages on the first rank, where a callback has put shares. Collective."""
-        if isinstance(state.get(key), Mapping) and not self._interrupted:
-            state[key] = gathered_model(state[key], self._keepers, self.root_device)
+        averages = state.get(key)
+        if isinstance(averages, Mapping) and not self._interrupted:
+            state[key] = gathered_model(averages, self._keepers, self.root_device)
         return state
 
     @override
@@ -332,6 +351,7 @@ class FullyShardedParallel(TrainerStrategy):
     def _run(self, hook: str, trains: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module, sharded = self.lightning_module, self._require_sharded()
         assert module is not None
+        # As DDP does: the first rank's buffers go to all before a step, but not in the middle of an accumulation.
         if self._broadcasts_buffers and module.trainer.state.fn == "fit":
             sharded.broadcast_buffers(self.root_device)
         self._broadcasts_buffers = trains and sharded.synchronizes
@@ -425,8 +445,9 @@ class FullyShardedParallel(TrainerStrategy):
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         self._saving.require_fitting_optimizers(checkpoint)
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            plain = _plain(optimizer)  # Lightning would move all to the GPU, offloaded or not
-            plain.load_state_dict(divided_optimizer_state(self._optimized(plain), state))
+            plain = _plain(optimizer)
+            divided = divided_optimizer_state(self._optimized(plain), state)
+            plain.load_state_dict(divided)  # Lightning would move all to the GPU, offloaded or not
         if self._memory is not None:
             self._memory.load_state_dict(checkpoint.get(COMPRESSION_KEY, {}))
 
