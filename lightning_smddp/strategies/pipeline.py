@@ -40,7 +40,7 @@ from lightning_smddp.pipeline.state.full_state import broadcast_initial, load_fu
 from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.resume.layouts import LayoutRank
 from lightning_smddp.sharding.optimizer_shards import OptimizerShards
-from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
+from lightning_smddp.strategies.base import COMPRESSION_KEY
 from lightning_smddp.strategies.checks import (
     BEYOND_OPTIMIZER,
     callback_against_pipelining,
@@ -65,7 +65,7 @@ from lightning_smddp.strategies.options import (
     require_resume,
     require_shard,
 )
-from lightning_smddp.strategies.process_group import mean_by_sum
+from lightning_smddp.strategies.pipeline_ranks import PipelineRanks
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 _BY_POSITION = 5  # up to `precision_plugin`; what follows in DDPStrategy is about its hook
 
 
-class PipelineParallel(TrainerStrategy):
+class PipelineParallel(PipelineRanks):
     """Pipeline parallelism of any LightningModule, split automatically, with data parallelism over the other ranks.
 
     The first batch shows how the step uses the module's submodules. The step is then cut into stages; each rank
@@ -103,12 +103,10 @@ class PipelineParallel(TrainerStrategy):
     """
 
     _notebook_name = "smddp_pipeline_notebook"
-    _groups: Groups | None = None
     _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
     _shown: set[str] | None = None  # steps whose table was printed
     _accumulates = False
-    _in_step = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
 
     _option_groups: ClassVar[OptionGroups] = {"partition": PartitionOptions, **GROUPS}
@@ -133,7 +131,8 @@ class PipelineParallel(TrainerStrategy):
         require_known_to_pipeline(self, kwargs, AsDataParallel.__annotations__, self._option_groups)
         require_resume(resume)
         reliability = group_of("reliability", ReliabilityOptions, reliability)
-        bucket_cap_mb, shard = kwargs.pop("bucket_cap_mb", None), kwargs.pop("shard", None)
+        bucket_cap_mb = kwargs.pop("bucket_cap_mb", None)
+        shard = kwargs.pop("shard", None)
         require_shard(shard, BEYOND_OPTIMIZER)
         gradients = GradientOptions.of(algorithm, compression, bucket_cap_mb, communication)
         self.options = PipelineOptions(
@@ -185,13 +184,16 @@ class PipelineParallel(TrainerStrategy):
         assert self._groups is not None
         is_fit = trainer.state.fn == "fit"
         self.accelerator.setup(trainer)
+        callbacks = callbacks_of(trainer)
+        # Lightning takes every rank for a replica. With one replica all ranks have the same data: no sampler is needed,
+        # and what ranks log is equal without `sync_dist`.
         one_replica = self._groups.mesh.num_replicas == 1
         self._changes.enter_context(keeps_user_samplers(trainer, one_replica))
         self._changes.enter_context(without_sync_advice(one_replica))
-        self._changes.enter_context(finetuning_by_identity(callbacks_of(trainer), self._optimized))
+        self._changes.enter_context(finetuning_by_identity(callbacks, self._optimized))
         require_whole(self.lightning_module)
-        require_pipelinable(self.lightning_module, callbacks_of(trainer), is_fit, self.options.partition.fallback)
-        if is_fit and self._layer_sync and self._groups.mesh.num_replicas > 1:
+        require_pipelinable(self.lightning_module, callbacks, is_fit, self.options.partition.fallback)
+        if is_fit and self._layer_sync and not one_replica:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
@@ -219,19 +221,21 @@ class PipelineParallel(TrainerStrategy):
             self._pipelined.take_optimizers(self.optimizers, self.precision_plugin)
             self._pipelined.watching = self._checks.watches_gradients
             self._pipelined.marking = not self._checks.changes_gradients
-            if not self.lightning_module.automatic_optimization:
-                self._pipelined.replicate(manual_optimization(self.lightning_module))
-            elif (reason := self._callback_against_pipelining(trainer)) is not None:
+            reason = self._reason_to_replicate(callbacks)
+            if reason is not None:
                 self._pipelined.replicate(reason)
 
     @override
     def _watch_hooks(self, trainer: Trainer) -> None:
         self._changes.enter_context(self._hook_view.installed(trainer))
 
-    def _callback_against_pipelining(self, trainer: Trainer) -> str | None:
-        assert self.lightning_module is not None
-        fallback = self.options.partition.fallback
-        return callback_against_pipelining(callbacks_of(trainer), self.lightning_module, fallback)
+    def _reason_to_replicate(self, callbacks: Sequence[Any]) -> str | None:
+        """Why training steps are not cut, as is known before the first one: each replica's ranks run them whole."""
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization:
+            return manual_optimization(module)
+        return callback_against_pipelining(callbacks, module, self.options.partition.fallback)
 
     @override
     def _shard_optimizers(self) -> None:
@@ -256,13 +260,16 @@ class PipelineParallel(TrainerStrategy):
     @override
     def _release_model(self) -> None:
         """Give back a whole module, and free groups and memory."""
+        # After an exception other ranks may be gone: nothing is gathered, and nobody is waited for.
+        all_are_here = not self._interrupted
         if self._pipelined is not None:
-            if not self._interrupted:
+            if all_are_here:
                 self._last_report = self._pipelined.report() or self._last_report
-            self._pipelined.close(gather=not self._interrupted)
-            if self._groups is not None and not self._interrupted:
+            self._pipelined.close(gather=all_are_here)
+            if self._groups is not None and all_are_here:
                 join_draws(self._groups.pipeline, self.root_device)
-            self._ended, self._pipelined = self._pipelined, None
+            self._ended = self._pipelined
+            self._pipelined = None
         self._changes.close()
 
     @override
@@ -279,8 +286,10 @@ class PipelineParallel(TrainerStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``meta_init``: parameters get no memory yet."""
-        meta = parameters_on_meta() if self.options.meta_init else nullcontext()
-        with super().tensor_init_context(empty_init=empty_init), meta:
+        on_meta: AbstractContextManager[None] = nullcontext()
+        if self.options.meta_init:
+            on_meta = parameters_on_meta()
+        with super().tensor_init_context(empty_init=empty_init), on_meta:
             yield
 
     @override
@@ -321,8 +330,10 @@ class PipelineParallel(TrainerStrategy):
                 factor = factor_of(arrived, expected)
             pipelined.deliver(factor, accumulates)
 
+        # What Lightning gets is the loss as the result of one autograd function, whose backward calls `deliver`.
         if isinstance(output, dict):
-            return {**output, "loss": connected(output["loss"], deliver)}
+            loss = connected(output["loss"], deliver)
+            return {**output, "loss": loss}
         return connected(output, deliver)
 
     @override
@@ -362,7 +373,8 @@ class PipelineParallel(TrainerStrategy):
             yield
             return
         assert self._groups is not None
-        with pipelined.replicated.averaging(self._accumulates), default_group(self._groups.data_parallel_group):
+        replicas = default_group(self._groups.data_parallel_group)
+        with pipelined.replicated.averaging(self._accumulates), replicas:
             yield
 
     @override
@@ -395,19 +407,11 @@ class PipelineParallel(TrainerStrategy):
         gradients, or callbacks that watch the loss, come in between: these are collective.
         """
         assert self._groups is not None
-        alone = self._reliability.on_nonfinite == "error" and self._supervision.supervisor is not None
-        if alone and not self._checks.changes_gradients and not loss_watchers(self._trainer):
-            return self._groups.data_parallel_group
-        return None
-
-    # ---- ranks ----
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A pipeline is one replica to the sampler."""
-        assert self._groups is not None
-        return {"num_replicas": self._groups.mesh.num_replicas, "rank": self._groups.replica}
+        if self._reliability.on_nonfinite != "error" or self._supervision.supervisor is None:
+            return None
+        if self._checks.changes_gradients or loss_watchers(self._trainer):
+            return None
+        return self._groups.data_parallel_group
 
     @override
     def _require_outside_of_step(self) -> None:
@@ -418,54 +422,6 @@ class PipelineParallel(TrainerStrategy):
                 "micro-batch then, and they would wait for each other for ever. Call it in a hook around the step, "
                 "such as `on_train_batch_start`, where all ranks come together."
             )
-
-    @property
-    @override
-    def world_size(self) -> int:
-        """Number of ranks; within a step that of replicas, as all ranks of a pipeline work on one batch."""
-        if self._in_step and self._groups is not None:
-            return self._groups.mesh.num_replicas
-        return super().world_size
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        """This rank; within a step the replica's number."""
-        if self._in_step and self._groups is not None:
-            return self._groups.replica
-        return super().global_rank
-
-    @property
-    @override
-    def is_global_zero(self) -> bool:
-        """Whether this is the first of all ranks."""
-        return super().global_rank == 0
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of all replicas, stacked, as all ranks of a pipeline have the same; of ``group``'s ranks if given."""
-        if self._groups is None or not (group is None or group is dist.group.WORLD):
-            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-        if self.world_size == 1:  # as in one process
-            return tensor
-        with default_group(self._groups.data_parallel_group):
-            return super().all_gather(tensor, group=self._groups.data_parallel_group, sync_grads=sync_grads)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over replicas, as all ranks of a pipeline have the same values; over ``group`` if given."""
-        if group is None and self._groups is not None:
-            group = self._groups.data_parallel_group
-        return mean_by_sum(super().reduce, tensor, group, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, say yes: all ranks of the world, not one for each replica."""
-        votes = torch.tensor(int(decision), device=self.root_device)
-        dist.all_reduce(votes)
-        if all:
-            return int(votes) == dist.get_world_size()
-        return bool(votes)
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process and its run."""
@@ -568,7 +524,11 @@ class PipelineParallel(TrainerStrategy):
         partitioned = self._pipelined.partitioned
         sizes = {name: parameter.numel() for name, parameter in partitioned.setup.module.named_parameters()}
         ownership = partitioned.plan.ownership
-        return [sum(sizes[name] for name in ownership.held_by(rank)) for rank in range(ownership.num_ranks)]
+        found = []
+        for rank in range(ownership.num_ranks):
+            names = ownership.held_by(rank)
+            found.append(sum(sizes[name] for name in names))
+        return found
 
     @property
     def communication_report(self) -> CommunicationReport | None:
