@@ -103,7 +103,11 @@ def _add_plan(commands: Any) -> None:
     plan.set_defaults(run=_plan)
 
 
+# Commands import what they need when they run: `--help` and `--version` take neither torch nor Lightning.
+
+
 def _plan(options: argparse.Namespace) -> int:
+    # The user's modules are looked for here first, as `python -m` does; a console script looks beside itself.
     sys.path.insert(0, str(Path.cwd()))
     from lightning_smddp.choice import cli_config
     from lightning_smddp.choice.first_batch import UnplannableError

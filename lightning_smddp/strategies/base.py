@@ -31,7 +31,7 @@ from lightning_smddp._compat.trainer import is_control_flow, is_stop
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.exact_resume import ExactResume
 from lightning_smddp.resume.layouts import LayoutRank
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.strategies.options import GradientOptions, ReliabilityOptions
 from lightning_smddp.strategies.process_group import start_process_group
 from lightning_smddp.strategies.run_supervision import RunSupervision
@@ -114,6 +114,8 @@ class TrainerStrategy(_Base):
     @override
     def setup_environment(self) -> None:
         """Start the process group and all that needs it, after a look at what the launcher started."""
+        # First what each rank can judge by itself: an error there needs no other rank. From the process group on the
+        # ranks are watched, so that whoever fails in what follows ends all of them.
         environment = self.cluster_environment
         check_devices(self.num_processes, environment is not None and environment.creates_processes_externally)
         self._require_layout()
@@ -140,6 +142,8 @@ class TrainerStrategy(_Base):
             self._saving.require_no_links(trainer)
             self._last_compression_state = {}
         self._set_up_model(trainer)
+        # Behind this Lightning restores the loops, registers its signal handlers and makes the loaders' iterators. The
+        # parts take hold of its methods for that here.
         if is_fit:
             self._exact_resume.start(trainer, self._layout_rank, self.root_device)
         self._supervision.take_over(trainer)
@@ -189,6 +193,8 @@ class TrainerStrategy(_Base):
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure comes first: the training step and its backward pass. Then gradients are looked at."""
+        # Lightning's step calls torch's with the closure, which is called in there, so that in time it is:
+        #   shards stand next to the step -> closure: training step, backward -> gradients are looked at -> update
         take_step = super().optimizer_step
 
         def step(closure: Callable[[], Any]) -> Any:
@@ -263,6 +269,8 @@ class TrainerStrategy(_Base):
     @override
     def teardown(self) -> None:
         """Free shared memory, threads and sockets. Hooks follow, so the supervision goes on until the run's end."""
+        # Lightning's loops get back what is theirs. Then comes what takes all ranks, what compression remembers and a
+        # whole module, as long as there is what it is sent by.
         self._exact_resume.close()
         self._keep_compression_state()
         self._release_model()
@@ -307,6 +315,8 @@ class TrainerStrategy(_Base):
         """Save, with what it takes to go on exactly. Errors are raised on every rank. Collective."""
         if not self._can_save(filepath):
             return
+        # All ranks come here, also where the first one alone writes: what each has of its own is gathered. Behind a run
+        # nothing is left that compresses, and what it remembered at its end is saved.
         self._exact_resume.add_to(checkpoint, self._decisions())
         compresses = self._session.options.compression is not None
         if compresses and "optimizer_states" in checkpoint and not self._interrupted:
@@ -449,7 +459,7 @@ class TrainerStrategy(_Base):
 
     def _optimized(self, optimizer: Optimizer) -> Sequence[Tensor]:
         """All parameters of an optimizer of the whole module."""
-        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return all_parameters(optimizer)
 
     def _find_nonfinite(self) -> Mapping[str, str] | None:
         """What is wrong with this rank's gradients; None if no rank has found anything. Maybe collective."""

@@ -84,10 +84,14 @@ class BackgroundWriter:
         self.raise_failure()
 
     def _run(self, task: Task) -> None:
+        # What was asked for meanwhile follows in this thread, one after the other. If any fails, the rest is forgotten:
+        # it would remove what the failed one was to replace.
         try:
             task()
-            while (following := self._next()) is not None:
+            following = self._next()
+            while following is not None:
                 following()
+                following = self._next()
         except BaseException as error:
             with self._lock:
                 self._failure, self._busy = error, False
@@ -95,9 +99,9 @@ class BackgroundWriter:
 
     def _next(self) -> Task | None:
         with self._lock:
-            self._busy = bool(self._afterwards)
-            if self._busy:
+            if self._afterwards:
                 return self._afterwards.pop(0)
+            self._busy = False
             return None
 
 

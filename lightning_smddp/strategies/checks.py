@@ -22,6 +22,7 @@ from lightning_smddp._compat.trainer import averages_weights, is_compiled_module
 from lightning_smddp.bridge.partition_table import looks_at_other_rows
 from lightning_smddp.communication.consistency import require_initialized
 from lightning_smddp.pipeline.capture.graph import SplitError
+from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.sharded_optimizers import refuse_own_sharding, splits_parameters
 from lightning_smddp.strategies.nonfinite import is_changed_hook
@@ -94,7 +95,7 @@ def require_optimizers_of_module(module: nn.Module, optimizers: Sequence[Any]) -
     """Raise ``ValueError`` if an optimizer has parameters that are not the module's any more."""
     known = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {id(parameter) for parameter in all_parameters(optimizer)}
         if not stepped.issubset(known):
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters that are not in {type(module).__name__}, or were "

@@ -22,7 +22,7 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.resume.layouts import LayoutRank
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.base import COMPRESSION_KEY, TrainerStrategy
@@ -255,8 +255,7 @@ class DataParallel(TrainerStrategy):
         stepped = []
         for optimizer in self.optimizers:
             plain = getattr(optimizer, "optimizer", optimizer)
-            parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
-            stepped.append((plain, parameters))
+            stepped.append((plain, all_parameters(plain)))
         return stepped
 
     @override

@@ -74,6 +74,9 @@ _STAGES = {
 class DeepSpeedEngineStrategy(_Base):
     """Between our hooks and Lightning's ``DeepSpeedStrategy``: any device, Lightning's accumulation, one file."""
 
+    # `super()` is Lightning's `DeepSpeedStrategy`; `super(self._lightnings, self)` leaves it out and is what that one
+    # extends, `DDPStrategy`: there devices are not only CUDA's, and a checkpoint is one file by the `CheckpointIO`.
+
     _lightnings: ClassVar[type[Any]]  # Lightning's class
     _groups: list[list[torch.nn.Parameter]]
     _outline: OptimizerOutline | None

@@ -67,6 +67,8 @@ class ShardingOptions:
 
     def make_mesh(self, device_type: str, ranks_per_node: int) -> DeviceMesh:
         """Of all ranks, those of one copy in its last dimension. Collective."""
+        # Of 8 ranks with copies among 4: [[0, 1, 2, 3], [4, 5, 6, 7]]. A row gathers units and has one copy among its
+        # ranks; those of a column have the same shares, and average what the rows have summed.
         ranks = dist.get_world_size()
         size = self._ranks_of_copy(ranks, ranks_per_node)
         if size == ranks:
@@ -133,6 +135,8 @@ def divide(
         offload=offload,
         fill=fill,
     )
+    # Shares are on the device when they are made, and with `cpu_offload` on the host: `module.to` would undo that, so
+    # only the rest is moved, such as buffers.
     sharded = FullySharded(module, units, plan)
     collectives.attach(module)
     move_undivided(module, place.device)
@@ -158,6 +162,7 @@ def make_whole(sharded: FullySharded, device: torch.device) -> dict[int, Tensor]
     assert world is not None
     sharded.reshard()
     sharded.hold_memory(False)
+    # Asked of all hosts: where one has no room, no rank gathers, as none can do so alone.
     if not fits_on_hosts(module, world, device):
         if dist.get_rank() == 0:
             warnings.warn(

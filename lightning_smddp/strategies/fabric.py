@@ -16,7 +16,7 @@ from lightning_smddp.communication.compression import Compression, Method
 from lightning_smddp.communication.nonfinite import bad_gradients
 from lightning_smddp.communication.report import CommunicationReport
 from lightning_smddp.pipeline.capture.patches import set_within
-from lightning_smddp.sharding.optimizer_shards import OptimizerShards
+from lightning_smddp.sharding.optimizer_shards import OptimizerShards, all_parameters
 from lightning_smddp.sharding.optimizer_states import load_whole_state_dict, whole_state_dict
 from lightning_smddp.sharding.sharded_optimizers import ShardedOptimizers
 from lightning_smddp.strategies.frozen_parameters import FrozenParameters
@@ -149,9 +149,11 @@ class FabricDataParallel(FabricStrategy):
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Look at the gradients as the user's code has left them, then step."""
         self._look_at_gradients(optimizer)
-        shards = self._shards_of(optimizer)
-        if shards is None:
+        sharded = self._sharded_of(optimizer)
+        if sharded is None:
             return super().optimizer_step(optimizer, *args, **kwargs)
+        # Just before the step, as users' hooks may have been registered since: ours have to be next to the step.
+        shards = sharded.shards[0]
         shards.stand_next_to_step()
         try:
             return super().optimizer_step(optimizer, *args, **kwargs)
@@ -169,9 +171,9 @@ class FabricDataParallel(FabricStrategy):
             brought |= watch.take_findings()
             names = {**watch.names, **names}  # one that two modules have is called as in the first
         named = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                named.append((names.get(id(parameter), "an unnamed parameter"), parameter))
+        for parameter in all_parameters(optimizer):
+            name = names.get(id(parameter), "an unnamed parameter")
+            named.append((name, parameter))
         now = bad_gradients(named)
         if now is not None and dist.group.WORLD is not None:  # as on all ranks: gradients are averages
             found = after_changes(brought, now, dist.group.WORLD, self.root_device)
@@ -210,7 +212,7 @@ class FabricDataParallel(FabricStrategy):
                 "With shard='optimizer' the module comes first: call `fabric.setup(module, optimizer)`, or "
                 "`fabric.setup_module(module)` before `fabric.setup_optimizers(optimizer)`."
             )
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {id(parameter) for parameter in all_parameters(optimizer)}
         named = []
         for number, module in enumerate(self._modules):
             prefix = ""
@@ -224,11 +226,10 @@ class FabricDataParallel(FabricStrategy):
         self._print("smddp: data parallelism", sharded.describe())
         return optimizer
 
-    def _shards_of(self, optimizer: Optimizer) -> OptimizerShards | None:
+    def _sharded_of(self, optimizer: Optimizer) -> ShardedOptimizers | None:
         for sharded in self._sharded:
-            shards = sharded.shards[0]
-            if shards.optimizer is optimizer:
-                return shards
+            if sharded.shards[0].optimizer is optimizer:
+                return sharded
         return None
 
     def clip_gradients_norm(
@@ -240,22 +241,23 @@ class FabricDataParallel(FabricStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by norm; with ``shard="optimizer"`` each rank reads its share for it. Collective then."""
-        for sharded in self._sharded:
-            if sharded.shards[0].optimizer is optimizer:
-                self.precision.unscale_gradients(optimizer)
-                return sharded.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
-        return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        sharded = self._sharded_of(optimizer)
+        if sharded is None:
+            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        self.precision.unscale_gradients(optimizer)
+        return sharded.clip_by_norm(optimizer, max_norm, norm_type, error_if_nonfinite)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of a whole optimizer; of a sharded one it is on the first rank alone. Collective then."""
-        shards = self._shards_of(optimizer)
-        if shards is None:
+        sharded = self._sharded_of(optimizer)
+        if sharded is None:
             return super().get_optimizer_state(optimizer)
         assert dist.group.WORLD is not None
-        return whole_state_dict(shards, dist.group.WORLD, self.root_device)
+        return whole_state_dict(sharded.shards[0], dist.group.WORLD, self.root_device)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load states of whole optimizers: of a sharded one this rank's share."""
+        # Fabric calls `optimizer.load_state_dict` with the whole state: meanwhile that takes this rank's share of it.
         with ExitStack() as stack:
             for sharded in self._sharded:
                 shards = sharded.shards[0]

@@ -24,6 +24,7 @@ from lightning_smddp.pipeline.state.materialize import parameters_on_meta
 from lightning_smddp.sharding.clipping import clip_by_norm
 from lightning_smddp.sharding.fully_sharded import FullySharded
 from lightning_smddp.sharding.local_steps import LocalSteps
+from lightning_smddp.sharding.optimizer_shards import all_parameters
 from lightning_smddp.sharding.optimizer_trial import Granularity, granularity
 from lightning_smddp.sharding.units import Wrap
 from lightning_smddp.sharding.whole_states import (
@@ -158,12 +159,10 @@ class _Stepped:
     modules: list[DividedForward]
     shares: LocalSteps | None
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
     @contextmanager
     def stepping(self) -> Iterator[None]:
+        # A unit may still be whole, behind a forward pass alone say. Freed now, it is gathered from the new shares the
+        # next time, and not taken as it was before the step.
         for divided in self.modules:
             divided.sharded.reshard()
         if self.shares is not None:
@@ -278,7 +277,7 @@ class FabricFullyShardedParallel(FabricStrategy):
             ValueError: it has parameters of no module that was set up.
         """
         optimizer = super().setup_optimizer(optimizer)
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = {id(parameter) for parameter in all_parameters(optimizer)}
         known: set[int] = set()
         modules = []
         for divided in self._modules:
@@ -305,9 +304,8 @@ class FabricFullyShardedParallel(FabricStrategy):
     def _load_optimizer(
         self, optimizer: Optimizer, load: Callable[[dict[str, Any]], None], state: Mapping[str, Any]
     ) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         with self._view.inside(False):
-            load(divided_optimizer_state(parameters, state))
+            load(divided_optimizer_state(all_parameters(optimizer), state))
 
     def _of(self, optimizer: Optimizer) -> _Stepped:
         for stepped in self._stepped:
@@ -364,7 +362,7 @@ class FabricFullyShardedParallel(FabricStrategy):
                 brought |= found
         if not is_bad:
             return
-        own = {id(parameter) for parameter in stepped.parameters}
+        own = {id(parameter) for parameter in all_parameters(stepped.optimizer)}
         named = []
         for divided in stepped.modules:
             for name, parameter in divided.module.named_parameters():
@@ -389,7 +387,7 @@ class FabricFullyShardedParallel(FabricStrategy):
         with self._view.inside(False):
             self.precision.unscale_gradients(optimizer)
             return clip_by_norm(
-                stepped.parameters,
+                all_parameters(stepped.optimizer),
                 max_norm,
                 stepped.modules[0].sharded.shard_group,
                 self.root_device,

@@ -87,8 +87,11 @@ class ScriptLaunching:
         check_numbers(environment, launcher.num_processes, launcher.num_nodes)
         environment.validate_settings(num_devices=launcher.num_processes, num_nodes=launcher.num_nodes)
         if not environment.creates_processes_externally:
-            with _told(LAUNCHER_PID, str(os.getpid())):
+            os.environ[LAUNCHER_PID] = str(os.getpid())  # for the ranks alone, which inherit it
+            try:
                 launcher._call_children_scripts()
+            finally:
+                del os.environ[LAUNCHER_PID]
         set_num_threads_if_needed(launcher, launcher.num_processes)
         # Until all ranks have met, nobody but this process can see that one has died: a thread looks at them. From
         # then on it is the supervision that does, which calls `joined`.
@@ -169,15 +172,6 @@ def _watch_start(joined: threading.Event, processes: list[subprocess.Popen[bytes
 
 
 @contextmanager
-def _told(name: str, value: str) -> Iterator[None]:
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-@contextmanager
 def _signals_to(pass_on: Callable[[int], None], received: list[int]) -> Iterator[None]:
     """Hand SIGTERM and SIGINT to the ranks, and wait for their end instead of ending before them."""
 
@@ -185,6 +179,7 @@ def _signals_to(pass_on: Callable[[int], None], received: list[int]) -> Iterator
         received.append(signum)
         pass_on(signum)
 
+    # Python lets the main thread alone set handlers. A signal that is ignored, as by `nohup`, stays ignored.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -105,6 +105,7 @@ def after_changes(
         group: the ranks that come here together.
         device: for messages.
     """
+    # Answers are the same on all ranks, so all of them ask the second question, or none.
     if not agreed(now is not None, group, device):
         return None
     if agreed(bool(brought), group, device):

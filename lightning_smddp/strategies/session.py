@@ -60,9 +60,11 @@ class GradientCommunication:
         """Give the default group the collective timeout, now that everyone has started, and see to its end."""
         if not dist.is_initialized():
             return
+        # The default group was made with DDP's `timeout`. A limit for collectives holds from here on.
         limit = self.options.communication.limit
         if limit is not None:
             set_group_timeout(backend_timeout(limit, is_nccl()))
+        # A weak reference: the interpreter's list of functions must not keep the strategy, and its module, alive.
         atexit.register(_leave, weakref.ref(self))
 
     def prepare(
