@@ -33,6 +33,8 @@ def forward_of(root: nn.Module) -> Iterator[None]:
     ``register_fsdp_forward_method`` would also take hold of what a step returns, which need not be what is
     differentiated, and warns where that is a view. Remove when there is a public context.
     """
+    # Without the arguments and the result of the step, which FSDP2 would move, cast and put hooks on: what is wanted is
+    # what it does to parameters, and that units called within belong to `root`.
     state = _state(root)
     state._pre_forward(root, (), {})
     try:
@@ -105,6 +107,7 @@ def hold_memory(root: nn.Module, on: bool) -> None:
 
     FSDP2 frees it each time, which is nothing on a GPU, where torch keeps it. Remove when it can be told not to.
     """
+    # An attribute of the object hides the method of its class; without it, what was kept is freed at once.
     for parameter in _parameters(root):
         if on:
             parameter.free_unsharded_param = _keep
@@ -213,6 +216,7 @@ def dtensor_functions(handle: Callable[[Callable[..., Any], tuple[Any, ...], dic
     A mode would slow down operators on plain tensors too. Remove when DTensors can be told to compute so.
     """
 
+    # One class for the process: who enters a second context gets the first one's function back at its end.
     def ours(cls: type, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return handle(function, args, kwargs or {})
 

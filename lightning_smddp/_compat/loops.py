@@ -43,6 +43,7 @@ def around_training_data(
         begin(data_fetcher)
         type(epoch_loop).on_run_start(epoch_loop, data_fetcher)
 
+    # Attributes of the loops hide the methods of their classes, which ours call: they are gone again at the end.
     changes = [
         (fit_loop, "_load_combined_loader_states", load_states),
         (fit_loop, "reset", reset_loop),
@@ -200,7 +201,9 @@ def set_before_validation(checkpoint: dict[str, Any], validated: dict[str, Any],
     """
     loops = checkpoint["loops"]["fit_loop"]
     loops["epoch_loop.val_loop.batch_progress"] = validated
-    if not in_step:  # as in ``on_train_batch_end``
+    # Of the batch that validation follows, nothing but its end is missing then: so a checkpoint of
+    # `on_train_batch_end` looks, and `RestartPoint` begins the validation behind it.
+    if not in_step:
         for counts in ("total", "current"):
             loops["epoch_loop.batch_progress"][counts]["completed"] -= 1
 

@@ -379,7 +379,7 @@ def without_torch_functions() -> Iterator[None]:
 
     Private because modes can only be left in the order in which they were entered.
     """
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if torch._C._len_torch_dispatch_stack() == 0:  # the usual case, and the quick one
         with torch._C.DisableTorchFunction():
             yield
         return
@@ -449,6 +449,7 @@ def loadable_names(module: nn.Module) -> tuple[dict[str, Tensor | None], list[st
         return None
     names: dict[str, Tensor | None] = {}
     others: list[str] = []
+    # A module that is in several places has a name for each, and state dicts have all of them.
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = ""
         if path:

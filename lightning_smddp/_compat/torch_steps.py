@@ -36,6 +36,8 @@ def behind_backwards(action: Callable[[], None]) -> Iterator[None]:
     inside of another, as of reentrant checkpoints, is part of that one. Remove when torch has a hook for the end of a
     backward pass.
     """
+    # Passes that are under way. One count for all threads: a pass inside of another runs in a thread of autograd's
+    # where the outer one is on a device, and that one waits for it.
     original = torch.autograd.backward
     depth = 0
 

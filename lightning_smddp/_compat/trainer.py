@@ -100,7 +100,8 @@ def set_default_root(trainer: Any, directory: str) -> None:
 
 def set_num_threads_if_needed(launcher: Any, num_processes: int) -> None:
     """What Lightning's launchers do before they run anything."""
-    # The function is in the module of Lightning's launcher, which ``launcher`` is made of: that of either package.
+    # The class of `launcher` is ours, on top of Lightning's. The function is in the module of that one, in either
+    # package.
     for cls in type(launcher).__mro__:
         if "subprocess_script" in cls.__module__:
             sys.modules[cls.__module__]._set_num_threads_if_needed(num_processes=num_processes)

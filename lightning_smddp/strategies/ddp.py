@@ -144,7 +144,7 @@ class DataParallel(TrainerStrategy):
             watch = self._session.synchronizers[-1].watch
             watch.on = self._checks.watches_gradients
             watch.marks = not self._checks.changes_gradients
-        elif self._session.options.bucket_cap_mb is not None:
+        elif self._session.options.bucket_cap_mb is not None:  # the user's hook averages: nothing of ours is made
             self._ddp_kwargs = {**self._user_ddp_kwargs, "bucket_cap_mb": self._session.options.bucket_cap_mb}
         super().configure_ddp()
         finish_wrapping(self.root_device)
@@ -163,6 +163,8 @@ class DataParallel(TrainerStrategy):
 
     def _wrap_again(self, frozen: FrozenParameters) -> None:
         """Let DDP average what was unfrozen, too. Collective."""
+        # DDP cannot be told of more parameters, so the module is wrapped once more, in other buckets. What compression
+        # has not sent yet is kept by parameter, and goes on in them.
         assert isinstance(self.model, DistributedDataParallel)
         state = self._session.detach()
         self.model = self.model.module
@@ -233,6 +235,8 @@ class DataParallel(TrainerStrategy):
             shards.append(OptimizerShards(plain))
         named = list(self.lightning_module.named_parameters())
         self._sharded = ShardedOptimizers(named, shards, self._session.communicator)
+        # Clipping by norm reads every gradient. They are equal on all ranks, so each rank reads its share, and the
+        # ranks add up. A plugin that clips in its own way goes on doing so.
         plugin = self.precision_plugin
         if type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):  # nobody's own
             vars(plugin)["clip_grad_by_norm"] = self._clip_by_norm

@@ -181,6 +181,8 @@ class FabricDataParallel(FabricStrategy):
 
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Choose the communication and wrap ``module``. Collective; ``ValueError`` on every rank if models differ."""
+        # DDP notes what requires gradients when it wraps a module, and sends the first rank's weights to all. So what
+        # is frozen is noted before, and whether models differ is found out before.
         self._frozen.append(FrozenParameters(module))
         self._ddp_kwargs = self._session.prepare(module, self.root_device, self._user_ddp_kwargs, self._timeout)
         # A gradient scaler makes inf on purpose. The user's code has the gradients in its hands between `backward` and

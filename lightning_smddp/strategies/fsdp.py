@@ -222,6 +222,7 @@ class FullyShardedParallel(TrainerStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         take_over_clipping(self.precision_plugin, self._clip_by_norm)
+        # A step that does its backward passes itself goes on behind them, when FSDP2 has divided the root again.
         if is_fit and not module.automatic_optimization:
             self._require_sharded().watch_calls()
 
@@ -317,6 +318,7 @@ class FullyShardedParallel(TrainerStrategy):
     @override
     @contextmanager
     def _stepping(self) -> Iterator[None]:
+        # Optimizers that treat each element by itself step shares, as plain tensors; the others see whole values.
         for steps in self._local_steps:
             steps.stand_next_to_step()
         try:

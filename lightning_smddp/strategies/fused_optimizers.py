@@ -89,6 +89,7 @@ def _step_seconds(optimizer: Optimizer, values: Sequence[Tensor]) -> tuple[float
     plain_s = fused_s = float("inf")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them wait for each other where ranks share the cores, and that takes time, too
+    # In turns, as what else the machine does slows down both then, and the best of each, as it slows down some more.
     try:
         for _ in range(_STEPS):  # the first one makes the states
             plain_s = min(plain_s, _seconds(plain, device))

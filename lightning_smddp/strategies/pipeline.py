@@ -105,7 +105,7 @@ class PipelineParallel(PipelineRanks):
     _notebook_name = "smddp_pipeline_notebook"
     _pipelined: PipelinedModule | None = None
     _ended: PipelinedModule | None = None  # that of the last run: checkpoints can be saved after it
-    _shown: set[str] | None = None  # steps whose table was printed
+
     _accumulates = False
     _restored: Mapping[str, Any] | None = None  # a checkpoint's weights, until setup
 
@@ -154,6 +154,7 @@ class PipelineParallel(PipelineRanks):
         super().__init__(**by_name(super().__init__, args, kwargs))
         self._hold_parts(gradients, reliability, resume)
         self._changes = ExitStack()  # of Lightning, until teardown
+        self._shown: set[str] = set()  # steps whose table was printed
         self._hook_view = HookView(self, self._current)
 
     # ---- start and end ----
@@ -164,7 +165,7 @@ class PipelineParallel(PipelineRanks):
 
     @override
     def _make_groups(self) -> None:
-        if self._groups is None:
+        if self._groups is None:  # a second run has the ranks of the first one
             grid = self.options.grid(self.num_nodes * self.num_processes)
             limit = self.options.gradients.communication.limit or self._timeout
             self._groups = Groups.create(grid, limit, self.root_device)
@@ -197,6 +198,7 @@ class PipelineParallel(PipelineRanks):
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(self.model, process_group=self._groups.data_parallel_group)
         self.precision_plugin.convert_module(self.model)
         assert dist.group.WORLD is not None
+        # What no rank has values of yet, with `meta_init`, gets them from a seed when it is known who keeps it.
         self._checks.require_same_model()
         broadcast_initial(self.lightning_module, dist.group.WORLD, device=self.root_device)
         self._pipelined = PipelinedModule(
@@ -207,8 +209,6 @@ class PipelineParallel(PipelineRanks):
             self._step_context,
             self._session.limit(self._timeout),
         )
-        if self._shown is None:
-            self._shown = set()
         self._pipelined.shown = self._shown
         if self._restored is not None:
             self._pipelined.load_state_dict(self._restored, strict=False)
@@ -217,6 +217,8 @@ class PipelineParallel(PipelineRanks):
         if is_fit:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        # Optimizers are made of the whole module, as the user wrote it. When the first batch has shown who keeps what,
+        # each is left with the parameters of this rank.
         if is_fit:
             self._pipelined.take_optimizers(self.optimizers, self.precision_plugin)
             self._pipelined.watching = self._checks.watches_gradients
@@ -425,8 +427,8 @@ class PipelineParallel(PipelineRanks):
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``pickle`` and ``copy.deepcopy`` of a Trainer: without what belongs to this process and its run."""
-        ended: dict[str, Any] = dict.fromkeys(("_groups", "_pipelined", "_ended", "_shown"))
-        return {**super().__getstate__(), **ended, "_changes": ExitStack()}
+        ended: dict[str, Any] = dict.fromkeys(("_groups", "_pipelined", "_ended"))
+        return {**super().__getstate__(), **ended, "_shown": set(), "_changes": ExitStack()}
 
     # ---- checkpoints: each rank has a part of the module and of the optimizers' states ----
 
@@ -467,6 +469,8 @@ class PipelineParallel(PipelineRanks):
     @override
     def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of the whole module."""
+        # Before the module is partitioned, optimizers have all parameters, and can be compared with the checkpoint's.
+        # To go on exactly the stages have to be cut as they were.
         pipelined = self._require_pipelined()
         if pipelined.partitioned is None:
             self._saving.require_fitting_optimizers(checkpoint)

@@ -32,11 +32,13 @@ def start_process_group(
         ValueError: what the launcher has set cannot work.
     """
     environment = strategy.cluster_environment
-    forget_aborted_groups()
+    forget_aborted_groups()  # those of a run in this process that has failed are still registered
     if dist.is_initialized() or backend == "mpi":  # MPI brings its own rendezvous
         return
     before_start(strategy, strategy._session.options.communication.verbose)
-    rank, world_size = environment.global_rank(), environment.world_size()
+    rank = environment.global_rank()
+    world_size = environment.world_size()
+    # As Lightning does, for what reads them beside torch.
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     meeting = RendezvousConfig(
@@ -47,6 +49,7 @@ def start_process_group(
         port=int(os.environ["MASTER_PORT"]),
         versions=versions(_lightning_version(strategy)),
     )
+    # With an accelerator NCCL makes its communicator now, and not at its first use.
     device: torch.device | None = strategy.root_device
     if strategy.root_device.type == "cpu":
         device = None

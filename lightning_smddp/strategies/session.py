@@ -120,6 +120,8 @@ class GradientCommunication:
         """Put our hook into the module that :meth:`prepare` was called for last."""
         synchronizer = self.synchronizers[-1]
 
+        # DDP calls it in the backward pass, when all gradients of a bucket are there, and sums nothing itself: what the
+        # hook's future brings is the average.
         def _hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
             return synchronizer.average(bucket)
 

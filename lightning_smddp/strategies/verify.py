@@ -169,8 +169,9 @@ class _Recorder(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # Collective, so every rank calls it. The first one, which writes the file, gets all.
         copies = {}
-        for name, value in trainer.strategy.lightning_module_state_dict().items():  # of all ranks
+        for name, value in trainer.strategy.lightning_module_state_dict().items():
             if isinstance(value, torch.Tensor):
                 copies[name] = value.detach().clone()
         step = {
