@@ -23,19 +23,28 @@ def cast_type(trace: Trace) -> torch.dtype | None:
     In a checkpoint nothing is kept anyway, and its backward may forget all casts, in a thread of its own.
     """
     kinds = {kind for _, kind in trace.casts}
-    is_checkpointed = any(call.checkpointed for call in trace.calls) or any(e.checkpointed for e in trace.events)
-    if len(kinds) != 1 or max(trace.casts.values()) > 1 or is_checkpointed:
+    if len(kinds) != 1 or max(trace.casts.values()) > 1:
         return None
-    return next(iter(kinds))
+    in_calls = any(call.checkpointed for call in trace.calls)
+    in_events = any(event.checkpointed for event in trace.events)
+    if in_calls or in_events:
+        return None
+    return kinds.pop()
 
 
 def may_keep_casts(kinds: Collection[torch.dtype | None], device: torch.device) -> bool:
     """Whether steps with these :func:`cast_type` can share copies, under the autocast context that is entered."""
-    return torch.is_autocast_enabled(device.type) and set(kinds) == {torch.get_autocast_dtype(device.type)}
+    if not torch.is_autocast_enabled(device.type):
+        return False
+    entered = torch.get_autocast_dtype(device.type)
+    return set(kinds) == {entered}
 
 
 @contextmanager
-def kept_casts(weights: Iterable[Tensor], autocast: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+def kept_casts(
+    weights: Iterable[Tensor],
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> Iterator[None]:
     """Cast ``weights`` once, for all autocast contexts inside that are told to look: ``look_for_casts``."""
     # torch clears its cache of casts when the outermost autocast context ends. One more level of nesting, without a
     # context of its own, keeps the copies over the micro-batches, each of which enters and leaves autocast.

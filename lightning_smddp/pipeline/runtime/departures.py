@@ -46,7 +46,8 @@ def without_meaning(boundary: Boundary, device: torch.device) -> tuple[Tensor, .
         if _has_nan(tensor):
             # Every bit is set: a NaN in each format, with a payload that no arithmetic of ours makes. So the receiver
             # tells it from a NaN of the user's.
-            nan = torch.full((tensor.element_size(),), _BYTE, dtype=torch.uint8, device=device).view(tensor.dtype)
+            in_bytes = torch.full((tensor.element_size(),), _BYTE, dtype=torch.uint8, device=device)
+            nan = in_bytes.view(tensor.dtype)
             sent.append(tensor.copy_(nan.expand(tensor.shape)))
         else:
             sent.append(tensor.zero_())
@@ -55,12 +56,16 @@ def without_meaning(boundary: Boundary, device: torch.device) -> tuple[Tensor, .
 
 def has_no_meaning(received: Sequence[Tensor]) -> bool:
     """Whether an earlier stage has left its path, so that any error is its fault."""
-    shown = [tensor.detach() for tensor in received if _has_nan(tensor) and tensor.numel()]
-    for tensor in shown:
-        in_bytes = tensor.contiguous().reshape(-1).view(torch.uint8)
+    has_seen_any = False
+    for tensor in received:
+        if not _has_nan(tensor) or not tensor.numel():
+            continue
+        flat = tensor.detach().contiguous().reshape(-1)
+        in_bytes = flat.view(torch.uint8)
         if not (in_bytes == _BYTE).all():
             return False
-    return bool(shown)
+        has_seen_any = True
+    return has_seen_any
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -82,17 +87,23 @@ def require_no_departure(
         if failures:
             raise LeftCourseError(failures)
         return news
-    # ranks differ where there is anything: the number of one is in it
-    if same_everywhere([group.rank(), sorted(failures.items())] if failures or news else [], group, device):
+    # Nearly always no rank has anything to say, and all give the same: one small message. A rank that has something
+    # puts its number in, so that ranks differ even if all have the same.
+    local = sorted(failures.items())
+    said: list[Any] = []
+    if failures or news:
+        said = [group.rank(), local]
+    if same_everywhere(said, group, device):
         return 0
     found: dict[int, str] = {}
-    gathered = gather_json([sorted(failures.items()), news], group, device)
-    for remote, _ in gathered:
+    most = 0
+    for remote, remote_news in gather_json([local, news], group, device):
+        most = max(most, int(remote_news))
         for index, text in remote:
             found.setdefault(index, text)
     if found:
         raise LeftCourseError(found)
-    return max(int(news) for _, news in gathered)
+    return most
 
 
 class StepFailedError(SplitError):
@@ -109,7 +120,7 @@ class Together:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
-        self._ended: str | None = None  # why there are no more collectives
+        self._ended: str | None = None  # why there are no more collectives; None before the end
 
     def meet(self, location: str) -> None:
         """Before a collective at ``location`` (file:line of the user's code). Collective.
@@ -123,7 +134,7 @@ class Together:
             told = gather_json({"location": location}, self.group, self.device)
             if all(other == told[0] for other in told):
                 return
-            self._end(told)
+            self._ended = _why_ended(told)
         raise StepFailedError(self._ended)
 
     def run(self, attempt: Callable[[], Result]) -> Result:
@@ -149,15 +160,20 @@ class Together:
         # Only once: where the end was met in a collective of the step, all ranks know of it, and nobody waits here any
         # more.
         if self._ended is None:
-            self._end(gather_json({"error": error}, self.group, self.device))
+            told = gather_json({"error": error}, self.group, self.device)
+            self._ended = _why_ended(told)
 
-    def _end(self, told: list[dict[str, Any]]) -> None:
-        """Nobody is to wait from here on. ``_ended`` is empty if all have come to the end without an error."""
-        failed = [rank for rank, one in enumerate(told) if one.get("error") is not None]
-        if failed:
-            self._ended = f"The step failed on rank {failed[0]} while it was traced: {told[failed[0]]['error']}"
-        elif any(one != told[0] for one in told):
-            found = ", ".join(f"{one.get('location', 'its end')} on rank {rank}" for rank, one in enumerate(told))
-            self._ended = f"The step takes another course on each rank: while it was traced it came to {found}."
-        else:
-            self._ended = ""
+
+def _why_ended(told: Sequence[Mapping[str, Any]]) -> str:
+    """Why nobody is to wait from here on; empty if all ranks have come to the end without an error."""
+    for rank, one in enumerate(told):
+        error = one.get("error")
+        if error is not None:
+            return f"The step failed on rank {rank} while it was traced: {error}"
+    if all(one == told[0] for one in told):
+        return ""
+    places = []
+    for rank, one in enumerate(told):
+        place = one.get("location", "its end")
+        places.append(f"{place} on rank {rank}")
+    return f"The step takes another course on each rank: while it was traced it came to {', '.join(places)}."

@@ -78,7 +78,14 @@ class PipelineRuntime:
         for stage, rank in enumerate(self.rank_of_stage):
             if rank == groups.pipeline_rank:
                 self._stages[stage] = ReplayedStage(stage, stage_parameters[stage], device)
-        self.engine = PipelineEngine(groups.neighbours, device, schedule, num_stages, self._stages, recorder=recorder)
+        self.engine = PipelineEngine(
+            groups.neighbours,
+            device,
+            schedule,
+            num_stages,
+            self._stages,
+            recorder,
+        )
         self.finds_owners: Callable[[], bool] = lambda: False
         self._tails: list[tuple[StagedStep, Tail]] = []  # since they were accepted
         self.news = NOTHING_NEW
@@ -126,18 +133,19 @@ class PipelineRuntime:
                 buffers that the step changes, are of no use then.
         """
         count = len(microbatches)
-        edges = range(self.num_stages - 1)
-        boundaries = []
-        for path in paths:
-            boundaries.append([path.staged.boundary(edge, path.shapes, train) for edge in edges])
-        running = RunningStep(paths, step, microbatches, train, self.writes, observe, [None] * count)
+        boundaries = []  # by micro-batch, then by stage
+        units: dict[str, None] = {}  # of all paths, each once
+        for staged, shapes in paths:
+            boundaries.append([staged.boundary(stage, shapes, train) for stage in range(self.num_stages - 1)])
+            units |= dict.fromkeys(staged.graph.units)
+        results: list[Any] = [None] * count
+        running = RunningStep(paths, step, microbatches, train, self.writes, observe, results)
         if looks is not None and self.ends_here:
             running.tails = []
         has_new_numbers = looks is not None and looks.is_new()
-        units = dict.fromkeys(unit for path in paths for unit in path.staged.graph.units)
         try:
-            for stage in self._stages.values():
-                stage.running = running
+            for body in self._stages.values():
+                body.running = running
             with patched_units(self.root, tuple(units)):
                 if train:
                     self.engine.train(count, boundaries)
@@ -147,8 +155,8 @@ class PipelineRuntime:
             # messages.
             self._require_expected(running, has_new_numbers)
         finally:
-            for stage in self._stages.values():
-                stage.running = None
+            for body in self._stages.values():
+                body.running = None
         if not self.ends_here:
             return []
         return running.results
@@ -166,15 +174,21 @@ class PipelineRuntime:
         for staged, tail in found:
             if staged.tails is not None:
                 news = max(news, staged.tails.look(tail))
-        self.news = max(self.news, require_no_departure(running.failures, *self.groups.host, news))
+        group, device = self.groups.host
+        news = require_no_departure(running.failures, group, device, news)
+        self.news = max(self.news, news)
         self._tails += found
 
     def accept_tails(self) -> None:
         """What ran behind the last unit since this was called is known from here on."""
-        for staged in {id(staged): staged for staged, _ in self._tails}.values():
+        by_path: dict[int, tuple[StagedStep, list[Tail]]] = {}
+        for staged, tail in self._tails:
+            _, tails = by_path.setdefault(id(staged), (staged, []))
+            tails.append(tail)
+        for staged, tails in by_path.values():
             if staged.tails is None:
                 staged.tails = KnownTails()
-            staged.tails.accept([tail for its, tail in self._tails if its is staged])
+            staged.tails.accept(tails)
         self._tails = []
         self.news = NOTHING_NEW
 
@@ -274,10 +288,11 @@ class PipelineEngine:
         self._step(num_microbatches, boundaries, has_backward=False)
 
     def _step(self, count: int, boundaries: Sequence[Sequence[Boundary]], has_backward: bool) -> list[Tensor]:
-        if len(boundaries) != count or any(len(row) != self._num_stages - 1 for row in boundaries):
+        lengths = [len(row) for row in boundaries]
+        if lengths != [self._num_stages - 1] * count:
             raise ValueError(
-                f"boundaries={[len(row) for row in boundaries]} for num_microbatches={count} and {self._num_stages} "
-                f"stages: give {count} rows of {self._num_stages - 1}"
+                f"boundaries={lengths} for num_microbatches={count} and {self._num_stages} stages: give {count} rows "
+                f"of {self._num_stages - 1}"
             )
         self._connect()
         mark(communicates=True)  # the device receives first; in the first stage a mark of its own follows at once
@@ -308,29 +323,35 @@ class PipelineEngine:
         return losses
 
     def _schedule_of(self, num_microbatches: int, has_backward: bool) -> Any:
+        # torch works out a schedule's orders in its constructor: so schedules are kept, the most recently used one
+        # last.
         key = (num_microbatches, has_backward)
-        if key not in self._schedules:
-            # torch works out a schedule's orders in its constructor: so schedules are kept.
+        schedule = self._schedules.pop(key, None)
+        if schedule is None:
             while len(self._schedules) >= _KEPT_SCHEDULES:
-                del self._schedules[next(iter(self._schedules))]
-            schedule = for_microbatches(self._schedule, self._group.size(), self._num_stages, num_microbatches)
-            stages = self._stages if schedule.several_stages else self._stages[0]
-            # torch's class, but it leaves the set-up of stages, with shapes that are fixed for good, to us
-            self._schedules[key] = pipeline_schedule_class(schedule.torch_class)(
-                stages,
-                num_microbatches,
-                loss_fn=_the_loss_itself if has_backward else None,
-                scale_grads=False,
-            )
-        self._schedules[key] = schedule = self._schedules.pop(key)  # the most recently used one is last
+                oldest = next(iter(self._schedules))
+                del self._schedules[oldest]
+            schedule = self._new_schedule(num_microbatches, has_backward)
+        self._schedules[key] = schedule
         return schedule
+
+    def _new_schedule(self, num_microbatches: int, has_backward: bool) -> Any:
+        """An object of torch's class, which leaves the set-up of stages, with shapes that are fixed for good, to us."""
+        schedule = for_microbatches(self._schedule, self._group.size(), self._num_stages, num_microbatches)
+        return pipeline_schedule_class(schedule.torch_class)(
+            self._stages if schedule.several_stages else self._stages[0],
+            num_microbatches,
+            loss_fn=_the_loss_itself if has_backward else None,
+            scale_grads=False,  # it would divide `.grad` in place, evaluation included
+        )
 
     def _connect(self) -> None:
         """Open the connections that the schedules use, which backends do lazily."""
         if self._connected or self._group.size() == 1:
             return
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)
-        connect_pairs(self._group, zip(self._placement, self._placement[1:], strict=False), self._device)
+        neighbours = zip(self._placement, self._placement[1:], strict=False)
+        connect_pairs(self._group, neighbours, self._device)
         self._connected = True
 
 

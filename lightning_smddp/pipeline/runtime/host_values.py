@@ -22,6 +22,8 @@ HostOf = Callable[[Tensor], "Tensor | None"]
 
 NOTHING = object()
 
+_NUMBERS = (bool, int, float, complex)
+
 
 @dataclass(frozen=True)
 class _Copy:
@@ -63,18 +65,23 @@ class HostValues:
         copy = self._copies.get(_memory(tensor))
         if copy is None or tensor.dtype != copy.there.dtype or not copy.is_current():
             return None
-        offset = copy.here.storage_offset() + tensor.storage_offset() - copy.there.storage_offset()
+        distance = tensor.storage_offset() - copy.there.storage_offset()
+        offset = copy.here.storage_offset() + distance
         return copy.here.detach().as_strided(tensor.shape, tensor.stride(), offset)
 
     def note_copy(self, here: Any, there: Any) -> None:
         """``there`` was made of ``here``, maybe on another device."""
-        if not (isinstance(here, Tensor) and isinstance(there, Tensor) and _is_plain(here) and _is_plain(there)):
+        if not isinstance(here, Tensor) or not _is_plain(here):
+            return
+        if not isinstance(there, Tensor) or not _is_plain(there):
+            return
+        if here.device.type != "cpu" or there.device.type == "cpu":
             return
         # With the same type and strides an element of a view lies as far from the beginning on both sides, so that
         # views are found too. A cast or a change of layout on the way is no copy in this sense.
-        alike = here.dtype == there.dtype and here.stride() == there.stride()
-        if alike and here.device.type == "cpu" != there.device.type:
-            self._copies[_memory(there)] = _Copy(there, here, (write_count(there), write_count(here)))
+        if here.dtype == there.dtype and here.stride() == there.stride():
+            writes = (write_count(there), write_count(here))
+            self._copies[_memory(there)] = _Copy(there, here, writes)
 
     def note_write(self, tensor: Any) -> None:
         """``tensor`` is written in place."""
@@ -135,15 +142,17 @@ class Answers:
         """Remember ``result`` at ``position``, and nothing behind it; False if it is nothing to remember."""
         if not _is_value(result):
             return False
-        self._known[position:] = [(function, _sizes(arguments), copy.copy(result))]
+        known = (function, _sizes(arguments), copy.copy(result))
+        del self._known[position:]
+        self._known.append(known)
         return True
 
 
 def _is_value(result: Any) -> bool:
     """Numbers, and a list of them: no memory that a caller could change, nor the None of a change in place."""
     if isinstance(result, list):
-        return all(isinstance(entry, (bool, int, float, complex)) for entry in result)
-    return isinstance(result, (bool, int, float, complex))
+        return all(isinstance(entry, _NUMBERS) for entry in result)
+    return isinstance(result, _NUMBERS)
 
 
 def _sizes(arguments: tuple[Any, Any]) -> list[Any]:

@@ -5,7 +5,7 @@ All numbers that Python read of one micro-batch on earlier stages are one messag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,27 +71,28 @@ class Shape:
 
     def is_dense(self) -> bool:
         """Whether the strides are those of a permuted contiguous tensor."""
-        expected = 1
-        for stride, size in sorted(zip(self.stride, self.shape, strict=False)):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        dimensions = zip(self.stride, self.shape, strict=False)
+        return _leaves_no_holes(sorted(dimensions))
 
     def is_contiguous(self) -> bool:
         """Whether the strides are those of a new tensor."""
-        expected = 1
-        for stride, size in zip(reversed(self.stride), reversed(self.shape), strict=False):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return True
+        return _leaves_no_holes(zip(reversed(self.stride), reversed(self.shape), strict=False))
 
     def pattern(self) -> Tensor:
         """A tensor like it on the meta device."""
         if len(self.stride) != len(self.shape):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+def _leaves_no_holes(dimensions: Iterable[tuple[int, int]]) -> bool:
+    """Whether each dimension (stride, size), from the innermost on, begins where those before it end."""
+    expected = 1
+    for stride, size in dimensions:
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,10 @@ class Shapes:
     @classmethod
     def of(cls, graph: StepGraph) -> Shapes:
         """The shapes of all values of a traced step, which hold until a micro-batch has another shape."""
-        return cls({v.index: Shape(v.shape, v.stride, v.dtype, v.requires_grad) for v in graph.values})
+        values: dict[int, Shape] = {}
+        for value in graph.values:
+            values[value.index] = Shape(value.shape, value.stride, value.dtype, value.requires_grad)
+        return cls(values)
 
     def merge(self, other: Shapes) -> None:
         """Take over what ``other`` knows."""
@@ -171,8 +175,15 @@ class Shapes:
         """The inverse of :meth:`to_json`; constants that are no JSON are taken from the trace."""
         values = {}
         for index, (shape, stride, dtype, requires_grad) in data["values"].items():
-            values[int(index)] = Shape(tuple(shape), tuple(stride), dtype_of(dtype), bool(requires_grad))
-        constants = {int(index): tuple(found) for index, found in data["constants"].items()}
+            values[int(index)] = Shape(
+                tuple(shape),
+                tuple(stride),
+                dtype_of(dtype),
+                bool(requires_grad),
+            )
+        constants = {}
+        for index, found in data["constants"].items():
+            constants[int(index)] = tuple(found)
         return cls(values, constants)
 
     def remote_tensor(self, value: int) -> RemoteTensor:
@@ -183,7 +194,8 @@ class Shapes:
                 raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
             pattern = self.values[value].pattern()
             made = pattern.as_subclass(RemoteTensor)
-            made.value, made.pattern = value, pattern
+            made.value = value
+            made.pattern = pattern
             self.remote_tensors[value] = made
         return made
 
@@ -205,7 +217,8 @@ def write_told(nodes: Sequence[Node], results: Mapping[int, Any], device: torch.
     # How many there are and of which kind, the receiver knows from the trace.
     numbers = []
     for node in nodes:
-        for leaf, (_, traced) in zip(leaves(results[node.index]), node.returned.sources, strict=True):
+        found = leaves(results[node.index])
+        for leaf, (_, traced) in zip(found, node.returned.sources, strict=True):
             if type(leaf) is not type(traced):
                 raise ReplayError(
                     f"At {node.location} Python read {leaf!r}, a {type(leaf).__name__}; when the step was traced "
@@ -220,7 +233,7 @@ def read_told(nodes: Sequence[Node], message: Tensor) -> dict[int, Any]:
     numbers = iter(message.tolist())
     results = {}
     for node in nodes:
-        found = [_number(next(numbers), source) for _, source in node.returned.sources]
+        found = [_number(next(numbers), traced) for _, traced in node.returned.sources]
         results[node.index] = rebuild(node.returned.skeleton, found)
     return results
 

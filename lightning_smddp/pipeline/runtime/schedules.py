@@ -57,7 +57,9 @@ class Schedule:
     def rank_of_stage(self, num_stages: int, pipeline_parallel_size: int) -> list[int]:
         """The rank that holds each stage: in turn (0 1 0 1), or there and back (0 1 1 0) for a V."""
         if self.v_shaped:
-            return [*range(pipeline_parallel_size), *reversed(range(pipeline_parallel_size))]
+            there = list(range(pipeline_parallel_size))
+            back = there[::-1]
+            return there + back
         return [stage % pipeline_parallel_size for stage in range(num_stages)]
 
     def stages_per_rank_ok(self, stages_per_rank: int) -> bool:
@@ -75,7 +77,8 @@ class Schedule:
         if self.microbatch_rule == "at least the stages":
             return num_microbatches >= num_stages
         if self.microbatch_rule == "whole rounds":
-            return num_microbatches % max(1, num_microbatches // pipeline_parallel_size) == 0
+            rounds = max(1, num_microbatches // pipeline_parallel_size)
+            return num_microbatches % rounds == 0
         return True
 
 
@@ -122,7 +125,8 @@ def parse(name: str) -> Schedule:
     if isinstance(name, str):
         schedule = _BY_ANY_NAME.get(name.lower())
     if schedule is None:
-        raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(map(repr, _BY_ANY_NAME))}")
+        names = [repr(known) for known in _BY_ANY_NAME]
+        raise ValueError(f"schedule={name!r} is unknown; use one of {', '.join(names)}")
     return schedule
 
 
@@ -132,11 +136,12 @@ def check(schedule: Schedule, pipeline_parallel_size: int, stages_per_rank: int,
     Raises:
         ValueError: with the values and what to write instead.
     """
-    for name, value in [
-        ("pipeline_parallel_size", pipeline_parallel_size),
-        ("stages_per_rank", stages_per_rank),
-        ("num_microbatches", num_microbatches),
-    ]:
+    counts = {
+        "pipeline_parallel_size": pipeline_parallel_size,
+        "stages_per_rank": stages_per_rank,
+        "num_microbatches": num_microbatches,
+    }
+    for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if schedule.v_shaped and stages_per_rank != 2:
@@ -196,15 +201,24 @@ def orders(
     """
     schedule = for_microbatches(schedule, pipeline_parallel_size, num_stages, num_microbatches)
     if not schedule.several_stages:
-        return {rank: _single_stage_order(schedule, rank, num_stages, num_microbatches) for rank in range(num_stages)}
+        single: dict[int, list[str]] = {}
+        for rank in range(num_stages):
+            single[rank] = _single_stage_order(schedule, rank, num_stages, num_microbatches)
+        return single
     # torch's class works out the orders of all ranks in its constructor, from a few numbers of one rank's stages: so
     # it is made with stand-ins for the stages of rank 0, and never run.
     ranks = schedule.rank_of_stage(num_stages, pipeline_parallel_size)
     stand_ins = []
     for stage, rank in enumerate(ranks):
         if rank == 0:
-            facts = {"stage_index": stage, "num_stages": num_stages, "group_size": pipeline_parallel_size}
-            stand_ins.append(SimpleNamespace(**facts, group_rank=0, submod=None))
+            stand_in = SimpleNamespace(
+                stage_index=stage,
+                num_stages=num_stages,
+                group_size=pipeline_parallel_size,
+                group_rank=0,
+                submod=None,
+            )
+            stand_ins.append(stand_in)
     torch_schedule = pipeline_schedule_class(schedule.torch_class)(stand_ins, num_microbatches)
     return pipeline_order(torch_schedule)
 
@@ -225,8 +239,9 @@ def _single_stage_order(schedule: Schedule, stage: int, num_stages: int, num_mic
     order = [f"{stage}F{microbatch}" for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
         order.append(f"{stage}B{microbatch}")
-        if ahead + microbatch < num_microbatches:
-            order.append(f"{stage}F{ahead + microbatch}")
+        forward = ahead + microbatch
+        if forward < num_microbatches:
+            order.append(f"{stage}F{forward}")
     return order
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,13 +47,15 @@ class SpanRecorder:
         self._start = self.mark()
         self._start_seconds = time.perf_counter()
 
-    def action(self, stage: int, kind: SpanKind, microbatch: int) -> AbstractContextManager[object]:
+    @contextmanager
+    def action(self, stage: int, kind: SpanKind, microbatch: int) -> Iterator[None]:
         """Record what is done inside ``with``."""
-        return _Action(self, stage, kind, microbatch)
-
-    def add(self, stage: int, kind: SpanKind, microbatch: int, start: Any, end: Any) -> None:
-        """Record one action between two marks."""
-        self._actions.append((stage, kind, microbatch, start, end))
+        start = self.mark()
+        try:
+            yield
+        finally:
+            end = self.mark()
+            self._actions.append((stage, kind, microbatch, start, end))
 
     def mark(self) -> Any:
         """This moment: seconds, or an event on CUDA."""
@@ -68,37 +70,28 @@ class SpanRecorder:
         finish = self.mark()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        # Spans fill the step without a gap:
+        #     wait | forward | wait | forward | ... | wait | backward | send
         before = self._start_seconds
         for stage, kind, microbatch, start_mark, end_mark in self._actions:
-            start, end = self._seconds(start_mark), self._seconds(end_mark)
-            self._spans.append(Span(self.rank, stage, "wait", microbatch, before, start))
-            self._spans.append(Span(self.rank, stage, kind, microbatch, start, end))
+            start = self._seconds(start_mark)
+            end = self._seconds(end_mark)
+            self._spans += [
+                Span(self.rank, stage, "wait", microbatch, before, start),
+                Span(self.rank, stage, kind, microbatch, start, end),
+            ]
             before = end
         if self._actions:
             stage, _, microbatch, _, _ = self._actions[-1]
-            self._spans.append(Span(self.rank, stage, "send", microbatch, before, self._seconds(finish)))
+            end = self._seconds(finish)
+            self._spans.append(Span(self.rank, stage, "send", microbatch, before, end))
         self._actions.clear()
 
     def _seconds(self, mark: Any) -> float:
         if self.device.type != "cuda":
             return float(mark)
-        return self._start_seconds + float(self._start.elapsed_time(mark)) / 1e3
-
-
-class _Action:
-    def __init__(self, recorder: SpanRecorder, stage: int, kind: SpanKind, microbatch: int) -> None:
-        self._recorder, self._what = recorder, (stage, kind, microbatch)
-
-    def __enter__(self) -> None:
-        self._start = self._recorder.mark()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._recorder.add(*self._what, self._start, self._recorder.mark())
+        milliseconds = float(self._start.elapsed_time(mark))
+        return self._start_seconds + milliseconds / 1e3
 
 
 _NOTHING = nullcontext()
@@ -111,4 +104,6 @@ def action(
     microbatch: int,
 ) -> AbstractContextManager[object]:
     """:meth:`SpanRecorder.action`, or nothing without a recorder."""
-    return _NOTHING if recorder is None else recorder.action(stage, kind, microbatch)
+    if recorder is None:
+        return _NOTHING
+    return recorder.action(stage, kind, microbatch)

@@ -31,7 +31,8 @@ def backward(roots: Roots, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         inputs: Leaves that require a gradient and have none yet.
     """
     if roots:
-        torch.autograd.backward([edge for edge, _ in roots], [gradient for _, gradient in roots])
+        edges, root_gradients = zip(*roots, strict=True)
+        torch.autograd.backward(edges, root_gradients)
     gradients = [leaf.grad for leaf in inputs]
     for leaf in inputs:
         leaf.grad = None
@@ -72,15 +73,18 @@ class SplitBackward:
         to_inputs, self._parts = _survey(self._roots, self._inputs)
         # Roots that lead to no input start in the second part. The tensors are let go here: what the second part needs
         # is in the parts, and activations should not live until a rank has time for it.
-        roots = [(edge, gradient) for edge, gradient in self._roots if edge.node in to_inputs]
-        inputs, self._roots, self._inputs = self._inputs, [], []
+        roots = [root for root in self._roots if root[0].node in to_inputs]
+        inputs = self._inputs
+        self._roots = []
+        self._inputs = []
         if not roots:
             return [None] * len(inputs)
         # A prehook is called with the gradients that have arrived at its node, summed over all ways to it.
         handles = []
         for part in self._parts:
             for node in part.frontier:
-                handles.append(node.register_prehook(functools.partial(self._arrived.__setitem__, node)))
+                keep = functools.partial(self._arrived.__setitem__, node)
+                handles.append(node.register_prehook(keep))
         try:
             # The graph is kept for the second part; it goes when this object does.
             edges, gradients = zip(*roots, strict=True)
@@ -128,9 +132,13 @@ class _Union:
 
     def find(self, node: Node) -> Node:
         """The node that stands for the part of ``node``."""
-        while (above := self.parent.setdefault(node, node)) is not node:
-            self.parent[node] = above = self.parent[above]
-            node = above
+        above = self.parent.setdefault(node, node)
+        while above is not node:
+            # Each node on the way is hung up one higher, so that later searches are shorter.
+            higher = self.parent[above]
+            self.parent[node] = higher
+            node = higher
+            above = self.parent[node]
         return node
 
     def merge(self, node: Node, into: Node) -> None:
@@ -151,20 +159,24 @@ def _survey(roots: Roots, inputs: Sequence[Tensor]) -> tuple[set[Node], list[_Pa
     input_nodes = {get_gradient_edge(leaf).node for leaf in inputs}
     # In autograd's graph a node's children (`next_functions`) are where its gradients flow to. Children come first, so
     # both questions about a node (does it lead to an input? to a parameter?) are answered by its children's answers.
-    for node in _children_first([edge.node for edge, _ in roots]):
+    starts = [edge.node for edge, _ in roots]
+    for node in _children_first(starts):
         children = [child for child, _ in node.next_functions if child is not None]
         if node in input_nodes or any(child in to_inputs for child in children):
             to_inputs.add(node)
-        elif (leaf := _leaf_of(node)) is not None:
-            leaves[union.find(node)] = leaf
-            to_leaves.add(node)
-        for child in children:
-            if child in to_leaves:
+        else:
+            leaf = _leaf_of(node)
+            if leaf is not None:
+                leaves[union.find(node)] = leaf
                 to_leaves.add(node)
-                # A child that leads to an input is a frontier of its own: its gradient is kept there, so what lies
-                # behind it need not be computed together with what lies before it.
-                if child not in to_inputs:
-                    union.merge(child, node)
+        for child in children:
+            if child not in to_leaves:
+                continue
+            to_leaves.add(node)
+            # A child that leads to an input is a frontier of its own: its gradient is kept there, so what lies behind
+            # it need not be computed together with what lies before it.
+            if child not in to_inputs:
+                union.merge(child, node)
     return to_inputs, _collect(roots, union, to_inputs, to_leaves, leaves)
 
 
@@ -185,7 +197,8 @@ def _collect(
             part.leaves.append(leaves[node])
     for edge, gradient in roots:
         if edge.node not in to_inputs and edge.node in to_leaves:
-            parts[union.find(edge.node)].roots.append((edge, gradient))
+            part = parts[union.find(edge.node)]
+            part.roots.append((edge, gradient))
     return list(parts.values())
 
 
@@ -210,5 +223,7 @@ def _children_first(starts: Sequence[Node]) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+            for child, _ in node.next_functions:
+                if child is not None and child not in seen:
+                    stack.append((child, False))
     return order

@@ -29,11 +29,18 @@ def probe_plan(graph: StepGraph) -> StagePlan:
     A run of it shows which way the step's Python code takes, without computing anything.
     """
     certain = [node.index for node in graph.nodes if node.module is not None or node.parameters]
-    blind = [node.index for node in graph.nodes if node.blinds]
+    blinds = [node.index for node in graph.nodes if node.blinds]  # from there on only the stage that has it can follow
     end = 0
     if certain:
-        end = min([certain[-1], *blind])
-    return StagePlan(_PROBE, end, end, frozenset(), (), ())
+        end = min([certain[-1], *blinds])
+    return StagePlan(
+        _PROBE,
+        begin=end,
+        end=end,
+        again=frozenset(),
+        receives=(),
+        sends=(),
+    )
 
 
 class StageGraph:
@@ -65,12 +72,16 @@ class StageGraph:
         self.nodes = graph.nodes
         self.is_last = plan.end == len(graph.nodes)
         self.is_probe = plan.stage == _PROBE
-        self.own = frozenset(range(plan.begin, plan.end)) | plan.again
+        own_range = range(plan.begin, plan.end)
+        self.own = plan.again.union(own_range)
         self.told = graph.told(plan.begin)
         self.tells = []
         if not self.is_last:
             self.tells = graph.told(plan.end)
-        self.last_unit = max((node.index for node in graph.nodes if node.module is not None), default=-1)
+        self.last_unit = -1
+        for node in graph.nodes:
+            if node.module is not None:
+                self.last_unit = node.index
         self.sources = self._find_sources(root)
         self._find_changes()
 
@@ -79,26 +90,28 @@ class StageGraph:
         for node in self.nodes:
             changed_buffers.update(node.buffers)
         found = {id(parameter) for parameter in root.parameters()}
-        found.update(id(buffer) for name, buffer in root.named_buffers() if name in changed_buffers)
+        for name, buffer in root.named_buffers():
+            if name in changed_buffers:
+                found.add(id(buffer))
         return found
 
     def _find_changes(self) -> None:
-        plan, values = self.plan, self.graph.values
         self.changed_here: set[int] = set()
         self.changing: set[int] = set()
         self.changing_memories: set[int] = set()
-        kept = {*plan.sends, *self.graph.left}
+        self.kept = {*self.plan.sends, *self.graph.left}
         for node in self.nodes:
+            is_here = self.plan.begin <= node.index < self.plan.end
             for rebind in node.rebinds:
-                memory = values[rebind.new].memory
+                memory = self.graph.values[rebind.new].memory
                 self.changing_memories.add(memory)
+                self.kept.add(rebind.new)
                 if rebind.old is not None:
                     self.changing.add(rebind.old)
-                if plan.begin <= node.index < plan.end:
+                if is_here:
                     self.changed_here.add(memory)
-                kept.add(rebind.new)
-        self.kept = frozenset(kept)
 
     def makes(self, value: int) -> bool:
         """Whether a node of this stage's range makes ``value``; a node that it repeats belongs to another stage."""
-        return self.plan.begin <= self.graph.producers.get(value, -1) < self.plan.end
+        maker = self.graph.producers.get(value, -1)
+        return self.plan.begin <= maker < self.plan.end

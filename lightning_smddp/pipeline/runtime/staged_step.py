@@ -66,10 +66,12 @@ class StagedStep:
         specs = []
         for value in self.stage_cuts.live[stage]:
             known = shapes.values[value]
-            specs.append(TensorSpec(known.shape, known.dtype, known.requires_grad and train))
+            requires_grad = known.requires_grad and train
+            specs.append(TensorSpec(known.shape, known.dtype, requires_grad))
         told = self.graph.told(self.stage_cuts.cuts[stage])
         if told:
-            specs.append(TensorSpec((count_told(told),), torch.int64, False))
+            numbers = TensorSpec((count_told(told),), torch.int64, requires_grad=False)
+            specs.append(numbers)
         return tuple(specs)
 
 

@@ -25,7 +25,7 @@ _Pairs: TypeAlias = set[tuple[str, str]]  # of functions, each with the words an
 
 _BEGIN, _END = "begin", "end"
 _WORDS = frozenset((str, bool, type(None)))
-_DEPTH = 12  # frames
+_DEPTH = 12  # frames that tell a place
 
 # Of a batch that a step has run on, the most that matters: it has changed an object that no trace saw it change; it is
 # given numbers of another magnitude; it runs other functions.
@@ -48,10 +48,7 @@ class Tail:
     def note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the call of a function behind the last module, with its arguments that are words or flags."""
         name = name_of(function)
-        for value in args:
-            if type(value) in _WORDS:
-                name = f"{name} {value}"
-        for value in kwargs.values():
+        for value in (*args, *kwargs.values()):
             if type(value) in _WORDS:
                 name = f"{name} {value}"
         self._add(name)
@@ -62,7 +59,8 @@ class Tail:
         if kwargs:
             found += [magnitude(value) for value in kwargs.values() if is_number(value)]
         if found:
-            self.numbers.setdefault(self._place(), []).append(tuple(found))
+            given_here = self.numbers.setdefault(self._place(), [])
+            given_here.append(tuple(found))
 
     def end(self) -> None:
         """Note the end of the step: a tail that ends earlier than a known one is another tail."""
@@ -74,6 +72,8 @@ class Tail:
 
     def _place(self) -> tuple[int, ...]:
         """Where in the user's code we are, also which of two calls in a line: code and instruction of each frame."""
+        # Frame 0 is this one, 1 `note_numbers`, 2 the replay, and 3 what has come to the replay: the user's line, or
+        # the wrapper of a module's forward. The innermost frames come first.
         place: list[int] = []
         frame: FrameType | None = sys._getframe(3)
         while frame is not None and frame.f_code is not self._caller and len(place) < 2 * _DEPTH:
@@ -93,7 +93,9 @@ class KnownTails:
         """What is new: ``NEW_FUNCTIONS``, ``NEW_NUMBERS`` or ``NOTHING_NEW``."""
         if not tail.pairs <= self.pairs:
             return NEW_FUNCTIONS
-        return NEW_NUMBERS if self.numbers.is_new(tail.numbers) else NOTHING_NEW
+        if self.numbers.is_new(tail.numbers):
+            return NEW_NUMBERS
+        return NOTHING_NEW
 
     def accept(self, tails: Sequence[Tail]) -> None:
         """These of a batch are known from here on."""
