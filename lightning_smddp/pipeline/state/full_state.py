@@ -26,8 +26,8 @@ from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wire.pytree import leaves
 from lightning_smddp.wire.stream import CPU, Spec, broadcast_tensors, gather_tensors, gathered_shares
 
-_HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}
-_allowed = threading.local()  # .depth
+_HARMLESS = {Kind.METADATA, Kind.WATCHER, Kind.LIKE}  # functions of these kinds need no values
+_allowed = threading.local()  # .depth: how many `may_be_absent` this thread is in
 
 
 class AbsentParameterError(RuntimeError):
@@ -77,6 +77,7 @@ def mark_absent(parameter: nn.Parameter, name: str, rank: int) -> None:
 
     Parameters of other classes than torch's own are left alone.
     """
+    # The object stays, so everyone who holds it (ties, lists of the user's, callbacks) gets the error.
     if type(parameter) is nn.Parameter:
         vars(parameter)["_held_by"] = (name, rank)
         parameter.__class__ = AbsentParameter
@@ -115,7 +116,8 @@ def broadcast_initial(module: nn.Module, group: dist.ProcessGroup, source: int =
     named = named_tensors(module)
     facts = []
     for name, tensor in named.items():
-        facts.append([name, *Spec.of(tensor).to_json(), tensor.is_meta])
+        spec = Spec.of(tensor)
+        facts.append([name, *spec.to_json(), tensor.is_meta])
     # A digest of a few bytes from each rank in general; the facts of all tensors only where digests differ.
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     digests = gather_json(digest, group, device)
@@ -203,6 +205,7 @@ def partial_state_dict(module: nn.Module, ownership: Ownership, rank: int) -> di
 
     What no rank owns (buffers that training leaves alone, what hooks add) is in the part of every rank that has it.
     """
+    # `keep_vars` gives the module's own tensor objects: they tell that a tied name is another one's, and whose it is.
     names = {id(tensor): name for name, tensor in named_tensors(module).items()}
     owned = {*ownership.parameters, *ownership.buffers}
     part = {}
@@ -224,6 +227,8 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
     Missing and unexpected keys and wrong shapes are found for everything, as in the whole module. Not collective.
     """
     with warnings.catch_warnings():
+        # torch warns of each parameter on the meta device that copying into it does nothing. That is as it should be:
+        # these are the parameters of other ranks.
         warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*", category=UserWarning)
         with may_be_absent():
             return module.load_state_dict(state, strict=strict)
@@ -254,7 +259,8 @@ def gather_full(
             tensor = named[name]
             if tensor.is_meta:
                 set_contents(tensor, value.to(destination))
-            elif name in ownership.buffers and ownership.buffers[name] != rank:
+            elif ownership.buffers.get(name, rank) != rank:
+                # Every rank has the buffer, but its owner alone has what training has made of it.
                 set_contents(tensor, value.to(tensor.device))
 
 
@@ -294,6 +300,7 @@ def _lent(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` itself with its tensors on the CPU; those that shared memory still do."""
+    # Tied names have tensors of the same memory. A copy for each of them would be saved as often.
     moved: dict[tuple[Any, ...], Tensor] = {}
     for key, value in state.items():
         if not isinstance(value, Tensor) or value.device.type == "cpu":

@@ -29,6 +29,7 @@ def parameters_on_meta() -> Iterator[None]:
     def forget_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is None or parameter.is_meta:
             return
+        # Called before the module takes the parameter: where the name is known, it replaces another one.
         known = dict(module.named_parameters(recurse=False))
         if name not in known:
             set_contents(parameter, torch.empty_like(parameter, device="meta"))
@@ -127,6 +128,8 @@ class _Initialisation:
     def run(self, device: torch.device, seed: int) -> list[tuple[nn.Parameter, Tensor]]:
         """The parameters that this rank holds, with their values. Buffers have theirs set."""
         initialisers = self._initialisers()
+        # Parameters have memory only while their initialisers run; before and after `contents` has it. So those of the
+        # next module see none of these values.
         contents = {key: _blank(parameter, device) for key, parameter in self.parameters.items()}
         for key, parameter in self.parameters.items():
             swap_contents(parameter, contents[key])
@@ -150,6 +153,8 @@ class _Initialisation:
 
     def _initialisers(self) -> list[tuple[str, Callable[[], object]]]:
         """What sets this module's values, in order, each with the name of the module that it is called for."""
+        # First its own, then `_init_weights` for each module from it outwards, as a whole model is initialised from the
+        # inside out.
         found: list[tuple[str, Callable[[], object]]] = []
         own = initializer(self.module)
         if own is not None:
@@ -228,6 +233,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _bare(tensor: Tensor) -> bool:
     """Whether ``tensor`` was not set: an element of it, or for integers all of them."""
+    # A random initialiser of integers may draw the largest one, but not everywhere.
     if tensor.numel() == 0 or tensor.dtype == torch.bool:  # bool has no value to spare
         return False
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

@@ -171,6 +171,7 @@ class OptimizerPartition:
             states = self.optimizer.state
         with self._whole(), self._with_states(states):
             state = self.optimizer.state_dict()
+        # Each rank numbers the parameters of all, so that the parts of several ranks fit together.
         # `Optimizer.state_dict` numbers parameters over all groups; a key that is no number belongs to none of them.
         parameters = self._all()
         mine = {}
@@ -193,6 +194,7 @@ class OptimizerPartition:
         numbers: list[Any] = []
         for group in groups:
             numbers += group["params"]
+        # A saved state knows parameters by number, over all groups. What is of other ranks' is not even copied.
         parameters = self._all()
         others = set()
         if len(numbers) == len(parameters):  # else the optimizer says what is wrong
@@ -209,6 +211,7 @@ class OptimizerPartition:
             with self._whole():
                 self.optimizer.load_state_dict(loaded)
             return
+        # Shards of an optimizer know no parameters but this rank's: they get these numbers alone.
         own_groups = []
         for group in groups:
             own = [number for number in group["params"] if number not in others]
@@ -248,6 +251,9 @@ class OptimizerPartition:
 
     def _filter(self) -> None:
         """Leave this rank's parameters in the groups, and their state."""
+        # The whole model's groups:  [a b c] [d e]
+        #     on rank 0              [a b] []             a group may become empty, but stays with its options
+        #     on rank 1              [c] [d e]
         for group, whole in self._with_groups():
             kept: list[nn.Parameter] = []
             kept_labels: list[str] = []
@@ -272,6 +278,7 @@ class OptimizerPartition:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Within it the groups have the parameters of all ranks."""
+        # A state dict fails on the state of a parameter that is in no group: the placeholder's goes for that time.
         placeholder = self.placeholder
         placeholder_state: Any = None
         if placeholder is not None:

@@ -49,12 +49,14 @@ class SharedBuffers:
             if name not in self.ownership.buffers:
                 continue
             owner = self.ownership.buffers[name]
+            # It has to be sent unless all calls that use it run on its owner's rank alone.
             for call in calls:
                 if _ranks_of_call(call, ranks_of_unit) != {owner}:
                     self._used_elsewhere.add(name)
 
     def before_training(self) -> None:
         """All ranks get what training steps use there of what hooks have changed. Collective if that is anything."""
+        # What its owner alone uses in training stays there; a later `share` sends it.
         wanted = self._changed_in_hooks & self._used_elsewhere
         self._changed_in_hooks -= wanted
         self._send(wanted)
@@ -70,6 +72,7 @@ class SharedBuffers:
         self._send(wanted)
 
     def _send(self, wanted: Set[str]) -> None:
+        # One broadcast from each owner, in the order of ranks, with its buffers in the module's order: alike on all.
         view = self.view
         by_owner: dict[int, list[Tensor]] = {}
         for name, buffer in view.module.named_buffers():
