@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import zlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,20 @@ class Ask(enum.IntEnum):
     RANDOM = 3  # the state of the random number generators
 
 
+class Agreed(NamedTuple):
+    """What the ranks have agreed on.
+
+    Attributes:
+        ask: what is to be done together.
+        ranks: those that asked for it, ascending; none if all are at the hook's end.
+        serial: the highest of any rank, of the next tensor that it makes.
+    """
+
+    ask: Ask
+    ranks: list[int]
+    serial: int
+
+
 class Agreement:
     """Meetings of a pipeline's ranks.
 
@@ -38,6 +53,7 @@ class Agreement:
         alike: whether all ranks gave the same detail at the last meeting.
 
     Args:
+        view: whose tensors have the serials.
         group: the pipeline's.
         device: where its messages are.
         serve: takes part in what other ranks ask for.
@@ -45,35 +61,32 @@ class Agreement:
 
     def __init__(
         self,
+        view: View,
         group: dist.ProcessGroup,
         device: torch.device,
         serve: Callable[[Ask, Sequence[int]], None],
     ) -> None:
+        self.view = view
         self.group = group
         self.device = device
-        self.rank = group.rank()
         self._serve = serve
         self.alike = True
 
-    def meet(self, ask: Ask, detail: str, serial: int, exactly: str = "") -> tuple[Ask, list[int], int]:
+    def meet(self, ask: Ask, detail: str) -> Agreed:
         """Say what this rank asks for, and hear the others. Collective.
 
         Where ranks ask for different things, the first of them gets what it asks for, and the others ask again.
 
         Args:
             ask: see there.
-            detail: what of it, for messages; ranks that ask for the same give the same.
-            serial: of the next tensor that this rank makes.
-            exactly: more of ``detail`` that has to be the same.
-
-        Returns:
-            What is to be done together; the ranks that asked for it; the highest ``serial``.
+            detail: what of it; ranks that ask for the same give the same.
 
         Raises:
             SharedViewError: on every rank, if a rank alone asks for what others cannot give.
         """
-        digest = zlib.crc32(f"{detail} {exactly}".encode())
-        local = from_numbers([int(ask), digest, serial], torch.int64, self.device)
+        digest = zlib.crc32(detail.encode())
+        numbers = [int(ask), digest, self.view.serial]
+        local = from_numbers(numbers, torch.int64, self.device)
         # All ranks read the same rows and decide alike. In the loop this rank serves what is asked first, and says its
         # own again:
         #     rank 0: VALUES of w     rank 1: END           -> 1 serves 0, and says END again
@@ -84,29 +97,27 @@ class Agreement:
             highest = max(serials)
             asking = [rank for rank, asked in enumerate(asks) if asked != Ask.END]
             if not asking:
-                return Ask.END, [], highest
+                return Agreed(Ask.END, [], highest)
             first = asking[0]
             kind = Ask(asks[first])
             ranks = []
             for rank in asking:
                 if asks[rank] == kind and digests[rank] == digests[first]:
                     ranks.append(rank)
-            if self.rank in ranks or self.rank not in asking:
-                return kind, ranks, highest
+            if self.view.rank in ranks or self.view.rank not in asking:
+                return Agreed(kind, ranks, highest)
             self._serve(kind, ranks)
 
     def _gather(self, local: Tensor) -> tuple[list[int], list[int], list[int]]:
         """Of each rank what it asks for, the digest of the detail, and the serial. Collective."""
         gathered = [torch.empty_like(local) for _ in range(self.group.size())]
         dist.all_gather(gathered, local, group=self.group)
-        columns = torch.stack(gathered, dim=1)
-        asks, digests, serials = columns.tolist()
+        asks, digests, serials = torch.stack(gathered, dim=1).tolist()
         return asks, digests, serials
 
     def tell(self, problem: str | None) -> None:
         """Raise ``SharedViewError`` on every rank if one of them has a problem. Collective."""
-        problems: Sequence[str | None] = gather_json(problem, self.group, self.device)
-        for text in problems:
+        for text in gather_json(problem, self.group, self.device):
             if text is not None:
                 raise SharedViewError(text)
 
@@ -123,7 +134,7 @@ class SharedRandomState:
         """Take over the first rank's states. Collective at the first draw."""
         if self._own is not None:
             return
-        self.agreement.meet(Ask.RANDOM, "random numbers", self.view.serial)
+        self.agreement.meet(Ask.RANDOM, "random numbers")
         own = generator_states(self.view.device)
         states = first_ranks_states(own, self.view.group, self.view.device)
         set_generator_states(states, self.view.device)

@@ -68,7 +68,7 @@ class GlobalView:
         self._parts: dict[tuple[int, int], Tensor] = {}  # by serial and version, copies of views
         self.leaves = Leaves(module, ownership, self)
         meetings = host or Channel(group, device)
-        self.agreement = Agreement(meetings.group, meetings.device, self._serve)
+        self.agreement = Agreement(self, meetings.group, meetings.device, self._serve)
         self.gradients = ViewGradients(self, self.leaves, self.agreement)
         self.random = SharedRandomState(self, self.agreement)
         self.requests = Requests(
@@ -132,6 +132,7 @@ class GlobalView:
         if not self.is_entered:
             yield
             return
+        # Our own code sees the gradients that the hook has made so far, and may change what copies were taken of.
         self._pop()
         self.gradients.write_back()
         self._forget()
@@ -156,12 +157,11 @@ class GlobalView:
         """Wait for the others and give them what they ask for; then bring equal values up to date. Collective."""
         # A rank at its end still serves those that are not: they may need values that only it has. All leave together,
         # with the same serial, so that the next hook's tensors have the same numbers everywhere.
-        while True:
-            ask, ranks, highest = self.agreement.meet(Ask.END, f"{self.writes}", self.serial)
-            if ask is Ask.END:
-                break
-            self._serve(ask, ranks)
-        self.serial = highest
+        agreed = self.agreement.meet(Ask.END, str(self.writes))
+        while agreed.ask is not Ask.END:
+            self._serve(agreed.ask, agreed.ranks)
+            agreed = self.agreement.meet(Ask.END, str(self.writes))
+        self.serial = agreed.serial
         if not self.agreement.alike:
             lines = []
             for rank, write in enumerate(gather_json(self.last_write or "none", self.group, self.device)):
@@ -290,6 +290,7 @@ class GlobalView:
             local = value.local
         else:
             local = self.fetch([value])[0]
+        # `value` is on one rank or on all; the home takes it, and the other holders get it from the home.
         if leaf.home == self.rank:
             assert local is not None
             leaf.tensor.data = local.detach()
@@ -393,14 +394,9 @@ class GlobalView:
         # are, every rank knows which tensors the others mean, and the values need no further words.
         names = [tensor.describe() for tensor in missing[:3]]
         versions = [(tensor.serial, tensor.memory.version) for tensor in missing]
-        _, ranks, _ = self.agreement.meet(
-            Ask.VALUES,
-            f"the values of {', '.join(names)}",
-            self.serial,
-            f"{versions} {self._trail}",
-        )
-        if len(ranks) < self.group.size():
-            self.requests.ask_alone(ranks, missing)
+        agreed = self.agreement.meet(Ask.VALUES, f"the values of {names} {versions} {self._trail}")
+        if len(agreed.ranks) < self.group.size():
+            self.requests.exchange(agreed.ranks, missing)
             return
         by_home: dict[int, list[GlobalTensor]] = {}
         for tensor in missing:
@@ -424,14 +420,9 @@ class GlobalView:
 
     def tell(self, value: Any, home: int, function: Any) -> Any:
         """What ``home`` has found out, on every rank. Collective."""
-        _, ranks, _ = self.agreement.meet(
-            Ask.VALUES,
-            f"the result of {function}",
-            self.serial,
-            str(self._trail),
-        )
-        if len(ranks) < self.group.size():
-            self.requests.refuse(ranks, f"{function} at {user_location()}")
+        agreed = self.agreement.meet(Ask.VALUES, f"the result of {function} {self._trail}")
+        if len(agreed.ranks) < self.group.size():
+            self.requests.refuse(agreed.ranks, f"{function} at {user_location()}")
         return broadcast_json(value, self.group, self.device, home)
 
     # ---- the end ----

@@ -145,27 +145,31 @@ class ViewGradients:
         """Give the stand-ins the gradients that parameters have on their homes. Collective the first time."""
         if self.loaded:
             return
-        self.agreement.meet(Ask.GRADIENTS, "gradients", self.view.serial)
+        self.agreement.meet(Ask.GRADIENTS, "gradients")
         # A gradient may have other strides than its parameter; all else of it follows from the parameter.
         strides_of = self.announce()
         for name, leaf in self.leaves.by_name.items():
             tensor = leaf.tensor
             if name not in strides_of or not tensor.requires_grad:
                 continue
-            local: Tensor | None = None
-            if leaf.home == self.view.rank and tensor.grad is not None:
-                local = tensor.grad.detach()
+            local = self._gradient_here(leaf)
             meta = torch.empty_strided(tensor.shape, strides_of[name], dtype=tensor.dtype, device="meta")
             shown = self.leaves.show(leaf)
             shown.grad = GlobalTensor(self.view, leaf.home, meta, local, Memory(GRADIENT + name))
         self.loaded = True
 
+    def _gradient_here(self, leaf: Leaf) -> Tensor | None:
+        """The gradient that a parameter has on its home; None on other ranks."""
+        if leaf.home != self.view.rank or leaf.tensor.grad is None:
+            return None
+        return leaf.tensor.grad.detach()
+
     def announce(self) -> dict[str, list[int]]:
         """Names of the parameters that have a gradient, and its strides. Collective."""
         local = {}
         for name, leaf in self.leaves.by_name.items():
-            gradient = leaf.tensor.grad
-            if leaf.home == self.view.rank and gradient is not None:
+            gradient = self._gradient_here(leaf)
+            if gradient is not None:
                 local[name] = list(gradient.stride())
         strides_of: dict[str, list[int]] = {}
         for part in gather_json(local, self.view.group, self.view.device):
@@ -213,7 +217,7 @@ class ViewGradients:
         for leaf, gradient in away:
             assert leaf.shown is not None
             moved = self._moved(leaf, gradient)
-            moved.memory.version = 1
+            moved.memory.version = 1  # it counts as changed, so that all holders of a tied parameter get it
             leaf.shown.grad = moved
 
     def _write(self, leaf: Leaf, gradient: Tensor | None) -> None:

@@ -45,11 +45,7 @@ class Requests:
         elif ask is Ask.RANDOM:
             self.random.send()
         else:
-            self._exchange(ranks, None)
-
-    def ask_alone(self, ranks: Sequence[int], wanted: Sequence[GlobalTensor]) -> None:
-        """Get the values of ``wanted``, with the other ``ranks`` that ask for the same. Collective."""
-        self._exchange(ranks, wanted)
+            self.exchange(ranks, None)
 
     def refuse(self, ranks: Sequence[int], what: str) -> None:
         """Say on all ranks that ``ranks`` cannot do ``what`` alone. Collective."""
@@ -57,14 +53,23 @@ class Requests:
         broadcast_json({"problem": problem}, self.view.group, self.view.device, ranks[0])
         self.agreement.tell(problem)
 
-    def _exchange(self, ranks: Sequence[int], wanted: Sequence[GlobalTensor] | None) -> None:
+    def exchange(self, ranks: Sequence[int], wanted: Sequence[GlobalTensor] | None) -> None:
+        """Get the values of ``wanted``, which ``ranks`` alone ask for. Collective.
+
+        Args:
+            ranks: not all of them, ascending.
+            wanted: the same on these; None on the others, which serve.
+        """
         view = self.view
         request: dict[str, Any] = {}
         if wanted is not None:
             request = self._request(wanted)
         # The rank that asks says what it needs, by name and version, and all ranks look whether they can give it. They
         # tell each other before anything is sent, so that a refusal is an error everywhere and no rank waits for
-        # values.
+        # values:
+        #     rank 1 alone wants a + b   asks for a (version 0), grad:b (version 2)
+        #     homes of a and b           broadcast a, then grad:b, to all
+        #     rank 1                     does a + b again; the others throw the two away
         request = broadcast_json(request, view.group, view.device, ranks[0])
         problem = request.get("problem")
         if problem is None:

@@ -42,9 +42,9 @@ class ShownState(defaultdict[Any, Any]):
             return
         self.loaded = True
         what = "the state of an optimizer"
-        _, ranks, _ = self.view.agreement.meet(Ask.VALUES, what, self.view.serial)
-        if len(ranks) < self.view.group.size():
-            self.view.requests.refuse(ranks, what)
+        agreed = self.view.agreement.meet(Ask.VALUES, what)
+        if len(agreed.ranks) < self.view.group.size():
+            self.view.requests.refuse(agreed.ranks, what)
         # Each home tells what the state of its parameters looks like, so that all ranks can make stand-ins for it.
         leaves = self.view.leaves.by_name
         local: dict[str, Any] = {}
@@ -92,6 +92,8 @@ class ShownState(defaultdict[Any, Any]):
     def _write(self, leaf: Leaf, shown: dict[str, Any], copies: dict[int, Tensor]) -> None:
         """The real state of ``leaf``, which this rank holds, becomes ``shown``; ``copies`` are from other ranks."""
         own = self.real[leaf.tensor]
+        # Code may have put a tensor of another parameter, one of its own, or a number there, or changed what there was
+        # in place: then the memory is the same, and nothing is left to do.
         for key, value in shown.items():
             if isinstance(value, GlobalTensor):
                 if id(value) in copies:
@@ -180,6 +182,7 @@ def real_state(optimizer: Optimizer) -> Iterator[None]:
         return
     shown.write_back()
     optimizer.state = shown.real
+    # What runs now may change the real state: the next look at the shown one loads it anew.
     shown.clear()
     shown.loaded = False
     try:

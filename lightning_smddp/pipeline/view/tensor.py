@@ -180,6 +180,9 @@ class View(Protocol):
         ...
 
 
+# What there is of one tensor:
+#     on its home       meta (shape, strides), local (the values)
+#     on other ranks    meta, and memory.copy once its values were fetched
 class GlobalTensor(Tensor):
     """The same tensor on every rank of a pipeline; one of them, its *home*, has the values.
 
