@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from math import inf
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,8 @@ from lightning_smddp.communication.norms import norm_over_ranks
 from lightning_smddp.pipeline.partition.mesh import Ownership
 from lightning_smddp.wire.stream import CPU
 
-TiedGroups = Mapping[tuple[int, ...], dist.ProcessGroup]
+Ranks: TypeAlias = tuple[int, ...]
+TiedGroups = Mapping[Ranks, dist.ProcessGroup]
 
 
 def create_tied_groups(
@@ -27,7 +28,7 @@ def create_tied_groups(
     pipelines: Sequence[Sequence[int]],
     timeout: timedelta,
     device: torch.device,
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
+) -> dict[Ranks, dist.ProcessGroup]:
     """A group for each set of ranks that share parameters, in this rank's pipeline. Collective over the world.
 
     Args:
@@ -45,7 +46,7 @@ def create_tied_groups(
     assert dist.group.WORLD is not None
     name = new_name(dist.group.WORLD, device)
     rank = dist.get_rank()
-    local: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    local: dict[Ranks, dist.ProcessGroup] = {}
     for replica, pipeline in enumerate(pipelines):
         if rank not in pipeline:
             continue
@@ -72,6 +73,7 @@ class TiedGradients:
 
     def __init__(self, module: nn.Module, ownership: Ownership, rank: int, groups: TiedGroups) -> None:
         named = dict(module.named_parameters())
+        # In the order of `shared`, which is the same on all ranks: so ranks of two sets come to both in one order.
         self._sets: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
         for ranks, names in ownership.shared().items():
             if rank in ranks:
@@ -209,7 +211,7 @@ def share_overflow(parameters: Iterable[nn.Parameter], placeholder: nn.Parameter
         if gradient.is_sparse:
             gradient = gradient.coalesce().values()
         dense.append(gradient)
-    # The largest absolute value is finite if all are. The flag stays on the device: reading it would wait.
+    # The largest absolute value is finite if all are. The flag stays on the device: to read it would wait for that.
     norm = get_total_norm(dense, inf)
     is_spoiled = ~norm.isfinite()
     flag = is_spoiled.to(placeholder).view(1, 1)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import without_torch_function
 from lightning_smddp._compat.torch_steps import Hooks, hooks_of, install_hooks
+
+Hook: TypeAlias = Callable[[Tensor], Any]
 
 
 class OwnHook(partial[None]):
@@ -65,6 +67,8 @@ class ParameterHooks:
         named = dict(self.module.named_parameters())
         with without_torch_function():
             for name, dicts in self._kept.items():
+                # Several dicts of a kind, where the parameter's memory was exchanged in between: that lets go of its
+                # hooks, and what is registered then is in a new dict. Each keeps the handles that remove from it.
                 for kept in dicts:
                     kept.give_back()
                 before = [kept.hooks for kept in dicts if not kept.is_post]
@@ -98,9 +102,10 @@ class ParameterHooks:
             if parameter.grad is not None:
                 function(parameter)
 
-    def _calls(self, parameters: Mapping[str, Tensor], post: bool) -> list[tuple[str, Callable[[Tensor], Any]]]:
+    def _calls(self, parameters: Mapping[str, Tensor], post: bool) -> list[tuple[str, Hook]]:
         """The last parameters first, as a backward pass comes to them."""
-        found: list[tuple[str, Callable[[Tensor], Any]]] = []
+        # All are collected before any is called: a hook may remove itself.
+        found: list[tuple[str, Hook]] = []
         for name in reversed(list(parameters)):
             for kept in self._kept.get(name, ()):
                 if kept.is_post is not post:
@@ -116,7 +121,7 @@ class _Kept:
     def __init__(self, hooks: Hooks, is_post: bool) -> None:
         self.hooks = hooks
         self.is_post = is_post
-        self.functions: dict[int, Callable[[Tensor], Any]] = {}
+        self.functions: dict[int, Hook] = {}
 
     def take(self) -> None:
         """Exchange each of the users' functions for one that does nothing, under the same key."""
@@ -125,7 +130,7 @@ class _Kept:
                 self.functions[key] = function
                 self.hooks[key] = _nothing
 
-    def left(self) -> list[Callable[[Tensor], Any]]:
+    def left(self) -> list[Hook]:
         """Those that were not removed since."""
         return [function for key, function in self.functions.items() if key in self.hooks]
 

@@ -252,6 +252,7 @@ class ReplicaGradients:
                 these add weight gradients where no hook sees it.
             keep: add to what ``.grad`` holds; else start from zero.
         """
+        # A parameter that was frozen or thawed since needs other buckets, which are built when no average is under way.
         self._wait()
         trained = self._trained()
         if [id(parameter) for parameter in trained.values()] != self._built_for:
@@ -292,6 +293,8 @@ class ReplicaGradients:
         for bucket in self.buckets:
             bucket.collect()
             used += bucket.used()
+        # What backward has not launched is launched now: buckets with parameters that some micro-batch has not used, or
+        # all of them if `begin` was given no number of backward passes.
         if average:
             self._launch_full(everything=True)
             self._wait()
@@ -399,6 +402,7 @@ class ReplicaGradients:
 
     def _rebuild(self) -> None:
         """Parameters were frozen or thawed, on all replicas alike."""
+        # What compression remembers goes by parameter, so that it fits other buckets.
         state: dict[str, dict[str, Tensor]] = {}
         if self._compression is not None:
             state = self.state_dict()

@@ -93,6 +93,7 @@ class WholeGradients:
         total = torch.cat(gradients)
         dist.all_reduce(total, group=self.group)
         total.div_(self.group.size())
+        # A NaN or inf of any rank is in the mean, and in its sum. Only then this rank looks which of its own it is.
         if self.watching and not bool(total.sum().isfinite()):
             self._spoiled = True
             self._found.update(bad_gradients(bucket.items()) or {})
@@ -115,6 +116,7 @@ class WholeGradients:
 
     def _state(self) -> dict[str, tuple[weakref.ref[Tensor], int]]:
         """Each gradient, and how often it was written."""
+        # A weak reference, so that gradients that are set to None are freed; the count tells writes in place.
         state: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         for name, parameter in self.module.named_parameters():
             gradient = parameter.grad

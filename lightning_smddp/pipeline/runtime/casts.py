@@ -67,6 +67,7 @@ def look_for_casts() -> None:
 
 def _use(weight: Tensor) -> None:
     """Multiply no rows by it: autocast makes and remembers its copy."""
+    # A product without rows costs nothing, and autocast casts for products.
     if weight.dim() > 0 and weight.dtype == torch.float32 and weight.requires_grad:
         rows = len(weight)
         if weight.dim() > 1:

@@ -163,8 +163,10 @@ class PipelineRuntime:
 
     def _require_expected(self, running: RunningStep, has_new_numbers: bool) -> None:
         """Vote on what was new in a step. Collective. Raises ``LeftCourseError`` on every rank if it cannot count."""
+        # Writes in place from lines that no trace has seen: their micro-batches have left their paths, too.
         for index, text in self.writes.found().items():
             running.failures.setdefault(index, text)
+        # What is new on this rank. The vote makes it the most that is new on any.
         news = NOTHING_NEW
         if self.finds_owners():
             news = max(news, NEW_OWNERS)
@@ -297,6 +299,7 @@ class PipelineEngine:
         self._connect()
         mark(communicates=True)  # the device receives first; in the first stage a mark of its own follows at once
         schedule = self._schedule_of(count, has_backward)
+        # boundaries[m] = [what stage 0 sends to 1, what stage 1 sends to 2, ...] for micro-batch m
         for stage in self._stages:
             index = stage.stage_index
             incoming: list[Boundary] = [()] * count

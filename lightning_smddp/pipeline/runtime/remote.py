@@ -30,6 +30,8 @@ class ReplayError(RuntimeError):
     """The step took another path than when it was traced."""
 
 
+# The function mode of a run (`replay.Run`) comes before a tensor's own `__torch_function__`: it answers what may be
+# asked, and finds the stand-in for each node's result. All else comes to the class, and is refused.
 class RemoteTensor(Tensor):
     """A value of another stage: it has a shape and a type, but no numbers. Any operation on it raises.
 
@@ -71,6 +73,7 @@ class Shape:
 
     def is_dense(self) -> bool:
         """Whether the strides are those of a permuted contiguous tensor."""
+        # Without strides (sparse, nested) there are no dimensions to look at: nothing is known to be otherwise.
         dimensions = zip(self.stride, self.shape, strict=False)
         return _leaves_no_holes(sorted(dimensions))
 
@@ -192,6 +195,7 @@ class Shapes:
         if made is None:
             if value not in self.values:
                 raise ReplayError(f"The shape of value {value} is not known: the stage that makes it must run first.")
+            # The same object in all runs, so each run marks it anew: see `StageValues.value_of`.
             pattern = self.values[value].pattern()
             made = pattern.as_subclass(RemoteTensor)
             made.value = value

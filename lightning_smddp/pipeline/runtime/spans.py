@@ -61,6 +61,7 @@ class SpanRecorder:
         """This moment: seconds, or an event on CUDA."""
         if self.device.type != "cuda":
             return time.perf_counter()
+        # The host's clock would tell when work was launched, not when the device did it.
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event

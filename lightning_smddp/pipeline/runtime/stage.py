@@ -146,6 +146,12 @@ class _Received(torch.autograd.Function):
 class _Microbatch:
     """What a stage holds for one micro-batch of the running step; each entry only as long as it is needed."""
 
+    # received             from the receive to the forward
+    # leaves, edges        from the forward to the backward: where the inputs' gradients arrive, where outputs begin
+    # outgoing             from the forward to the send
+    # output_gradients     from the receive, or the next stage here, to the backward
+    # input_gradients      from the backward to the send, or the stage before here
+    # split                from a backward's first part to its second
     received: tuple[Tensor, ...] = ()
     leaves: list[Tensor | None] = field(default_factory=list)
     edges: list[GradientEdge | None] = field(default_factory=list)
@@ -176,12 +182,14 @@ class Stage:
         body: StageBody,
         recorder: SpanRecorder | None = None,
     ) -> None:
-        self.stage_index, self.num_stages = index, len(rank_of_stage)
+        self.stage_index = index
+        self.num_stages = len(rank_of_stage)
         self.group = group
         self.group_rank = group.rank()
         self.group_size = group.size()
         self.stage_index_to_group_rank = dict(enumerate(rank_of_stage))
-        self.is_first, self.is_last = index == 0, index == self.num_stages - 1
+        self.is_first = index == 0
+        self.is_last = index == self.num_stages - 1
         self.device = device
         self.submod = body.module
         self.has_backward = False
@@ -265,6 +273,7 @@ class Stage:
         """The receives of the outputs' gradients."""
         if not self.has_backward or self.is_last:
             return []
+        # Room for one gradient for each output that needs one; the next stage sends no others.
         gradients: list[Tensor | None] = []
         for spec in self._outgoing[bwd_chunk_id]:
             gradients.append(spec.empty(self.device) if spec.requires_grad else None)

@@ -72,8 +72,11 @@ class StageGraph:
         self.nodes = graph.nodes
         self.is_last = plan.end == len(graph.nodes)
         self.is_probe = plan.stage == _PROBE
+        # Nodes that the stage repeats are its own, too: it does them instead of receiving what they make.
         own_range = range(plan.begin, plan.end)
         self.own = plan.again.union(own_range)
+        # Numbers travel along with the values, over each boundary behind the node that reads them:
+        #     nodes   0  1 (reads)  2 | 3  4 | 5            told: [] on the first stage, [1] on both others
         self.told = graph.told(plan.begin)
         self.tells = []
         if not self.is_last:
@@ -89,6 +92,7 @@ class StageGraph:
         changed_buffers: set[str] = set()
         for node in self.nodes:
             changed_buffers.update(node.buffers)
+        # Also parameters of other stages: on each rank they are objects, on the meta device.
         found = {id(parameter) for parameter in root.parameters()}
         for name, buffer in root.named_buffers():
             if name in changed_buffers:

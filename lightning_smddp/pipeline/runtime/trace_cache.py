@@ -332,9 +332,11 @@ class TraceCache:
         shapes = infer_shapes(self.runtime, staged, step, microbatch, self.train, index)
         if shapes is None:
             return None
+        # Units fit, and so do shapes. Code between them may still draw where it drew nothing as it was traced: then
+        # each stage would draw other numbers.
         path = TracedPath(staged, shapes)
         self._probe_control_flow(path, step, microbatch, index)
-        if self._draws_anew:  # each stage would draw other numbers
+        if self._draws_anew:
             return None
         return self._keep(path, step, microbatch, index)
 
@@ -346,7 +348,9 @@ class TraceCache:
             self._require_probed(history)
         self._is_unprobed = history is None
         while len(self._paths) >= _KEPT and kind not in self._paths:
-            del self._paths[next(iter(self._paths))]
+            oldest = next(iter(self._paths))
+            del self._paths[oldest]
+        # The path that was found last is asked for first.
         known = self._paths.setdefault(kind, [])
         del known[_KEPT_OF_A_KIND - 1 :]
         known.insert(0, (history, path))
@@ -371,6 +375,8 @@ class TraceCache:
         """What Python code reads of the batch on this path; None if the step leaves it, or cannot be probed."""
         staged, shapes = path
         self._draws_anew = False
+        # Nothing of a probe may stay: torch's random numbers are put back, and the step is told to keep nothing of what
+        # its code shows.
         reads: list[str] = []
         observers = Observers(reads=reads, write=write_watch(self.runtime.writes, step, index))
         try:
