@@ -39,7 +39,11 @@ _METHODS = ("forward", "update", "compute", "reset")
 
 def named_metrics(module: nn.Module) -> dict[str, AnyMetric]:
     """Metrics and collections among ``module``'s submodules, by their first names."""
-    return {name: found for name, found in module.named_modules() if isinstance(found, (Metric, MetricCollection))}
+    found: dict[str, AnyMetric] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, (Metric, MetricCollection)):
+            found[name] = part
+    return found
 
 
 @contextmanager
@@ -48,8 +52,9 @@ def patched(functions: Iterable[tuple[nn.Module, str, Callable[..., Any]]]) -> I
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module, name, function in functions:
-            undo.append((vars(module), name, vars(module).get(name)))
-            vars(module)[name] = function
+            attributes = vars(module)
+            undo.append((attributes, name, attributes.get(name)))
+            attributes[name] = function
         yield
     finally:
         for attributes, name, before in reversed(undo):
@@ -71,6 +76,20 @@ class MetricCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+
+
+@dataclass
+class _Method:
+    """A method of the metric that is called ``name``, as it is while nothing is patched."""
+
+    name: str
+    metric: AnyMetric
+    method: str
+    original: Callable[..., Any]
+
+    @property
+    def returns_nothing(self) -> bool:
+        return self.method in ("update", "reset")
 
 
 class MetricRecorder:
@@ -109,60 +128,60 @@ class MetricRecorder:
             original = getattr(metric, method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # What a metric calls of itself, or of the metrics in it, is a part of the user's call.
             if self.busy:
                 return original(*args, **kwargs)
             self.busy = True
             try:
-                return self._call(name, metric, method, original, args, kwargs)
+                return self._call(_Method(name, metric, method, original), args, kwargs)
             finally:
                 self.busy = False
 
         return call
 
-    def _call(
-        self,
-        name: str,
-        metric: AnyMetric,
-        method: str,
-        original: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _call(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with without_torch_functions():
             if self.record is None:
-                return self._zeros(name, metric, method)
-            result = self._value(name, metric, method, lambda: original(*args, **kwargs))
+                return self._zeros(called)
+            result = self._value(called, args, kwargs)
             may_be_loss = any(tensor.requires_grad for tensor in tensors(result))
         if may_be_loss:  # then it is a part of the step as others
-            result = self._value(name, metric, method, lambda: original(*args, **kwargs))
-        call = MetricCall(name, method, args, kwargs, result)
+            result = self._value(called, args, kwargs)
+        call = MetricCall(called.name, called.method, args, kwargs, result)
         with without_torch_functions():
             self.calls.append(call)
             self.record(call)
         return result
 
-    def _value(self, name: str, metric: AnyMetric, method: str, function: Callable[[], Any]) -> Any:
+    def _value(self, called: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the call returns for the micro-batch; not a number if that has too few rows for this metric."""
-        if method in ("update", "reset"):
+        if called.returns_nothing:
             return None
-        with isolated(metric, keep_state=method == "compute"), warnings.catch_warnings():
+        is_compute = called.method == "compute"
+        with isolated(called.metric, keep_state=is_compute), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about few rows; about the batch's, it will warn again
             try:
-                # `compute` in a step shows the rows so far: it needs this micro-batch's updates, only recorded so far.
-                for earlier in self.calls:
-                    if method == "compute" and earlier.metric == name:
-                        getattr(metric, earlier.method)(*earlier.args, **earlier.kwargs)
-                result = function()
+                if is_compute:
+                    self._repeat_calls(called)
+                result = called.original(*args, **kwargs)
             except (ValueError, RuntimeError, IndexError):  # which the whole batch will raise again, if it is at fault
-                return map_leaves(lambda leaf: leaf + torch.nan, self._zeros(name, metric, method))
-        self.known[name, method] = map_leaves(_zero, result)
+                return map_leaves(lambda leaf: leaf + torch.nan, self._zeros(called))
+        self.known[called.name, called.method] = map_leaves(_zero, result)
         return result
 
-    def _zeros(self, name: str, metric: AnyMetric, method: str) -> Any:
-        if method in ("update", "reset"):
+    def _repeat_calls(self, called: _Method) -> None:
+        """Let the metric see this micro-batch's rows, which so far are only recorded: ``compute`` shows them, too."""
+        for earlier in self.calls:
+            if earlier.metric == called.name:
+                getattr(called.metric, earlier.method)(*earlier.args, **earlier.kwargs)
+
+    def _zeros(self, called: _Method) -> Any:
+        if called.returns_nothing:
             return None
-        if (name, method) in self.known:
-            return map_leaves(_zero, self.known[name, method])
+        key = (called.name, called.method)
+        if key in self.known:
+            return map_leaves(_zero, self.known[key])
+        metric = called.metric
         if isinstance(metric, MetricCollection):
             return {name: torch.zeros((), device=m.device) for name, m in metric.items(copy_state=False)}
         return torch.zeros((), device=metric.device)
@@ -172,13 +191,14 @@ class MetricRecorder:
 def isolated(metric: AnyMetric, keep_state: bool) -> Iterator[None]:
     """Let ``metric`` be used without a trace, from its present state or from none, and without other processes."""
     inside = [m for m in metric.modules() if isinstance(m, (Metric, MetricCollection))]
-    saved = [(vars(m), dict(vars(m))) for m in inside]
+    saved = [(vars(member), dict(vars(member))) for member in inside]
     try:
         for member in inside:
             if isinstance(member, MetricCollection):
                 keep_compute_groups(member)
                 continue
             member.distributed_available_fn = never
+            # Metrics write into their states: a copy of each takes the writes.
             for name, state in member.metric_state.items():
                 if isinstance(state, Tensor):
                     setattr(member, name, state.clone())
@@ -216,8 +236,9 @@ def merged_arguments(calls: Sequence[MetricCall], sizes: Sequence[int], rule: st
     Raises:
         UncombinableError: they cannot be put together.
     """
+    arguments = [(call.args, call.kwargs) for call in calls]
     try:
-        args, kwargs = _merge([(call.args, call.kwargs) for call in calls], list(sizes), rule)
+        args, kwargs = _merge(arguments, list(sizes), rule)
     except (ValueError, RuntimeError) as error:
         raise UncombinableError(
             f"The arguments that `self.{calls[0].metric}` was called with for the micro-batches cannot be put "
@@ -228,7 +249,8 @@ def merged_arguments(calls: Sequence[MetricCall], sizes: Sequence[int], rule: st
 
 def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:
     first = values[0]
-    if all(value is first for value in values) and not (isinstance(first, int) and values == sizes):
+    are_sizes = isinstance(first, int) and values == sizes  # they add up also where all are the same
+    if not are_sizes and all(value is first for value in values):
         return first
     if all(isinstance(value, Tensor) and value.dim() for value in values):
         return torch.cat(values)
@@ -240,7 +262,7 @@ def _merge(values: list[Any], sizes: list[int], rule: str | None) -> Any:
             for key in first:
                 merged[key] = _merge([value[key] for value in values], sizes, rule)
             return merged
-        return tuple(_merge(list(members), sizes, rule) for members in zip(*values, strict=True))
+        return tuple(_merge(list(at_once), sizes, rule) for at_once in zip(*values, strict=True))
     is_count = all(type(value) is int for value in values) and values == sizes
     if is_count or (rule == "sum" and isinstance(first, (Tensor, float))):
         return sum(values)
@@ -252,16 +274,24 @@ _ATTRIBUTES = ("compute", "dist_sync_fn", "distributed_available_fn")
 
 def members(metric: nn.Module) -> dict[str, Metric]:
     """``metric`` and the metrics in it, by name within it."""
-    return {name: found for name, found in metric.named_modules() if isinstance(found, Metric)}
+    found = {}
+    for name, part in metric.named_modules():
+        if isinstance(part, Metric):
+            found[name] = part
+    return found
 
 
 def owners(metrics: Iterable[str]) -> dict[str, str]:
     """For each metric the outermost metric or collection that it is part of."""
     found: dict[str, str] = {}
-    for name in sorted(metrics, key=len):
+    for name in sorted(metrics, key=len):  # what a metric is part of has a shorter name, and comes before it
         parts = name.split(".")
-        prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
-        found[name] = next((prefix for prefix in prefixes if prefix in found), name)
+        found[name] = name
+        for length in range(1, len(parts)):
+            prefix = ".".join(parts[:length])
+            if prefix in found:
+                found[name] = prefix
+                break
     return found
 
 
@@ -382,12 +412,15 @@ class PipelineMetrics:
         if not wanted:
             return
         self._changed -= set(wanted)
-        present = [owner for owner in wanted if owner in self._metrics]
         found = {}
-        for owner in present:
+        states = {}
+        for owner in wanted:
+            if owner not in self._metrics:
+                continue
             for name, metric in members(self._metrics[owner]).items():
-                found[f"{owner}:{name}"] = metric
-        states = {name: (metric.update_count, metric.metric_state) for name, metric in found.items()}
+                key = f"{owner}:{name}"
+                found[key] = metric
+                states[key] = (metric.update_count, metric.metric_state)
         received = broadcast_structure(states, self.group, self.src, self.device)
         if self.group.rank() == self.src:
             return

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -49,14 +49,15 @@ def resources_for(
     ``num_shares``: replicas that share the optimizer's states.
     """
     copies = max([_state_copies(optimizer) for optimizer in optimizers], default=0)
-    sizes = {}
+    sizes = {}  # by parameter, in bytes
     for name, parameter in module.named_parameters():
+        count = parameter.numel()
         share = 1.0
         if parameter.requires_grad and optimizers:
             share = 2 + copies / num_shares  # the parameter, its gradient and the optimizer's states
-        sizes[name] = int(parameter.numel() * parameter.dtype.itemsize * share)
+        sizes[name] = int(count * parameter.dtype.itemsize * share)
         if casts_weights and parameter.requires_grad and parameter.dtype == torch.float32:
-            sizes[name] += parameter.numel() * torch.bfloat16.itemsize
+            sizes[name] += count * torch.bfloat16.itemsize
     return Resources(
         tuple(rank_of_stage),
         tuple(in_flight(options, rank_of_stage, num_microbatches)),
@@ -68,21 +69,37 @@ def resources_for(
 
 def _state_copies(optimizer: Optimizer) -> int:
     """Tensors of a parameter's size that an optimizer keeps for it, by its options."""
-    if "betas" in optimizer.defaults:
+    options = optimizer.defaults
+    if "betas" in options:  # Adam's kind: means of gradients and of their squares
         return 2
-    return int(bool(optimizer.defaults.get("momentum")) or "alpha" in optimizer.defaults)
+    if options.get("momentum") or "alpha" in options:  # SGD's momentum, RMSprop's mean of squares
+        return 1
+    return 0
 
 
 def in_flight(options: PipelineOptions, rank_of_stage: Sequence[int], num_microbatches: int) -> list[int]:
     """For each stage the most micro-batches between their forward and their backward."""
-    most = [0] * len(rank_of_stage)
-    active = min(num_microbatches, options.partition.active_microbatches or num_microbatches)
-    for actions in orders(options.schedule, max(rank_of_stage) + 1, len(rank_of_stage), active).values():
-        held = [0] * len(rank_of_stage)
-        for action in map(parse_action, actions):
-            held[action.stage] += {"F": 1, "B": -1, "I": -1}.get(action.kind, 0)
+    num_stages = len(rank_of_stage)
+    num_ranks = max(rank_of_stage) + 1
+    most = [0] * num_stages
+    for actions in _orders(options, num_ranks, num_stages, num_microbatches).values():
+        held = [0] * num_stages
+        for text in actions:
+            action = parse_action(text)
+            if action.kind == "F":
+                held[action.stage] += 1
+            elif action.kind in ("B", "I"):  # a whole backward, or the part that gives the inputs' gradients
+                held[action.stage] -= 1
             most[action.stage] = max(most[action.stage], held[action.stage])
     return most
+
+
+def _orders(options: PipelineOptions, num_ranks: int, num_stages: int, count: int) -> dict[int, list[str]]:
+    """The actions of each rank for a batch of ``count`` micro-batches."""
+    active = count
+    if options.partition.active_microbatches is not None:
+        active = min(count, options.partition.active_microbatches)
+    return orders(options.schedule, num_ranks, num_stages, active)
 
 
 def print_replicated(replicated: ReplicatedModule, module: LightningModule) -> None:
@@ -100,8 +117,15 @@ def print_partition(
     weighting: Weighting | None,
 ) -> None:
     """Print how the module was partitioned for the step ``hook``; see :func:`describe`."""
-    setup, resources = partitioned.setup, partitioned.resources
-    rows = describe(partitioned.plan, setup.options, resources, setup.module, microbatches, weighting)
+    setup = partitioned.setup
+    rows = describe(
+        partitioned.plan,
+        setup.options,
+        partitioned.resources,
+        setup.module,
+        microbatches,
+        weighting,
+    )
     if partitioned.sharded is not None:
         rows += partitioned.sharded.describe()
     elif setup.options.shard is not None:
@@ -132,18 +156,38 @@ def describe(
         ("schedule", _schedule(options, resources, microbatches)),
         ("loss weights", weights),
     ]
+    rows += _of_stages(plan, resources, module)
+    norms = looks_at_other_rows(module)
+    if len(microbatches) > 1 and norms:
+        which = norms[0]
+        if len(norms) > 1:
+            which += f" and {len(norms) - 1} more"
+        rows.append(("note", f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
+    setting = replace(_setting(plan, options, resources, microbatches), stays_whole=weighting is None)
+    line = advice(setting)
+    if line is not None:
+        rows.append(("advice", line))
+    return rows
+
+
+def _of_stages(plan: PartitionPlan, resources: Resources, module: nn.Module) -> list[tuple[str, str]]:
+    """Rows about each stage, and about each rank where ranks have several."""
+    rows = []
     total = sum(plan.stage_seconds) or 1.0
     counts = {name: parameter.numel() for name, parameter in module.named_parameters()}
-    of_rank: dict[int, set[str]] = {}
+    of_rank: dict[int, set[str]] = {}  # names of parameters
+    seconds: dict[int, float] = {}
     for stage in plan.stage_cuts.plans(len(plan.graph.nodes)):
         number = stage.stage
         rank = resources.rank_of_stage[number]
-        items = plan.graph.nodes[stage.begin : stage.end]
-        modules = [item.module for item in items if item.module is not None]
+        nodes = plan.graph.nodes[stage.begin : stage.end]
+        modules = [node.module for node in nodes if node.module is not None]
         names = {name for name, stages in plan.homes.items() if number in stages}
         of_rank.setdefault(rank, set()).update(names)
-        percent, mebibytes = 100 * plan.stage_seconds[number] / total, plan.stage_memory[number] / 2**20
-        parameters = _count(sum(counts[name] for name in names))
+        seconds[rank] = seconds.get(rank, 0.0) + plan.stage_seconds[number]
+        percent = 100 * plan.stage_seconds[number] / total
+        mebibytes = plan.stage_memory[number] / 2**20
+        parameters = _count_of(names, counts)
         text = f"{_range(modules)}: {percent:.0f} % of the time, {parameters} parameters, {mebibytes:.1f} MiB"
         if stage.sends:
             sent = sum(plan.graph.values[value].nbytes for value in stage.sends)
@@ -151,49 +195,44 @@ def describe(
         rows.append((f"stage {number} on rank {rank}", text))
     if len(of_rank) < resources.num_stages:
         for rank, names in sorted(of_rank.items()):
-            seconds = 0.0
-            for holder, of_stage in zip(resources.rank_of_stage, plan.stage_seconds, strict=True):
-                if holder == rank:
-                    seconds += of_stage
-            parameters = _count(sum(counts[name] for name in names))
-            rows.append((f"rank {rank}", f"{100 * seconds / total:.0f} % of the time, {parameters} parameters"))
-    if len(microbatches) > 1 and (norms := looks_at_other_rows(module)):
-        which = norms[0]
-        if len(norms) > 1:
-            which += f" and {len(norms) - 1} more"
-        rows.append(("note", f"in training {which} (BatchNorm) sees the rows of a micro-batch, not of the batch"))
-    line = advice(replace(_setting(plan, options, resources, microbatches), stays_whole=weighting is None))
-    if line is not None:
-        rows.append(("advice", line))
+            percent = 100 * seconds[rank] / total
+            rows.append((f"rank {rank}", f"{percent:.0f} % of the time, {_count_of(names, counts)} parameters"))
     return rows
 
 
 def looks_at_other_rows(module: nn.Module) -> list[str]:
     """Names of layers that normalise over the rows they are given."""
-    return [name for name, m in module.named_modules() if isinstance(m, _BATCH_NORMS) and m.training]
+    names = []
+    for name, part in module.named_modules():
+        if isinstance(part, _BATCH_NORMS) and part.training:
+            names.append(name)
+    return names
 
 
 def _units(plan: PartitionPlan) -> str:
-    calls = [node.module for node in plan.graph.nodes if node.module is not None]
+    called = [node.module for node in plan.graph.nodes if node.module is not None]
     items = counted(len(plan.graph.nodes), "item")
-    modules = counted(len(set(calls)), "module")
-    return f"{modules}, {counted(len(calls), 'call')}; {items} in all"
+    modules = counted(len(set(called)), "module")
+    calls = counted(len(called), "call")
+    return f"{modules}, {calls}; {items} in all"
 
 
 def _schedule(options: PipelineOptions, resources: Resources, microbatches: Sequence[MicroBatch]) -> str:
     sizes = sorted({microbatch.size for microbatch in microbatches}, reverse=True)
-    rows = " or ".join(map(str, sizes))
-    counts = counted(len(microbatches), "micro-batch")
-    text = f"{options.schedule.name}, {counts} of {rows} row{'s' if sizes != [1] else ''}"
-    bound = _bound(options, resources, len(microbatches))
-    return f"{text}; ranks compute {100 * bound:.0f} % of the time at best"
+    rows = " or ".join(map(str, sizes)) + " rows"
+    if sizes == [1]:
+        rows = "1 row"
+    count = counted(len(microbatches), "micro-batch")
+    percent = 100 * _bound(options, resources, len(microbatches))
+    return f"{options.schedule.name}, {count} of {rows}; ranks compute {percent:.0f} % of the time at best"
 
 
 def _bound(options: PipelineOptions, resources: Resources, count: int) -> float:
-    ranks, stages = max(resources.rank_of_stage) + 1, resources.num_stages
-    active = min(count, options.partition.active_microbatches or count)
-    played = orders(options.schedule, ranks, stages, active)
-    return simulated_bound({rank: [parse_action(text) for text in actions] for rank, actions in played.items()})
+    num_ranks = max(resources.rank_of_stage) + 1
+    played = {}
+    for rank, actions in _orders(options, num_ranks, resources.num_stages, count).items():
+        played[rank] = [parse_action(text) for text in actions]
+    return simulated_bound(played)
 
 
 def _setting(
@@ -224,7 +263,9 @@ def _range(modules: Sequence[str | None]) -> str:
     return f"{names[0]} .. {names[-1]}"
 
 
-def _count(number: Any) -> str:
+def _count_of(names: Iterable[str], counts: Mapping[str, int]) -> str:
+    """How many numbers there are in the parameters ``names``, in words."""
+    number = sum(counts[name] for name in names)
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
