@@ -25,7 +25,7 @@ from lightning_smddp.planner.schedules import auto_num_microbatches
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.pytree import leaves, map_leaves, tensors
 
-_FEW = 4  # rows are enough to compare with their halves
+_FEW = 4  # as many rows are enough to compare with their halves
 _CURE = (
     "Give the module a method `split_batch(batch, num_microbatches)` that returns a list of batches (or of pairs of a "
     "batch and its number of rows), or the strategy PartitionOptions(split_batch=...) or (batch_size_fn=...); "
@@ -42,7 +42,9 @@ class BatchCutter:
     """
 
     def __init__(self, setup: RunSetup, values: HostValues) -> None:
-        self.setup, self.module, self.options = setup, setup.module, setup.options
+        self.setup = setup
+        self.module = setup.module
+        self.options = setup.options
         self._values = values
         hook = self.options.partition.split_batch or getattr(setup.module, "split_batch", None)
         if not callable(hook):
@@ -70,11 +72,9 @@ class BatchCutter:
         except UnclearBatchError as error:
             self._say_once(str(error).partition(";")[0])
             return [self.splitter.whole(batch)]
-        if (
-            len(parts) == 1
-            or self.splitter.split_batch is not None
-            or self._rows_come_first(batch, parts, step, can_try)
-        ):
+        if len(parts) == 1 or self.splitter.split_batch is not None:
+            return parts
+        if self._rows_come_first(batch, parts, step, can_try):
             return parts
         return [self.splitter.whole(batch)]
 
@@ -90,19 +90,21 @@ class BatchCutter:
             parts = self._cut(batch, step)
         except UnclearBatchError:
             return None
-        if len(parts) < 2 or self.splitter.split_batch is not None or self._evidence(batch, parts, step) == "rows":
+        if len(parts) < 2 or self.splitter.split_batch is not None:
             return None
-        return MicroBatch(batch, sum(part.size for part in parts), 1.0, parts[0].paths)
+        if self._evidence(batch, parts, step) == "rows":
+            return None
+        return _whole_of(batch, parts)
 
     def is_whole(self, step: LightningStep) -> bool:
         """Whether it is known that each batch is one micro-batch."""
         if self.parts_fail or step.key in self._whole:
             return True
-        if step.trains and not self.may_try and self.options.num_microbatches is None and self._normalises(step):
+        if self.options.num_microbatches is not None:
+            return self.options.num_microbatches == 1
+        if step.trains and not self.may_try and self._normalises(step):
             return True
-        if self.looks_across_rows and self.options.num_microbatches is None:
-            return step.hook != "predict_step"  # which has no loss
-        return self.options.num_microbatches == 1
+        return self.looks_across_rows and step.hook != "predict_step"  # which has no loss
 
     def consequence(self) -> str:
         """What becomes of batches where the loss looks across rows, for messages."""
@@ -144,27 +146,37 @@ class BatchCutter:
         if len(microbatches) < 2:
             return None
         rows = self.together(batch, microbatches)
-        count = min(len(microbatches) // 2, rows.size // _FEW)
-        if count < 2:
+        num_pairs = min(len(microbatches) // 2, rows.size // _FEW)
+        if num_pairs < 2:
             return rows
-        return self.splitter.cut(batch, count, rows.size)[0]
+        pairs = self.splitter.cut(batch, num_pairs, rows.size)
+        return pairs[0]
 
     @staticmethod
     def together(batch: Any, microbatches: Sequence[MicroBatch]) -> MicroBatch:
         """All rows of a batch that was cut into these, to be cut in the same way."""
+        first = microbatches[0]
         rows = sum(microbatch.size for microbatch in microbatches)
-        return MicroBatch(batch, rows, 1.0, microbatches[0].paths, microbatches[0].cuts)
+        return MicroBatch(batch, rows, 1.0, first.paths, first.cuts)
 
     def _cut(self, batch: Any, step: LightningStep) -> list[MicroBatch]:
         rows = self.splitter.rows(batch)
         try:
             return self._cut_rows(batch, step, rows)
         except UnclearBatchError:
+            # Where the batch leaves it open, its loader may not.
             if rows is None:
-                rows = next((n for n in self._loader_sizes(step) if n > 1 and _fits(self.splitter, batch, n)), None)
+                rows = self._rows_by_loader(batch, step)
             if rows is None:
                 raise
-            return self._cut_rows(batch, step, rows)  # the batch leaves it open, and its loader does not
+            return self._cut_rows(batch, step, rows)
+
+    def _rows_by_loader(self, batch: Any, step: LightningStep) -> int | None:
+        """The first size of the loader's batches by which this one can be cut in two."""
+        for rows in self._loader_sizes(step):
+            if rows > 1 and _fits(self.splitter, batch, rows):
+                return rows
+        return None
 
     def _cut_rows(self, batch: Any, step: LightningStep, rows: int | None) -> list[MicroBatch]:
         count = self.options.num_microbatches
@@ -205,42 +217,51 @@ class BatchCutter:
 
     def _rows_come_first(self, batch: Any, parts: Sequence[MicroBatch], step: LightningStep, can_try: bool) -> bool:
         known = self._known(step)
-        rows = sum(part.size for part in parts)
         if known is None:
             found = self._evidence(batch, parts, step)
             if found != "rows" and not step.trains:
                 return False  # until it is tried out
-            whole = MicroBatch(batch, rows, 1.0, parts[0].paths)
             if found == "rows":
                 known = True
             elif can_try:
-                known = rows_by_loss(step, whole, found, self.setup)
+                known = rows_by_loss(step, _whole_of(batch, parts), found, self.setup)
             else:
                 known = found == "square" and not has_time_first(self.module)
             self.learn(step, known)
         if not known:
+            rows = sum(part.size for part in parts)
             self._say_once(
                 f"neither its loader nor a trial shows that the first dimension ({rows}) is that of the rows"
             )
         return known
 
     def _say_once(self, why: str) -> None:
-        if why.split("(")[0] in self._said:
+        reason, _, _ = why.partition("(")  # the numbers in parentheses differ from batch to batch
+        if reason in self._said:
             return
-        self._said.add(why.split("(")[0])
+        self._said.add(reason)
         warn_on_first_rank(f"smddp_pipeline runs batches as one micro-batch, without overlap: {why}. {_CURE}")
 
     def _auto_count(self, rows: int) -> int:
         """Micro-batches for a batch of ``rows``; where the schedule allows none, its substitute takes all there are."""
         ranks = self.setup.groups.pipeline.size()
-        least = 2 if looks_at_other_rows(self.module) else 1  # it refuses a single row
+        schedule = self.options.schedule
+        least = 1
+        if looks_at_other_rows(self.module):
+            least = 2  # a layer that normalises over rows refuses a single one
 
         def allowed(count: int) -> bool:
-            return self.options.schedule.microbatches_ok(count, ranks, self.setup.num_stages) and rows // count >= least
+            return schedule.microbatches_ok(count, ranks, self.setup.num_stages) and rows // count >= least
 
         if not any(allowed(count) for count in range(1, rows + 1)):
             return rows
         return auto_num_microbatches(rows, ranks, allowed)
+
+
+def _whole_of(batch: Any, parts: Sequence[MicroBatch]) -> MicroBatch:
+    """All rows of a batch that was cut into ``parts``."""
+    rows = sum(part.size for part in parts)
+    return MicroBatch(batch, rows, 1.0, parts[0].paths)
 
 
 def _fits(splitter: Splitter, batch: Any, rows: int) -> bool:
@@ -273,10 +294,14 @@ def loader_sizes(trainer: Any, hook: str, arguments: Sequence[Any]) -> tuple[int
         index = arguments[1]
     if hook != "training_step" and isinstance(index, int) and index < len(every):
         every = [every[index]]
-    found = [_sizes(loader) for loader in every]
-    if not all(found):
-        return ()
-    usual, last = [sizes[0] for sizes in found], [size for sizes in found for size in sizes[1:]]
+    usual: list[int] = []
+    last: list[int] = []
+    for loader in every:
+        sizes = _sizes(loader)
+        if not sizes:
+            return ()
+        usual.append(sizes[0])
+        last += sizes[1:]
     return tuple(dict.fromkeys([*usual, *last]))
 
 
@@ -297,15 +322,12 @@ def _sizes(loader: Any) -> tuple[int, ...]:
     return (size,)
 
 
+# ---- by trials -------------------------------------------------------------------------------------------------------
+
 _TOLERANCE = 1e-5  # relative; rounding in another order is less
 
 
-def rows_by_loss(
-    step: LightningStep,
-    batch: MicroBatch,
-    found: Evidence,
-    setup: RunSetup,
-) -> bool:
+def rows_by_loss(step: LightningStep, batch: MicroBatch, found: Evidence, setup: RunSetup) -> bool:
     """Whether rows come first in batches of a training step: the first rank tries it. Collective over the pipeline.
 
     Args:
@@ -318,7 +340,8 @@ def rows_by_loss(
 
     def loss(microbatch: MicroBatch) -> float:
         with step.capture.left.before_traces():
-            return float(loss_of(step.observed([microbatch]).results.output, step.hook, detached=True))
+            output = step.observed([microbatch]).results.output
+            return float(loss_of(output, step.hook, detached=True))
 
     def decide() -> bool:
         for trains in (False, True):  # some models do something else in evaluation mode
@@ -347,7 +370,8 @@ def _try_order(loss: Callable[[MicroBatch], float], batch: MicroBatch, found: Ev
         rows_free = _close(whole, loss(batch.with_rows_in(order)))
         if found == "doubt":
             return rows_free and _made_up_of_parts(loss, batch, whole)
-        columns_free = _close(whole, loss(replace(batch, value=_with_columns_in_order(batch.value, order))))
+        turned = replace(batch, value=_with_columns_in_order(batch.value, order))
+        columns_free = _close(whole, loss(turned))
         if not columns_free:
             return True  # the second dimension is not that of the rows, and one of the two is
         return rows_free and _made_up_of_parts(loss, batch, whole)
@@ -357,8 +381,14 @@ def _try_order(loss: Callable[[MicroBatch], float], batch: MicroBatch, found: Ev
 
 def _made_up_of_parts(loss: Callable[[MicroBatch], float], batch: MicroBatch, whole: float) -> bool:
     """Whether some weights make the loss of the batch of those of its halves."""
-    weighting, _ = find_weighting(loss, batch, lambda value: replace(batch, value=value).split(2))
-    predicted = sum(part.weight * loss(part) for part in weighting.apply(batch.split(2)))
+
+    def cut(value: Any) -> list[MicroBatch]:
+        return replace(batch, value=value).split(2)
+
+    weighting, _ = find_weighting(loss, batch, cut)
+    predicted = 0.0
+    for part in weighting.apply(batch.split(2)):
+        predicted += part.weight * loss(part)
     return _close(whole, predicted, EXACT)
 
 
@@ -386,42 +416,52 @@ def rows_by_results(run: Callable[[MicroBatch], Observed | None], batch: MicroBa
         setup: of the run.
     """
     parts = batch.split(2)
-    observed = [run(rows) for rows in (batch, batch.with_rows_in(order_of(batch.size)), *parts)]
+    permuted = batch.with_rows_in(order_of(batch.size))
+    observed = [run(rows) for rows in (batch, permuted, *parts)]
     found = False
     if setup.ends_here:
-        whole, permuted, *halves = [some.results for some in observed if some is not None]
-        outputs = _same_outputs(whole.output, [half.output for half in halves], [part.size for part in parts])
-        found = bool(whole.logs)
-        if outputs is not None:
-            found = outputs
-        found = found and _same_logs(whole, permuted)
+        of_batch, of_permuted, *of_parts = [some.results for some in observed if some is not None]
+        outputs = [results.output for results in of_parts]
+        sizes = [part.size for part in parts]
+        same = _same_outputs(of_batch.output, outputs, sizes)
+        if same is None:
+            same = bool(of_batch.logs)
+        found = same and _same_logs(of_batch, of_permuted)
     return bool(broadcast_json(found, setup.groups.pipeline, setup.device, setup.last_rank))
 
 
 def _same_outputs(whole: Any, halves: list[Any], sizes: list[int]) -> bool | None:
     """Whether the halves' outputs make up the whole's; None if there are no tensors to compare."""
-    if not tensors(whole):
+    expected = tensors(whole)
+    if not expected:
         return None
     try:
         combined = tensors(combine(halves, sizes))
     except ValueError:
         return False
-    pairs = list(zip(tensors(whole), combined, strict=False))
-    return all(one.shape == other.shape and torch.allclose(one, other, 1e-4, 1e-6) for one, other in pairs)
+    for one, other in zip(expected, combined, strict=False):
+        if one.shape != other.shape or not torch.allclose(one, other, 1e-4, 1e-6):
+            return False
+    return True
 
 
 def _same_logs(whole: StepResults, permuted: StepResults) -> bool:
-    values = [[leaf for leaf in leaves([log.value for log in r.logs]) if _is_number(leaf)] for r in (whole, permuted)]
-    return all(_close(float(one), float(other)) for one, other in zip(*values, strict=False))
+    pairs = zip(_logged_numbers(whole), _logged_numbers(permuted), strict=False)
+    return all(_close(one, other) for one, other in pairs)
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, (int, float)) or (isinstance(leaf, Tensor) and leaf.numel() == 1)
+def _logged_numbers(results: StepResults) -> list[float]:
+    numbers = []
+    for leaf in leaves([log.value for log in results.logs]):
+        if isinstance(leaf, (int, float)) or (isinstance(leaf, Tensor) and leaf.numel() == 1):
+            numbers.append(float(leaf))
+    return numbers
 
 
 def order_of(count: int) -> list[int]:
     """Some order of ``count`` rows that is neither the usual one nor its reverse, as far as there are others."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(count)).tolist()
+    generator = torch.Generator().manual_seed(count)
+    order = torch.randperm(count, generator=generator).tolist()
     usual = list(range(count))
     if order in (usual, usual[::-1]):
         order = usual[1:] + usual[:1]
