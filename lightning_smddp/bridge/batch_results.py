@@ -81,18 +81,27 @@ class BatchResults:
         if setup.ends_here:
             try:
                 self.capture.require_known_counts(step.key)
-                with setup.step_context(
-                    step.hook
-                ):  # metrics that see the whole batch compute as they would in the step
+                # Metrics that see the whole batch compute as they would in the step.
+                with setup.step_context(step.hook):
                     results = self.capture.results(outputs, key=step.key)
             except UncombinableError as error:
                 results = str(error)
-        headers = self._headers.setdefault(step.key, HeaderCache())
-        like, groups = self.capture.examples.get(step.key), setup.groups
-        return broadcast_results(results, groups.pipeline, setup.last_rank, setup.device, headers, like, groups.host)
+        return broadcast_results(
+            results,
+            setup.groups.pipeline,
+            setup.last_rank,
+            setup.device,
+            cache=self._headers.setdefault(step.key, HeaderCache()),
+            like=self.capture.examples.get(step.key),
+            host=setup.groups.host,
+        )
 
     def _settle_counts(
-        self, partitioned: PartitionedModule, step: LightningStep, batch: Any, microbatches: Sequence[MicroBatch]
+        self,
+        partitioned: PartitionedModule,
+        step: LightningStep,
+        batch: Any,
+        microbatches: Sequence[MicroBatch],
     ) -> None:
         """Find out what integers count that this batch has moved. Collective.
 
@@ -101,9 +110,12 @@ class BatchResults:
         on, but for a number that the user gave.
         """
         capture = step.capture
+        # The batch at once comes first, then its micro-batches: what each sets attributes of the LightningModule to,
+        # on the rank where the step ends, and those of other owners, on all ranks.
         runs, left = [], []
+        together = self.cutter.together(batch, microbatches)
         with capture.aside():
-            for rows in (self.cutter.together(batch, microbatches), *microbatches):
+            for rows in (together, *microbatches):
                 with capture.left.recorded() as found:
                     runs.append(_attributes_after(partitioned, step.unscaled(), rows))
                 left.append(found)

@@ -17,6 +17,8 @@ from torch import Tensor
 from lightning_smddp.bridge.step import Scale
 from lightning_smddp.strategies.nonfinite import is_changed_hook
 
+_ROUNDING = 1e-6  # relative: a loss that nobody scales may arrive with so much
+
 
 class _DeferredBackward(torch.autograd.Function):
     """Returns the loss; its backward calls ``deliver``. No input of it gets a gradient.
@@ -56,7 +58,7 @@ def factor_of(arrived: Tensor, expected: Scale) -> float:
     if value == expected or expected == 0.0:
         return 1.0
     ratio = value / expected
-    if abs(ratio - 1.0) < 1e-6:  # rounding
+    if abs(ratio - 1.0) < _ROUNDING:
         return 1.0
     return ratio
 
@@ -71,9 +73,12 @@ def scale_of(scaler: Any, device: torch.device) -> Scale:
 
 def arrives_as_expected(trainer: Any) -> bool:
     """Whether nobody but Lightning has the loss in its hands between the step and its backward pass."""
-    module, plugin = trainer.lightning_module, trainer.precision_plugin
-    hooks = [(owner, "on_before_backward") for owner in (module, *trainer.callbacks)]
-    hooks += [(module, "backward"), (plugin, "pre_backward"), (plugin, "backward")]
+    module = trainer.lightning_module
+    plugin = trainer.precision_plugin
+    hooks = [(module, "backward"), (plugin, "pre_backward"), (plugin, "backward")]
+    for owner in (module, *trainer.callbacks):
+        hooks.append((owner, "on_before_backward"))
     if any(is_changed_hook(owner, hook) for owner, hook in hooks):
         return False
-    return type(getattr(plugin, "scaler", None)) in (type(None), torch.amp.GradScaler, torch.cuda.amp.GradScaler)
+    scaler = getattr(plugin, "scaler", None)
+    return scaler is None or type(scaler) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)

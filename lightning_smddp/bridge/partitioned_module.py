@@ -106,7 +106,9 @@ class PartitionedModule(ModuleState):
     @property
     def tolerance(self) -> float:
         """How far the pipeline's numbers may be from one process's, relatively: rounding explains so much."""
-        return EXACT if self.plan.is_exact else MIXED
+        if self.plan.is_exact:
+            return EXACT
+        return MIXED
 
     # ---- the paths that steps take ----
 
@@ -124,11 +126,13 @@ class PartitionedModule(ModuleState):
         else:
             self.buffers.share()
         self._num_microbatches = len(microbatches)
+        # A step that was not traced yet may draw anything. Later ranks share random numbers only where a graph draws.
         traces = self._traces.get(step.key)
-        draws = traces is None or any(staged.graph.draws for staged in traces.steps)
         step.random = None
-        if draws:
-            torch_too = traces is None or any(staged.graph.shares_draws for staged in traces.steps)
+        if traces is None:
+            step.random = self._share_random()
+        elif any(staged.graph.draws for staged in traces.steps):
+            torch_too = any(staged.graph.shares_draws for staged in traces.steps)
             step.random = self._share_random(torch_too)
         return self.paths_of(step, microbatches)
 
@@ -229,7 +233,8 @@ class PartitionedModule(ModuleState):
         Raises:
             PartFailedError: on every rank: it cannot be run on these.
         """
-        setup, weighting = self.setup, self.weighed.weighting
+        setup = self.setup
+        weighting = self.weighed.weighting
         parts = weighting.apply(rows.split(2))
         if len(parts) < 2:
             return None
@@ -256,7 +261,16 @@ class PartitionedModule(ModuleState):
             return KeptState(**shared)
 
         tolerance = tolerance_of(self.plan.is_exact, setup.device)
-        found = try_results(run, share, rows, parts, step.capture, step.key, tolerance, weighting.kind == "rows")
+        found = try_results(
+            run,
+            share,
+            rows,
+            parts,
+            step.capture,
+            step.key,
+            tolerance,
+            by_rows=weighting.kind == "rows",
+        )
         sent = broadcast_json(found.to_json(), setup.groups.pipeline, setup.device, setup.last_rank)
         found = Findings.from_json(sent).beside(known)
         found.teach(step.capture, step.key)
@@ -270,8 +284,8 @@ class PartitionedModule(ModuleState):
 
     def _add(self, step: LightningStep, staged: StagedStep) -> TraceCache:
         retrace: Callable[[LightningStep, MicroBatch, int], StagedStep] = self._trace
-        kept = KeptNumbers(module for module in self.setup.module.modules() if not isinstance(module, Metric))
-        traces = TraceCache(self.runtime, [staged], retrace, step.trains, kept)
+        modules = [module for module in self.setup.module.modules() if not isinstance(module, Metric)]
+        traces = TraceCache(self.runtime, [staged], retrace, step.trains, KeptNumbers(modules))
         self._traces[step.key] = traces
         return traces
 
@@ -309,8 +323,13 @@ class PartitionedModule(ModuleState):
     def _units(self) -> set[str]:
         """Modules that stay whole in other steps: the units, and modules that the first step did not call."""
         units = set(self.plan.graph.units)
-        opened = {parent for unit in units for parent in _parents(unit)}
-        return units | {name for name, _ in self.setup.module.named_modules() if name and name not in opened}
+        opened = set()  # modules that units are in: these are traced through
+        for unit in units:
+            opened.update(_parents(unit))
+        for name, _ in self.setup.module.named_modules():
+            if name and name not in opened:
+                units.add(name)
+        return units
 
     def _fetch(self, name: str) -> Tensor:
         """A parameter's values, from the rank that holds it. Collective."""
@@ -320,7 +339,8 @@ class PartitionedModule(ModuleState):
         else:  # a copy, so that the trace is the same where the parameter is and elsewhere
             value = parameter.detach().clone()
         value = value.contiguous()
-        dist.broadcast(value, group=self.setup.groups.pipeline, group_src=self.plan.ownership.owner(name))
+        owner = self.plan.ownership.owner(name)
+        dist.broadcast(value, group=self.setup.groups.pipeline, group_src=owner)
         return value
 
     # ---- random numbers ----
@@ -341,17 +361,18 @@ class PartitionedModule(ModuleState):
         """What Python draws after ``step`` follows what it drew in it. Collective."""
         if step.random is None:
             return
-        end = from_json(broadcast_json(to_json(step.random.end), *self.setup.groups.host, self.setup.last_rank))
-        graphs = [staged.graph for staged in self._traces[step.key].steps]
-        if step.random.sources.with_torch and not any(graph.shares_draws for graph in graphs):
+        sources = step.random.sources
+        sent = broadcast_json(to_json(step.random.end), *self.setup.groups.host, self.setup.last_rank)
+        end = from_json(sent)
+        traces = self._traces[step.key]
+        if sources.with_torch and not any(staged.graph.shares_draws for staged in traces.steps):
             # It was traced, with the first rank's numbers of torch. If it has drawn some, all ranks go on behind them,
             # and stages that draw do so apart again; else each rank goes on from its own.
-            if any(map(_has_draws, graphs)) or step.random.has_drawn(end):
-                known = [staged.graph for traces in self._traces.values() for staged in traces.steps]
-                self._may_draw_alike |= any(map(_has_draws, known))
+            if _have_draws(traces) or step.random.has_drawn(end):
+                self._may_draw_alike |= any(_have_draws(known) for known in self._traces.values())
             else:
-                end = step.random.sources.with_own_torch(end)
-        step.random.sources.set(end)
+                end = sources.with_own_torch(end)
+        sources.set(end)
 
     # ---- hooks ----
 
@@ -401,9 +422,14 @@ class PartitionedModule(ModuleState):
 
     def clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Scale the gradients of all ranks' parameters in ``optimizer`` to this norm at the most. Collective."""
-        inside = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        chosen = {name: p for name, p in self.stash.parameters.items() if id(p) in inside}
         setup = self.setup
+        inside: set[int] = set()
+        for group in optimizer.param_groups:
+            inside.update(map(id, group["params"]))
+        chosen = {}
+        for name, parameter in self.stash.parameters.items():
+            if id(parameter) in inside:
+                chosen[name] = parameter
         with self.outside_view():
             clip_by_norm(chosen, self.plan.ownership, setup.groups.pipeline, clip_val, device=setup.device)
 
@@ -428,7 +454,8 @@ class PartitionedModule(ModuleState):
 
     @override
     def state_dict(self, gather: bool) -> dict[str, Any]:
-        setup, ownership = self.setup, self.plan.ownership
+        setup = self.setup
+        ownership = self.plan.ownership
         if setup.groups.replica != 0:
             return {}
         if not gather:
@@ -485,7 +512,10 @@ class PartitionedModule(ModuleState):
         return partition.all_parameters
 
     def _partition_of(self, optimizer: Optimizer) -> OptimizerPartition | None:
-        return next((partition for partition in self.optimizers if partition.optimizer is optimizer), None)
+        for partition in self.optimizers:
+            if partition.optimizer is optimizer:
+                return partition
+        return None
 
     @override
     def report(self) -> CommunicationReport | None:
@@ -512,6 +542,10 @@ def share_random(module: nn.Module, device: torch.device | None, channel: Channe
 def _has_draws(graph: StepGraph) -> bool:
     """Whether torch draws random numbers in it, on the stages."""
     return any(node.random for node in graph.nodes)
+
+
+def _have_draws(traces: TraceCache) -> bool:
+    return any(_has_draws(staged.graph) for staged in traces.steps)
 
 
 def _parents(name: str) -> list[str]:

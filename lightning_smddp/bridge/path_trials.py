@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ from lightning_smddp.pipeline.runtime.staged_step import TracedPath
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import gather_json
 
-_MOST_TAILS = 16
+_MOST_TAILS = 16  # batches in which something new may run behind the last module, see `_CHANGING`
 _FITS = Misfit("", 0.0)
 _CHANGING = (
     "What the training step does behind its last module is something else in too many batches, so that nobody knows "
@@ -77,8 +77,12 @@ class PathTrials:
     """
 
     def __init__(self, partitioned: PartitionedModule, cutter: BatchCutter, step: LightningStep, batch: Any) -> None:
-        self.partitioned, self.cutter, self.step, self.batch = partitioned, cutter, step, batch
-        self.setup, self.doubts = partitioned.setup, partitioned.doubts
+        self.partitioned = partitioned
+        self.cutter = cutter
+        self.step = step
+        self.batch = batch
+        self.setup = partitioned.setup
+        self.doubts = partitioned.doubts
 
     @property
     def weighting(self) -> Weighting:
@@ -116,7 +120,8 @@ class PathTrials:
         if not self.doubts.of_tail:
             return
         with self.step.capture.aside():
-            problem = self._find_problem(self.cutter.pair(self.batch, microbatches), self._since_now())
+            pair = self.cutter.pair(self.batch, microbatches)
+            problem = self._find_problem(pair, self._since_now())
         self.partitioned.take_unforeseen(self.step)
         if problem is None:
             return
@@ -164,21 +169,29 @@ class PathTrials:
         Without a reason to look, 16 bits say too little: rounding is worse in gradients of a model that has been
         trained.
         """
-        setup, problem = self.setup, None
-        can_tell = pair is not None and self.weighting.fits and self.partitioned.plan.is_exact
-        if can_tell and not _draws(self.step):
-            assert pair is not None
-            since = f"At {self.step.batch_name()} the loss is another than when weights of micro-batches were found"
-            found = self._misfit_of_gradients(pair)
-            if found is not None:
-                problem = _in_words(found, pair, since)
+        problem = self._drift_here(pair)
         if self.partitioned.replicas is not None:  # which all go on in the same way
-            gathered = gather_json(problem, setup.world, setup.device)
-            problem = next((text for text in gathered if text is not None), None)
+            gathered = gather_json(problem, self.setup.world, self.setup.device)
+            problems = [text for text in gathered if text is not None]
+            problem = None
+            if problems:
+                problem = problems[0]
         if not self.doubts.suspect(problem is not None):
             return None
         assert problem is not None
         return _Problem(problem)
+
+    def _drift_here(self, pair: MicroBatch | None) -> str | None:
+        """What this pipeline says of it."""
+        if pair is None or not self.weighting.fits or not self.partitioned.plan.is_exact:
+            return None
+        if _draws(self.step):
+            return None
+        found = self._misfit_of_gradients(pair)
+        if found is None:
+            return None
+        since = f"At {self.step.batch_name()} the loss is another than when weights of micro-batches were found"
+        return _in_words(found, pair, since)
 
     def _give_up(self, problem: _Problem) -> None:
         """Batches are whole from here on, unless the user gave the number of micro-batches."""
@@ -205,26 +218,50 @@ class PathTrials:
         parts = self.weighting.apply(parts)
         # Twice, with different seeds: if the same rows have two losses, what is random in the step cannot be made
         # constant, and a difference between whole and parts shows nothing.
-        whole, again = self._loss(pair, 0), self._loss(pair, 1)
+        whole = self._loss(pair, 0)
+        again = self._loss(pair, 1)
         losses = [self._loss(part, seed) for seed, part in enumerate(parts, start=2)]
         if _draws(self.step):
             return None
         found: Any = None
         if self.partitioned.runtime.ends_here:
-            predicted = sum(part.weight * loss for part, loss in zip(parts, losses, strict=True) if part.weight)
-            scale = max(abs(whole), *(abs(loss) for loss in losses), 1e-8)
-            tolerance = scale * (EXACT if self.partitioned.plan.is_exact else MIXED)
-            by_chance = abs(whole - again) > tolerance or not math.isfinite(whole)
-            if not by_chance and not abs(predicted - whole) <= tolerance:
-                found = [whole, predicted]
+            weights = [part.weight for part in parts]
+            found = self._misfit_of_losses(whole, again, losses, weights)
         found = broadcast_json(found, self.setup.groups.pipeline, self.setup.device, self.setup.last_rank)
-        if found is None:
-            misfit = self._misfit_of_gradients(pair)
-            return None if misfit is None else _in_words(misfit, pair, since)
-        return (
-            f"{since}: the loss of {pair.size} rows is {found[0]:.6g}, but those of its two halves, weighted as at "
-            f"first, make {found[1]:.6g}. So the loss of a batch is not the mean over its micro-batches any more."
-        )
+        if found is not None:
+            whole, predicted = found
+            return (
+                f"{since}: the loss of {pair.size} rows is {whole:.6g}, but those of its two halves, weighted as at "
+                f"first, make {predicted:.6g}. So the loss of a batch is not the mean over its micro-batches any more."
+            )
+        misfit = self._misfit_of_gradients(pair)
+        if misfit is None:
+            return None
+        return _in_words(misfit, pair, since)
+
+    def _misfit_of_losses(
+        self,
+        whole: float,
+        again: float,
+        losses: Sequence[float],
+        weights: Sequence[float],
+    ) -> list[float] | None:
+        """The loss of all rows, and what ``losses`` of parts make of it, if that is another; None if it is not.
+
+        None also where the rows have another loss ``again``: that is chance.
+        """
+        predicted = 0.0
+        for loss, weight in zip(losses, weights, strict=True):
+            if weight:  # a part whose labels are all ignored has nan for its loss, and nan * 0 is nan
+                predicted += weight * loss
+        tolerance = MIXED
+        if self.partitioned.plan.is_exact:
+            tolerance = EXACT
+        tolerance *= max(abs(whole), *map(abs, losses), 1e-8)
+        by_chance = abs(whole - again) > tolerance or not math.isfinite(whole)
+        if by_chance or abs(predicted - whole) <= tolerance:
+            return None
+        return [whole, predicted]
 
     def _unlike(self, pair: MicroBatch) -> str | None:
         """What the step shows now, and parts do not make up; rules for what it shows for the first time."""
@@ -262,7 +299,9 @@ class PathTrials:
         if again is None or self._agreed(whole, [again], [1.0], 1.0) is not _FITS:
             return None  # by chance
         confirmed = self._misfit_of_parts(pair, whole, 3, 0.5)
-        return None if confirmed is _FITS else found
+        if confirmed is _FITS:
+            return None
+        return found
 
     def _misfit_of_parts(self, pair: MicroBatch, whole: Gradients, count: int, strictness: float) -> Misfit | None:
         """That of ``count`` parts of ``pair``; None if nothing can be said."""
@@ -273,41 +312,55 @@ class PathTrials:
         made = [run for run in runs if run is not None]
         if len(made) < len(runs):  # on every rank
             return None
-        return self._agreed(whole, made, [part.weight for part in parts], strictness)
+        weights = [part.weight for part in parts]
+        return self._agreed(whole, made, weights, strictness)
 
     def _agreed(
-        self, whole: Gradients, parts: Sequence[Gradients], weights: Sequence[float], strictness: float
+        self,
+        whole: Gradients,
+        parts: Sequence[Gradients],
+        weights: Sequence[float],
+        strictness: float,
     ) -> Misfit | None:
         """By how much ``parts`` miss ``whole`` on any rank, if they do; None where they are not finite."""
         channel = self.setup.groups.host
         # Each rank has the gradients of its own stages. They are judged on one scale, that of the largest anywhere, and
         # by the worst of all: so every rank comes to the same verdict.
-        largest = max(gather_json(max([0.0, *whole.norms.values()]), *channel))
+        largest_here = max([0.0, *whole.norms.values()])
+        largest = max(gather_json(largest_here, *channel))
         runs = (whole, *parts)
         # Autocast may keep nothing for backward: then gradients are in 16 bits though all values of the step are not.
         exact = self.partitioned.plan.is_exact and all(run.is_exact for run in runs)
         is_finite = all(run.is_finite() for run in runs)
         local = misfit_of(whole, parts, weights, largest)
         gathered = gather_json([local.parameter, local.error, exact, is_finite], *channel)
-        tolerances = tolerances_on(self.setup.device)
-        tolerance = strictness * (tolerances[0] if all(entry[2] for entry in gathered) else tolerances[1])
-        if not all(entry[3] for entry in gathered):
+        names, errors, are_exact, are_finite = zip(*gathered, strict=True)
+        if not all(are_finite):
             return None
-        name, error, *_ = max(gathered, key=lambda entry: entry[1])
-        return Misfit(name, error) if error > tolerance else _FITS
+        tolerance, tolerance_mixed = tolerances_on(self.setup.device)
+        if not all(are_exact):
+            tolerance = tolerance_mixed
+        error = max(errors)
+        if error > strictness * tolerance:
+            return Misfit(names[errors.index(error)], error)
+        return _FITS
 
     def _gradients(self, rows: MicroBatch, seed: int) -> Gradients | None:
         """Of this rank's parameters; None on every rank if the step leaves its path, or fails."""
         partitioned, module = self.partitioned, self.setup.module
-        alone, trial = replace(rows, weight=1.0), self.step.on_trial()  # scaled, as else little is left in 16 bits
+        alone = replace(rows, weight=1.0)
+        trial = self.step.on_trial()  # scaled, as else little is left in 16 bits
         trial.offset = 0
-        unaveraged = nullcontext() if partitioned.replicas is None else partitioned.replicas.idle()
+        unaveraged: AbstractContextManager[None] = nullcontext()
+        if partitioned.replicas is not None:
+            unaveraged = partitioned.replicas.idle()
         with preserve_state(module, self.setup.device), without_chance(self.setup.device), unaveraged:
             as_trained(module)
             seed_torch(seed)
             with noted_gradients(partitioned.stash.parameters) as found, partitioned.runtime.engine.unrecorded():
                 try:
-                    partitioned.runtime.run(partitioned.paths(trial, [alone]), trial, [alone], True)
+                    paths = partitioned.paths(trial, [alone])
+                    partitioned.runtime.run(paths, trial, [alone], True)
                 except LeftCourseError:
                     return None
                 finally:

@@ -129,8 +129,13 @@ class KeptState:
 
         Where the step counts nothing, that makes no difference.
         """
-        numbers = {name: value for name, value in vars(module).items() if _is_zero(value)}
-        return KeptState(self.appended, {name: _moved(value) for name, value in {**numbers, **self.attributes}.items()})
+        attributes = {}
+        for name, value in vars(module).items():
+            if type(value) in (int, float) and value == 0:
+                attributes[name] = _moved(value)
+        for name, value in self.attributes.items():
+            attributes[name] = _moved(value)
+        return KeptState(self.appended, attributes)
 
     def put(self, module: nn.Module) -> None:
         """Set the module's attributes so, within ``preserve_state``: members of its lists and dicts are not written."""
@@ -140,15 +145,12 @@ class KeptState:
             container = own
             if len(where) > 1:
                 container = own[where[0]] = own[where[0]].copy()
+            last = where[-1]
             if isinstance(container, list):
-                before = container[where[-1]]
+                before = container[last]
             else:
-                before = container.get(where[-1], [])
-            container[where[-1]] = [*before, *tail]
-
-
-def _is_zero(value: Any) -> bool:
-    return type(value) in (int, float) and value == 0
+                before = container.get(last, [])
+            container[last] = [*before, *tail]
 
 
 def _moved(value: Any) -> Any:
