@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_smddp._compat.torch import DispatchMode, arguments_by_name, is_composite
 from lightning_smddp.pipeline.capture.own_seeds import constant_draws, is_own, seed_torch
 from lightning_smddp.pipeline.capture.python_random import generator_devices
-from lightning_smddp.wire.pytree import leaves
+from lightning_smddp.wire.pytree import tensors
 
 Given = Mapping[str, Any]  # arguments by name
 _DRAWS = torch.Tag.nondeterministic_seeded
@@ -55,12 +55,10 @@ class ConstantRandom(DispatchMode):
         given = arguments_by_name(function, args, kwargs)
         if not is_own(_generator_of(given)):
             return function(*args, **kwargs)
-        if given.get("dropout_p"):  # attention in one kernel
-            position = list(given).index("dropout_p")
-            if position < len(args):
-                args = (*args[:position], 0.0, *args[position + 1 :])
-            else:
-                kwargs = {**kwargs, "dropout_p": 0.0}
+        if given.get("dropout_p"):  # attention in one kernel, which drops inside
+            args, kwargs = _without_dropout(given, args, kwargs)
+        # It draws all the same: so the result has the right shape and type, and generators go on. Then the result is
+        # filled with something else.
         result = function(*args, **kwargs)
         fill = _FILLS.get(function.overloadpacket.__name__)
         if fill is not None:
@@ -68,20 +66,33 @@ class ConstantRandom(DispatchMode):
         return result
 
 
+def _without_dropout(given: Given, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments ``given`` as they are, with a probability of zero."""
+    position = list(given).index("dropout_p")
+    if position < len(args):
+        args = (*args[:position], 0.0, *args[position + 1 :])
+    else:
+        kwargs = {**kwargs, "dropout_p": 0.0}
+    return args, kwargs
+
+
 def _generator_of(given: Given) -> torch.Generator:
     """The one that an operation with these arguments draws from."""
     generator = given.get("generator")
     if isinstance(generator, torch.Generator):
         return generator
-    devices = [leaf.device for leaf in leaves(dict(given)) if isinstance(leaf, Tensor)]
+    # torch's default one, of the device that it is asked to make a tensor on, or of its arguments.
     if given.get("device") is not None:
         devices = [torch.device(given["device"])]
+    else:
+        devices = [tensor.device for tensor in tensors(dict(given))]
     for device in devices:
-        if device.type == "cuda":
-            index = device.index
-            if index is None:
-                index = torch.cuda.current_device()
-            return torch.cuda.default_generators[index]
+        if device.type != "cuda":
+            continue
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
     return torch.default_generator
 
 
@@ -94,25 +105,28 @@ def _one(result: Tensor, given: Given) -> None:
 
 
 def _normal(result: Tensor, given: Given) -> None:
-    result.copy_(torch.as_tensor(given["mean"] + 0.5 * given["std"]))
+    value = given["mean"] + 0.5 * given["std"]  # so that the scale counts, too
+    result.copy_(torch.as_tensor(value))
 
 
 def _uniform(result: Tensor, given: Given) -> None:
-    result.fill_((given["from"] + given["to"]) / 2)
+    middle = (given["from"] + given["to"]) / 2
+    result.fill_(middle)
 
 
 def _integer(result: Tensor, given: Given) -> None:
     low = given.get("low", given.get("from", 0))
     high = given.get("high", given.get("to"))
-    if high is None:
-        result.fill_(low)
-    else:
-        result.fill_((low + high) // 2)
+    value = low
+    if high is not None:
+        value = (low + high) // 2
+    result.fill_(value)
 
 
 def _permutation(result: Tensor, given: Given) -> None:
     # Each goes to the next one's place: a row that is compared with itself would not show that rows are mixed.
-    result.copy_(torch.arange(given["n"]).roll(-1))
+    order = torch.arange(given["n"])
+    result.copy_(order.roll(-1))
 
 
 def _more_likely(result: Tensor, given: Given) -> None:
@@ -134,7 +148,8 @@ def _dropout(result: tuple[Tensor, Tensor], given: Given) -> None:
     output, mask = result
     probability = given["p"]
     if given.get("train", True) and 0.0 < probability < 1.0:
-        output.copy_(given.get("input", given.get("self")) / (1.0 - probability))
+        kept = given.get("input", given.get("self"))
+        output.copy_(kept / (1.0 - probability))
         mask.fill_(True)
 
 
@@ -146,11 +161,12 @@ def _rrelu(result: Tensor, given: Given) -> None:
 
 
 def _likeliest(result: Tensor, given: Given) -> None:
-    weights, count = given["self"], given["num_samples"]
+    weights = given["self"]
     if given["replacement"]:
-        result.copy_(weights.argmax(-1, keepdim=True).expand(result.shape))
+        likeliest = weights.argmax(-1, keepdim=True)
+        result.copy_(likeliest.expand(result.shape))
     else:
-        result.copy_(weights.topk(count).indices)
+        result.copy_(weights.topk(given["num_samples"]).indices)
 
 
 def _as_given(result: Tensor, given: Given) -> None:
@@ -166,9 +182,11 @@ def _rounded(result: Tensor, given: Given) -> None:
 
 
 def _share(result: Tensor, given: Given) -> None:
-    result.copy_(given["self"] / given["self"].sum(-1, keepdim=True))
+    concentration = given["self"]
+    result.copy_(concentration / concentration.sum(-1, keepdim=True))
 
 
+# By the operator's name in ATen: what a tensor is filled with instead of what was drawn.
 _FILLS: dict[str, Callable[[Any, Given], None]] = {
     "rand": _half, "rand_like": _half, "randn": _half, "randn_like": _half,
     "normal": _normal, "normal_": _normal, "uniform_": _uniform,

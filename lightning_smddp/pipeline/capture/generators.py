@@ -9,13 +9,15 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_smddp._compat.torch import without_torch_functions
+
+Members: TypeAlias = list[tuple[Any, Any]]  # keys and values
 
 _DEPTH = 3  # of an attribute of an object in a list in an attribute
 _MOST_MEMBERS = 100  # of a container; one with more is data
@@ -76,19 +78,23 @@ def held_generators(root: nn.Module) -> list[Held]:
     kinds: dict[type, None] = {}
     for path, module in root.named_modules():
         kinds[type(module)] = None
+        attributes = vars(module)
         own = []
-        for name, value in vars(module).items():
+        for name, value in attributes.items():
             if type(value) not in _PLAIN and name not in _OF_MODULES:
                 own.append((name, value))
-        found += _found_in(vars(module), own, f"{path}.", seen, _DEPTH)
+        found += _found_in(attributes, own, f"{path}.", seen, _DEPTH)
     bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in kinds))
-    for file in dict.fromkeys(kind.__module__ for kind in bases if not _is_of_a_library(kind)):
-        variables = vars(sys.modules[file]) if file in sys.modules else {}
+    files = dict.fromkeys(kind.__module__ for kind in bases if not _is_of_a_library(kind))
+    for file in files:
+        if file not in sys.modules:
+            continue
+        variables = vars(sys.modules[file])
         found += _found_in(variables, list(variables.items()), f"global {file}.", seen, 0)
     return found
 
 
-def _found_in(container: Any, members: Any, name: str, seen: set[int], depth: int) -> Iterator[Held]:
+def _found_in(container: Any, members: Members, name: str, seen: set[int], depth: int) -> Iterator[Held]:
     """Generators among ``members`` of ``container``, and down to ``depth`` in these."""
     for key, value in members:
         if type(value) in _PLAIN or id(value) in seen:
@@ -97,28 +103,34 @@ def _found_in(container: Any, members: Any, name: str, seen: set[int], depth: in
             seen.add(id(value))
             yield Held(f"{name}{key}", container, key)
         elif depth:
-            inside = _members(value)
+            inside = _inside(value)
             if inside is not None:
                 seen.add(id(value))
-                yield from _found_in(*inside, f"{name}{key}.", seen, depth - 1)
+                inner, inner_members = inside
+                yield from _found_in(inner, inner_members, f"{name}{key}.", seen, depth - 1)
 
 
-def _members(value: Any) -> tuple[Any, Any] | None:
-    """What a container or helper has in it, and how to get it; None if that is of no interest."""
+def _inside(value: Any) -> tuple[Any, Members] | None:
+    """What to look up keys in, and its members: of a container, or a helper's attributes. None if of no interest."""
     if isinstance(value, Mapping):
-        return (value, list(value.items())) if len(value) <= _MOST_MEMBERS else None
+        if len(value) > _MOST_MEMBERS:
+            return None
+        return value, list(value.items())
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return (value, list(enumerate(value))) if len(value) <= _MOST_MEMBERS else None
+        if len(value) > _MOST_MEMBERS:
+            return None
+        return value, list(enumerate(value))
     if isinstance(value, _NO_HELPERS) or _is_of_a_library(type(value)):
         return None
-    own = getattr(value, "__dict__", None)
-    if type(own) is not dict or len(own) > _MOST_MEMBERS:
+    attributes = getattr(value, "__dict__", None)
+    if type(attributes) is not dict or len(attributes) > _MOST_MEMBERS:
         return None
-    return own, list(own.items())
+    return attributes, list(attributes.items())
 
 
 def _is_of_a_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _LIBRARIES + _OF_PYTHON
+    package, _, _ = kind.__module__.partition(".")
+    return package in _LIBRARIES + _OF_PYTHON
 
 
 def state_of(generator: Any) -> Any:

@@ -24,12 +24,13 @@ PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device, torch.layout}
 )
 _BY_NAME = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
-_PROTOCOL = 4
+_WITHOUT_PARTS = (*_BY_NAME, np.generic)
+_PROTOCOL = 4  # of pickle: objects show their parts in another way under another one
 
 
 def is_plain(value: Any) -> bool:
     """Whether ``value`` has no parts: a number, a string, a class, a function."""
-    return type(value) in PLAIN or isinstance(value, (*_BY_NAME, np.generic))
+    return type(value) in PLAIN or isinstance(value, _WITHOUT_PARTS)
 
 
 def parts_of(value: Any) -> Parts | None:
@@ -55,6 +56,7 @@ def parts_of(value: Any) -> Parts | None:
 
 
 def _reduced(value: Any) -> Parts | None:
+    """The parts that ``value`` would show to ``pickle``; else its attributes, or None if it has none."""
     reducer = copyreg.dispatch_table.get(type(value))
     try:
         if reducer is not None:
@@ -66,10 +68,11 @@ def _reduced(value: Any) -> Parts | None:
         if attributes is None:
             return None
         return list(attributes.items())
-    if isinstance(reduced, str):
+    if isinstance(reduced, str):  # the name of something global
         return []
     # what copies and unpickles by: (function, its arguments, state, iterator of entries, iterator of items, setter)
-    made, arguments, state, entries, mapped = (*reduced, None, None, None)[:5]
+    padded = (*reduced, None, None, None)
+    made, arguments, state, entries, mapped = padded[:5]
     parts: Parts = [("made by", made), *enumerate(arguments)]
     if state is not None:
         parts.append(("state", state))
@@ -107,8 +110,8 @@ def _everything(value: Any) -> tuple[list[Any], list[Any]]:
         parts = parts_of(part)
         if parts is None:
             silent.append(part)
-        else:
-            waiting += [child for _, child in parts]
+            continue
+        waiting += [child for _, child in parts]
     return list(seen.values()), silent
 
 
@@ -117,7 +120,9 @@ def names_within(value: Any) -> set[str]:
     found: set[str] = set()
     everything, _ = _everything(value)
     for part in everything:
-        found.update(key for key, _ in parts_of(part) or () if isinstance(key, str))
+        for key, _ in parts_of(part) or []:
+            if isinstance(key, str):
+                found.add(key)
     return found
 
 
@@ -128,18 +133,22 @@ def describe(value: Any) -> str:
 
 def _describe(value: Any, seen: dict[int, Any]) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{_shape(value)}"
+        kind = str(value.dtype).removeprefix("torch.")
+        return f"{kind}{_shape(value)}"
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"numpy {value.dtype}{list(value.shape)}"
     if isinstance(value, (bool, int)):
         return repr(value)
+    name = type(value).__name__
     if isinstance(value, _BY_NAME):
-        return str(getattr(value, "__qualname__", type(value).__name__))
+        return str(getattr(value, "__qualname__", name))
     if is_plain(value) or id(value) in seen:
-        return type(value).__name__
+        return name
     seen[id(value)] = value
-    texts = [f"{_name(key)}={_describe(part, seen)}" for key, part in parts_of(value) or []]
-    return f"{type(value).__name__}({', '.join(texts)})"
+    texts = []
+    for key, part in parts_of(value) or []:
+        texts.append(f"{_name(key)}={_describe(part, seen)}")
+    return f"{name}({', '.join(texts)})"
 
 
 def _name(key: Any) -> str:
@@ -150,10 +159,12 @@ def _name(key: Any) -> str:
 
 def _shape(tensor: Tensor) -> str:
     if tensor.is_nested:
-        return str([list(part.shape) for part in tensor.unbind()])
+        shapes = [list(part.shape) for part in tensor.unbind()]
+        return str(shapes)
+    shape = list(tensor.shape)
     if tensor.layout is torch.strided:
-        return str(list(tensor.shape))
-    return f"{list(tensor.shape)} of {tensor._nnz()}"
+        return str(shape)
+    return f"{shape} of {tensor._nnz()}"
 
 
 def with_same_memory(value: Any) -> Any:
@@ -170,9 +181,12 @@ def with_same_memory(value: Any) -> Any:
         return value.detach()
     if isinstance(value, np.ndarray):
         return value.view()
+    # `deepcopy` takes what its memo has for an object as the copy of it: so tensors and arrays keep their memory, and
+    # what cannot be taken apart (a lock) is shared.
     shared, silent = _look_into(value)
     memo = {id(part): with_same_memory(part) for part in shared}
-    memo |= {id(part): part for part in silent}
+    for part in silent:
+        memo[id(part)] = part
     try:
         return copy.deepcopy(value, memo)
     except Exception:  # whatever the object's own methods raise: it is used as it is

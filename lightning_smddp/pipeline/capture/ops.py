@@ -77,12 +77,16 @@ def _kind(function: Any) -> Kind:
         return Kind.METADATA
     if attribute == "__set__":
         return Kind.OPERATION
-    return next((kind for kind, names in _NAMES.items() if name in names), Kind.OPERATION)
+    for kind, names in _NAMES.items():
+        if name in names:
+            return kind
+    return Kind.OPERATION
 
 
 def kind_of(function: Any, args: tuple[Any, ...]) -> Kind:
     """What calling ``function`` with ``args`` is."""
     kind = _kind(function)
+    # `x.type()` asks for the type, `x.type(torch.float16)` makes another tensor.
     if kind is Kind.OPERATION and len(args) == 1 and function.__name__ == "type":
         return Kind.METADATA
     return kind

@@ -17,7 +17,7 @@ from lightning_smddp.pipeline.capture.foreign_writes import ForeignWrites
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, generator_devices
 from lightning_smddp.pipeline.runtime.remote import RemoteTensor
 from lightning_smddp.pipeline.view.tensor import GlobalTensor
-from lightning_smddp.wire.pytree import leaves
+from lightning_smddp.wire.pytree import tensors
 
 _STRUCTURE = {"_parameters", "_buffers", "_modules"}
 _CONTAINERS = frozenset({list, dict, set, OrderedDict})  # hooks of modules are in the last
@@ -33,12 +33,16 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
     Attributes are put back as objects; lists, dicts and sets among them also get back their members. What an object
     further inside has become is not undone.
     """
-    modules, parameters = list(root.modules()), list(root.parameters())
+    modules = list(root.modules())
+    parameters = list(root.parameters())
     attributes = [(module, _attributes(module)) for module in modules]
-    buffers = [(b, b.clone()) for b in root.buffers() if b.device.type != "meta"]
-    plain = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-    registered = [(own, dict(own)) for own in map(registered_buffers, plain)]  # scripted ones cannot be replaced
-    gradients = [(p, p.grad) for p in parameters]
+    buffers = [(buffer, buffer.clone()) for buffer in root.buffers() if buffer.device.type != "meta"]
+    registered = []
+    for module in modules:
+        if not isinstance(module, torch.jit.ScriptModule):  # whose buffers cannot be replaced
+            own = registered_buffers(module)
+            registered.append((own, dict(own)))
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     contents = [(p, p.data) for p in parameters if not is_lazy(p) and not p.is_meta]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -49,9 +53,7 @@ def preserve_state(root: nn.Module, device: torch.device) -> Iterator[None]:
         for module, saved in attributes:
             _restore(module, saved)
         for own, before in registered:
-            if any(own.get(name) is not buffer for name, buffer in before.items()) or len(own) != len(before):
-                own.clear()
-                own.update(before)
+            _restore_buffers(own, before)
         for parameter, data in contents:
             # The same memory again, not a copy of its values: optimizers and views may hold it.
             if parameter.device == data.device and parameter.data_ptr() != data.data_ptr():
@@ -81,26 +83,35 @@ def kept_parameters(root: nn.Module) -> Iterator[ForeignWrites]:
 
 
 class _Keeper(DispatchMode):
+    """Copies what a parameter, or a tensor that was there before, has in it when an operator is about to write it.
+
+    Attributes:
+        aliases: of each storage the parameters in it.
+        saved: by identity of an alias: it, and a copy of what it was.
+        own: storages of buffers, and of what is made within.
+        foreign: notes all others that are written.
+    """
+
     def __init__(self, root: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.aliases: dict[Any, list[Tensor]] = {}  # of each storage the parameters in it
+        self.aliases: dict[Any, list[Tensor]] = {}
         for parameter in root.parameters():
             if not parameter.is_meta and not is_lazy(parameter):
-                self.aliases.setdefault(storage_key(parameter), []).append(parameter.detach())
+                key = storage_key(parameter)
+                self.aliases.setdefault(key, []).append(parameter.detach())
         self.saved: dict[int, tuple[Tensor, Tensor]] = {}
         self.foreign = ForeignWrites()
-        self.own = {storage_key(buffer) for buffer in root.buffers()}  # and what is made within
+        self.own = {storage_key(buffer) for buffer in root.buffers()}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Below autograd each operator's schema says what it writes, whatever the user's code calls it: a copy is made
         # just before the first write, so a run that writes no parameter copies none.
-        for leaf in leaves(operator_facts(function).written(args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._save(leaf)
+        for tensor in tensors(operator_facts(function).written(args, kwargs)):
+            self._save(tensor)
         result = function(*args, **kwargs)
         if makes_its_results(function):
-            self.own.update(storage_key(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor))
+            self.own.update(map(storage_key, tensors(result)))
         return result
 
     def _save(self, tensor: Tensor) -> None:
@@ -114,10 +125,15 @@ class _Keeper(DispatchMode):
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Each attribute, and a copy of its members if it has some."""
-    return {name: (value, _members(value)) for name, value in vars(module).items() if name not in _STRUCTURE}
+    attributes = {}
+    for name, value in vars(module).items():
+        if name not in _STRUCTURE:
+            attributes[name] = (value, _members(value))
+    return attributes
 
 
 def _members(value: Any) -> Any:
+    """What is put back into ``value``, as it may be changed in place; None if it is only put back as an object."""
     kind = type(value)
     if kind in _PLAIN:
         return None
@@ -125,18 +141,25 @@ def _members(value: Any) -> Any:
         return value.copy()
     if issubclass(kind, torch.Generator):  # torch's isinstance for them is Python code, and this runs at each trial
         return value.get_state()
-    if isinstance(value, Tensor) and not isinstance(value, (RemoteTensor, GlobalTensor)) and _has_values(value):
-        return value.clone()  # the state of a metric, say
-    return None
+    if not isinstance(value, Tensor) or isinstance(value, (RemoteTensor, GlobalTensor)):
+        return None
+    if value.requires_grad or value.device.type == "meta":
+        return None
+    return value.clone()  # the state of a metric, say
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return not tensor.requires_grad and tensor.device.type != "meta"
+def _restore_buffers(own: dict[str, Any], before: dict[str, Any]) -> None:
+    """Register the same buffers again, in the same order, if the step has replaced, added or removed one."""
+    is_replaced = any(own.get(name) is not buffer for name, buffer in before.items())
+    if is_replaced or len(own) != len(before):
+        own.clear()
+        own.update(before)
 
 
 def _restore(module: nn.Module, saved: dict[str, tuple[Any, Any]]) -> None:
     own = vars(module)
-    for name in [name for name in own if name not in saved and name not in _STRUCTURE]:
+    added = [name for name in own if name not in saved and name not in _STRUCTURE]
+    for name in added:
         del own[name]
     for name, (value, members) in saved.items():
         own[name] = value

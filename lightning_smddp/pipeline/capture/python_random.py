@@ -23,7 +23,8 @@ from lightning_smddp.pipeline.capture.own_seeds import draws_are_constant, own_s
 States: TypeAlias = dict[str, Any]
 """By source, what it goes on from."""
 
-_LONG = 10  # tuples that are longer hold numbers
+_LONG = 10  # tuples that are longer hold numbers: Python's generator has a tuple of 625 words in its state
+_NUMPY_SEEDS = 2**32  # as many as numpy's generators of the older kind take
 
 
 class PythonRandom:
@@ -69,7 +70,8 @@ class PythonRandom:
         if self._device is not None:
             _set_states_of_torch(states, self._device)
         for held in self._held:
-            generator, state = held.generator(), states.get(f"held {held.name}")
+            generator = held.generator()
+            state = states.get(f"held {held.name}")
             if state is not None and generator is not None:
                 set_state_of(generator, state)
 
@@ -111,18 +113,13 @@ class PythonRandom:
         random.seed(number)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            numpy.random.seed(number % 2**32)
+            numpy.random.seed(number % _NUMPY_SEEDS)
         if self._device is not None:
             seed_torch(number)
         for position, held in enumerate(self._held, start=1):
             generator = held.generator()
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(own_seed(number + position))
-            elif isinstance(generator, random.Random) or hasattr(generator, "get_state"):
-                generator.seed((number + position) % 2**32)
-            elif generator is not None:
-                bits = type(generator.bit_generator)((number + position) % 2**32)
-                generator.bit_generator.state = bits.state
+            if generator is not None:
+                _seed(generator, number + position)
 
     def seed_torch_alone(self) -> None:
         """Start torch's sources anew, by seeds of ours: what is drawn from them is chance then."""
@@ -132,6 +129,19 @@ class PythonRandom:
             generator = held.generator()
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(own_seed(position))
+
+
+def _seed(generator: Any, number: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(own_seed(number))
+        return
+    seed = number % _NUMPY_SEEDS
+    if isinstance(generator, random.Random) or hasattr(generator, "get_state"):
+        generator.seed(seed)
+        return
+    # numpy's newer generators take a seed only where they are made: so the state of another one of the same kind is it.
+    bits = type(generator.bit_generator)(seed)
+    generator.bit_generator.state = bits.state
 
 
 class SharedRandom:
@@ -145,12 +155,14 @@ class SharedRandom:
     """
 
     def __init__(self, sources: PythonRandom, states: States) -> None:
-        self.sources, self._states = sources, {0: states}
+        self.sources = sources
         self.end = states
+        self._states = {0: states}  # by micro-batch: what it begins with, however often it is run
 
     def has_drawn(self, end: Mapping[str, Any]) -> bool:
         """Whether torch has drawn between the step's begin and ``end``."""
-        return not same_states(_of_torch(self._states[0]), end)
+        begin = _of_torch(self._states[0])
+        return not same_states(begin, end)
 
     @contextmanager
     def around(self, index: int, sees_end: bool, inner: AbstractContextManager[object]) -> Iterator[None]:
@@ -182,7 +194,7 @@ def generator_devices(device: torch.device) -> list[torch.device]:
 
 def digest(states: Mapping[str, Any]) -> int:
     """A number that differs where ``states`` do."""
-    brief = [(source, _brief(state)) for source, state in sorted(states.items())]
+    brief = [(source, _brief(states[source])) for source in sorted(states)]
     return zlib.crc32(repr(brief).encode())
 
 
@@ -203,16 +215,17 @@ def from_json(data: Mapping[str, Any]) -> States:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) < _LONG:
-        return len(a) == len(b) and all(_same(one, other) for one, other in zip(a, b, strict=True))
+        return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if hasattr(a, "tolist") and hasattr(b, "tolist"):
-        return bool((a == b).all())
-    return bool(a == b)
+    same = a == b
+    if hasattr(a, "tolist") and hasattr(b, "tolist"):  # numpy's arrays
+        same = same.all()
+    return bool(same)
 
 
 def _of_torch(states: Mapping[str, Any]) -> States:
-    return {source: state for source, state in states.items() if source in ("torch", "cuda")}
+    return {source: states[source] for source in ("torch", "cuda") if source in states}
 
 
 def _states_of_torch(device: torch.device) -> States:
@@ -226,9 +239,11 @@ def _states_of_torch(device: torch.device) -> States:
 
 def _set_states_of_torch(states: Mapping[str, Any], device: torch.device) -> None:
     with without_torch_functions():
-        torch.set_rng_state(torch.from_numpy(states["torch"]))
+        of_cpu = torch.from_numpy(states["torch"])
+        torch.set_rng_state(of_cpu)
         if "cuda" in states:
-            torch.cuda.set_rng_state(torch.from_numpy(states["cuda"]), device)
+            of_device = torch.from_numpy(states["cuda"])
+            torch.cuda.set_rng_state(of_device, device)
 
 
 def _brief(value: Any) -> Any:
@@ -240,7 +255,10 @@ def _brief(value: Any) -> Any:
     if getattr(value, "dtype", None) == "uint8":  # the bytes of one of torch's
         return zlib.crc32(value.tobytes())
     if isinstance(value, tuple) or hasattr(value, "tolist"):
-        return [int(number) for number in (*value[:4], *value[-4:])]
+        # The last number of Python's is the position in its block of words: it moves with each draw, and where a block
+        # is used up, the words are others.
+        ends = (*value[:4], *value[-4:])
+        return list(map(int, ends))
     return value
 
 

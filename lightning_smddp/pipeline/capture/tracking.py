@@ -20,6 +20,7 @@ EXTENSION = "it calls operations that torch's function modes do not see (an exte
 ALIAS = "it uses a tensor whose memory was changed through another view of it"
 
 _EMPTY = torch.empty(0)
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 
 
 @dataclass
@@ -58,7 +59,8 @@ class Memories:
         self._count = 0
         for name, parameter in module.named_parameters():
             memory = self.of(parameter, None)
-            memory.bound, memory.parameter = True, memory.parameter or name
+            memory.bound = True
+            memory.parameter = memory.parameter or name
         for name, buffer in module.named_buffers():
             memory = self.of(buffer, None)
             memory.buffer = memory.buffer or name
@@ -87,18 +89,32 @@ class Tracking:
     """The values of a trace in the making. ``stack`` are the module calls that the step is in."""
 
     def __init__(self, module: nn.Module, known: Trace) -> None:
-        self.trace = Trace(random_functions=known.random_functions, changed_buffers=known.changed_buffers)
-        self.trace.reads_draws = known.reads_draws
+        self.trace = Trace(
+            random_functions=known.random_functions,
+            changed_buffers=known.changed_buffers,
+            reads_draws=known.reads_draws,
+        )
+        # By identity of the tensor; the module keeps these tensors, so no other one can have it.
         self.parameters = {id(p): name for name, p in module.named_parameters()}
         self.buffers = {id(b): name for name, b in module.named_buffers()}
         self.modules = dict(module.named_modules())
         self.memories = Memories(module)
+        # By identity, too, but nothing keeps these tensors alive: the reference says whether it is still the same one.
         self.tracked: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.stack: list[Call] = []
 
     def hide(self, call: int | None, reason: str) -> Event:
         """Record an operation in ``call`` that was not seen."""
-        event = Event(len(self.trace.events), HIDDEN, (), (), call, user_location(), Template(None, ()), reason=reason)
+        event = Event(
+            index=len(self.trace.events),
+            function=HIDDEN,
+            inputs=(),
+            parameters=(),
+            call=call,
+            location=user_location(),
+            returned=Template(None, ()),
+            reason=reason,
+        )
         self.trace.events.append(event)
         return event
 
@@ -121,11 +137,14 @@ class Tracking:
             memory.changed = True
             # A change in place changes every view of the memory. Which those are only this process can see: stages that
             # hold stand-ins follow what is written down here.
-            views.update((id(view), view) for view in self.memories.live_views(memory))
-        for view in views.values():
-            if id(view) not in self.parameters and id(view) not in self.buffers:  # these stay on their stage
-                old = self.find_tracked(view)
-                yield Rebind(old, self.track(view, event), positions.get(id(view)))
+            for view in self.memories.live_views(memory):
+                views[id(view)] = view
+        for key, view in views.items():
+            if key in self.parameters or key in self.buffers:
+                continue  # these stay on their stage
+            old = self.find_tracked(view)
+            new = self.track(view, event)
+            yield Rebind(old, new, positions.get(key))
 
     def track(self, tensor: Tensor, event: int, binds: bool = True) -> int:
         """From here on ``tensor`` is a new value, made by ``event``, which ``binds`` its memory if it wrote there."""
@@ -138,13 +157,13 @@ class Tracking:
         if is_strided:
             stride = tuple(tensor.stride())
         value = Value(
-            len(self.trace.values),
-            event,
-            shape,
-            stride,
-            tensor.dtype,
-            tensor.requires_grad,
-            memory.number,
+            index=len(self.trace.values),
+            event=event,
+            shape=shape,
+            stride=stride,
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
+            memory=memory.number,
             sendable=is_strided,
         )
         self.trace.values.append(value)
@@ -177,7 +196,8 @@ class Tracking:
         reason = EXTENSION
         if memory.changed:
             reason = ALIAS
-        return self.track(tensor, self.hide(memory.call, reason).index)
+        hidden = self.hide(memory.call, reason)
+        return self.track(tensor, hidden.index)
 
     def template(self, result: Any, arguments: list[Any]) -> Template:
         """Where each leaf of ``result`` comes from."""
@@ -197,7 +217,8 @@ class Tracking:
                 sources.append(("constant", _plain_or_none(leaf)))
         if isinstance(result, Tensor):
             return Template(..., tuple(sources))
-        return Template(map_leaves(_blank, result), tuple(sources))
+        skeleton = map_leaves(_blank, result)
+        return Template(skeleton, tuple(sources))
 
 
 def _blank(leaf: Any) -> Any:
@@ -215,5 +236,4 @@ def _plain_or_none(leaf: Any) -> Any:
 
 def is_plain(leaf: Any) -> bool:
     """Whether a leaf may be repeated on another stage as it is."""
-    plain = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
-    return leaf is None or isinstance(leaf, plain)
+    return leaf is None or isinstance(leaf, _PLAIN)

@@ -10,19 +10,18 @@ from types import FrameType
 from typing import TypeAlias
 
 Lines: TypeAlias = tuple[tuple[int, int], ...]  # code and instruction of each, from the inside out
-_MOST_LINES = 8
+_MOST_LINES = 8  # that tell one place from another; a frame costs time in each step
+_NO_USERS = ("torch.", "lightning_smddp.", "contextlib")  # files whose code is not the user's
 _OURS = ("lightning_smddp.", "contextlib", "torch._tensor", "torch.overrides", "torch.functional", "torch.utils._")
 
 
 def user_location() -> str:
     """``file:line`` of the innermost code that is neither torch's nor ours."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("torch.", "lightning_smddp.", "contextlib")) and name != "torch":
+        if name != "torch" and not name.startswith(_NO_USERS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        if frame.f_back is None:
-            break
         frame = frame.f_back
     return "?"
 
@@ -36,7 +35,7 @@ def user_lines() -> Lines:
         if name.startswith(("lightning.", "pytorch_lightning.")):
             if found:
                 break
-        elif not name.startswith(("torch.", "lightning_smddp.", "contextlib")) and name != "torch":
+        elif name != "torch" and not name.startswith(_NO_USERS):
             found.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back
     return tuple(found)
@@ -47,6 +46,7 @@ def decides() -> bool:
 
     A check does not count: where it fails it raises, in one process as on the rank that reads. Without source, it may.
     """
+    # From here up through our own code and torch's methods of tensors (`__bool__`, `item`) to who called these.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
         frame = frame.f_back
@@ -57,8 +57,9 @@ def decides() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _tree(filename: str) -> ast.AST:
+    source = "".join(linecache.getlines(filename))
     try:
-        return ast.parse("".join(linecache.getlines(filename)))
+        return ast.parse(source)
     except SyntaxError:
         return ast.Module([], [])
 
@@ -70,21 +71,25 @@ def _decides(filename: str, line: int) -> bool:
     statements = [node for node in around if isinstance(node, ast.stmt)]
     if not statements:
         return True
-    statement = max(statements, key=lambda node: node.lineno)
+    statement = max(statements, key=lambda node: node.lineno)  # the innermost
     if isinstance(statement, ast.Assert) or _is_check(statement):
         return False
     if isinstance(statement, (ast.If, ast.While, ast.Match)):
         return True
     if any(isinstance(node, (ast.IfExp, ast.BoolOp, ast.comprehension)) for node in ast.walk(statement)):
         return True
+    # The value is only given a name here. Whether it decides is seen by whether the function tests that name anywhere.
     functions = [node for node in around if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     innermost = max(functions, key=lambda node: node.lineno, default=tree)
     return _is_tested(_assigned(statement), innermost)
 
 
 def _has(node: ast.AST, line: int) -> bool:
-    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
-    return first is not None and last is not None and first <= line <= last
+    first = getattr(node, "lineno", None)
+    last = getattr(node, "end_lineno", None)
+    if first is None or last is None:
+        return False
+    return bool(first <= line <= last)
 
 
 def _is_check(node: ast.AST) -> bool:
@@ -94,8 +99,11 @@ def _is_check(node: ast.AST) -> bool:
 
 def _assigned(statement: ast.stmt) -> set[str]:
     """What ``statement`` gives a value, as source: names and attributes."""
-    targets = [node for node in ast.walk(statement) if isinstance(node, (ast.Name, ast.Attribute))]
-    return {ast.unparse(node) for node in targets if isinstance(node.ctx, ast.Store)}
+    names = set()
+    for node in ast.walk(statement):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            names.add(ast.unparse(node))
+    return names
 
 
 def _is_tested(names: set[str], within: ast.AST) -> bool:
