@@ -22,13 +22,19 @@ from lightning_smddp._compat.torch import write_count
 from lightning_smddp._compat.torch_steps import registered_buffers
 
 Magnitude: TypeAlias = tuple[int, int]  # sign and decade
-Magnitudes: TypeAlias = "dict[Hashable, list[tuple[Magnitude, ...]]]"
+Numbers: TypeAlias = tuple[Magnitude, ...]
+"""Those at one position in the code, in one turn of a loop."""
+Magnitudes: TypeAlias = "dict[Hashable, list[Numbers]]"
 """By position in the code, or by name, those of the numbers there; one entry for each turn of a loop."""
 
 _NUMBERS = frozenset((int, float))
-_ZERO, _NOT_FINITE = (0, 0), (2, 0)
-_MOST_TURNS = 16  # that are told from each other
-_MOST_DECADES, _MOST_ZEROS = 8, 16  # as often anything is new
+_ZERO = (0, 0)
+_NOT_FINITE = (2, 0)
+_SCALARS = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+_MOST_TURNS = 16  # of a loop that are told from each other
+# How often another order of magnitude is worth a trial, and how often a zero where was none, or none where one was.
+_MOST_DECADES = 8
+_MOST_ZEROS = 16
 
 
 def is_number(value: Any) -> bool:
@@ -58,10 +64,10 @@ class KnownMagnitudes:
         times: how often there was a new one.
     """
 
-    seen: dict[Hashable, dict[int, set[tuple[Magnitude, ...]]]] = field(default_factory=dict)
+    seen: dict[Hashable, dict[int, set[Numbers]]] = field(default_factory=dict)
     times: int = 0
 
-    def is_new(self, numbers: Mapping[Hashable, Sequence[tuple[Magnitude, ...]]]) -> bool:
+    def is_new(self, numbers: Mapping[Hashable, Sequence[Numbers]]) -> bool:
         """Whether one of them is worth a trial: it never was there, and there were not too many such ones."""
         most = 0
         for position, turns in numbers.items():
@@ -70,23 +76,26 @@ class KnownMagnitudes:
                 before = _before(seen, turn)
                 if found in before:
                     continue
-                if _zeros(found) in {_zeros(others) for others in before}:
+                zeros_before = {_zeros(others) for others in before}
+                if _zeros(found) in zeros_before:
                     most = max(most, _MOST_DECADES)
                 else:  # a number that was zero, or is now: more often worth a trial
                     most = max(most, _MOST_ZEROS)
         return self.times < most
 
-    def accept(self, everything: Sequence[Mapping[Hashable, Sequence[tuple[Magnitude, ...]]]]) -> None:
+    def accept(self, everything: Sequence[Mapping[Hashable, Sequence[Numbers]]]) -> None:
         """These, of a batch, are known from here on."""
-        self.times += bool(self.seen) and any(map(self.is_new, everything))
+        if self.seen and any(map(self.is_new, everything)):
+            self.times += 1
         for numbers in everything:
             for position, turns in numbers.items():
                 seen = self.seen.setdefault(position, {})
                 for turn, found in enumerate(turns):
-                    seen.setdefault(min(turn, _MOST_TURNS), set()).add(found)
+                    of_turn = seen.setdefault(min(turn, _MOST_TURNS), set())
+                    of_turn.add(found)
 
 
-def _before(seen: Mapping[int, set[tuple[Magnitude, ...]]], turn: int) -> set[tuple[Magnitude, ...]]:
+def _before(seen: Mapping[int, set[Numbers]], turn: int) -> set[Numbers]:
     """What a turn of a loop had; a loop that is longer than ever may go on with what any turn had."""
     of_turn = seen.get(min(turn, _MOST_TURNS))
     if of_turn is None:
@@ -94,7 +103,7 @@ def _before(seen: Mapping[int, set[tuple[Magnitude, ...]]], turn: int) -> set[tu
     return of_turn
 
 
-def _zeros(numbers: tuple[Magnitude, ...]) -> tuple[bool, ...]:
+def _zeros(numbers: Numbers) -> tuple[bool, ...]:
     return tuple(number == _ZERO for number in numbers)
 
 
@@ -109,7 +118,7 @@ class KeptNumbers:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._known = KnownMagnitudes()
-        self._kept: list[tuple[dict[str, Any], str]] = []
+        self._kept: list[tuple[dict[str, Any], str]] = []  # where each is: in what, under which name
         for module in modules:
             containers = [vars(module)]
             if not isinstance(module, torch.jit.ScriptModule):
@@ -118,6 +127,7 @@ class KeptNumbers:
                 for name, value in own.items():
                     if is_number(value) or _is_scalar(value):
                         self._kept.append((own, name))
+        # Of each, what it was when it was last looked at, and how often it had been written; -1 if it was no tensor.
         self._last: list[Any] = [None] * len(self._kept)
         self._written: list[int] = [-1] * len(self._kept)
         self._found: Magnitudes = {}
@@ -127,9 +137,10 @@ class KeptNumbers:
     def is_new(self) -> bool:
         """Whether one has another order of magnitude than ever."""
         for index, value in self._changed():
+            number = value
             if isinstance(value, Tensor):
-                value = value.item()
-            self._found[index] = [(magnitude(value),)]
+                number = value.item()
+            self._found[index] = [(magnitude(number),)]
         return bool(self._found) and self._known.is_new(self._found)
 
     def accept(self) -> None:
@@ -142,11 +153,12 @@ class KeptNumbers:
         """Numbers that are others than when this was asked."""
         for index, (own, name) in enumerate(self._kept):
             value: Any = own.get(name)
-            is_same_object = value is self._last[index]
-            was_scalar = self._written[index] >= 0
-            if is_same_object and not (was_scalar and write_count(value) != self._written[index]):
-                continue
-            self._last[index], self._written[index] = value, -1
+            if value is self._last[index]:
+                written = self._written[index]
+                if written < 0 or write_count(value) == written:
+                    continue
+            self._last[index] = value
+            self._written[index] = -1
             if _is_scalar(value):
                 self._written[index] = write_count(value)
                 yield index, value
@@ -158,4 +170,4 @@ def _is_scalar(value: Any) -> bool:
     """Whether it is a tensor that may be the weight of a term, with a value here."""
     if not isinstance(value, Tensor) or value.requires_grad or value.is_meta or value.is_inference():
         return False
-    return value.numel() == 1 and value.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    return value.numel() == 1 and value.dtype in _SCALARS

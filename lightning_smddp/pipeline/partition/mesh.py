@@ -44,25 +44,29 @@ class PipelineMesh:
         Raises:
             ValueError: unknown placement, or sizes that do not fit.
         """
-        order = _NAMES.get(placement, str(placement).replace("T", ""))
+        letters = str(placement).replace("T", "")
+        order = _NAMES.get(placement, letters)
         if order not in _NAMES.values():
             raise ValueError(
                 f"placement={placement!r} is unknown. Valid: 'cluster' (or 'DP': a pipeline on neighbouring ranks), "
                 "'spread' (or 'PD': the replicas of a stage on neighbouring ranks)."
             )
         if pipeline_parallel_size < 1 or world_size % pipeline_parallel_size:
-            divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+            divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
             raise ValueError(
                 f"pipeline_parallel_size={pipeline_parallel_size} does not divide the world size {world_size} (number "
-                f"of nodes times devices). Valid here: {', '.join(map(str, divisors))}."
+                f"of nodes times devices). Valid here: {', '.join(divisors)}."
             )
+        # 8 ranks in pipelines of 4: (0 1 2 3) and (4 5 6 7), or spread, (0 2 4 6) and (1 3 5 7).
         replicas = world_size // pipeline_parallel_size
-        if order == "DP":
-            starts = range(0, world_size, pipeline_parallel_size)
-            pipelines = [range(start, start + pipeline_parallel_size) for start in starts]
-        else:
-            pipelines = [range(replica, world_size, replicas) for replica in range(replicas)]
-        return cls(tuple(map(tuple, pipelines)))
+        pipelines = []
+        for replica in range(replicas):
+            ranks = range(replica, world_size, replicas)
+            if order == "DP":
+                start = replica * pipeline_parallel_size
+                ranks = range(start, start + pipeline_parallel_size)
+            pipelines.append(tuple(ranks))
+        return cls(tuple(pipelines))
 
     @property
     def num_replicas(self) -> int:
@@ -110,19 +114,30 @@ class Groups:
         """Create the groups of this rank's pipeline and of its replicas. Collective over all ranks."""
         assert dist.group.WORLD is not None
         replica, pipeline_rank = mesh.find(dist.get_rank())
-        name, limit = new_name(dist.group.WORLD, device), timeout or _DEFAULT_TIMEOUT
+        name = new_name(dist.group.WORLD, device)
+        limit = timeout or _DEFAULT_TIMEOUT
         members = list(mesh.pipelines[replica])
         replicas = list(mesh.data_parallel_ranks[pipeline_rank])
         # every rank in this order, so that nobody waits for one that waits for another
         pipeline = create_group(members, f"{name}-pipeline-{replica}", limit, device)
-        neighbours, host = pipeline, Channel(pipeline, device)
+        neighbours = pipeline
         if device.type != "cpu":
             neighbours = create_group(members, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
+        host = Channel(pipeline, device)
         if is_nccl(pipeline) and dist.is_gloo_available():
             patience = backend_timeout(limit, of_nccl=True)  # who waits for a device here says nothing of who is late
-            host = Channel(new_group_among(members, f"{name}-host-{replica}", patience, backend="gloo"), _CPU)
+            on_hosts = new_group_among(members, f"{name}-host-{replica}", patience, backend="gloo")
+            host = Channel(on_hosts, _CPU)
         data_parallel_group = create_group(replicas, f"{name}-replicas-{pipeline_rank}", limit, device)
-        return cls(mesh, replica, pipeline_rank, pipeline, neighbours, data_parallel_group, host)
+        return cls(
+            mesh,
+            replica,
+            pipeline_rank,
+            pipeline,
+            neighbours,
+            data_parallel_group,
+            host,
+        )
 
 
 @dataclass(frozen=True)
@@ -143,12 +158,12 @@ class Ownership:
     num_ranks: int
 
     def __post_init__(self) -> None:
-        everyone = range(self.num_ranks)
+        everyone = set(range(self.num_ranks))
         for name, ranks in self.parameters.items():
             assert ranks, f"no rank holds {name}"
             assert len(set(ranks)) == len(ranks), f"{name}: {ranks}"
-            assert all(rank in everyone for rank in ranks), f"{name}: {ranks}"
-        assert all(rank in everyone for rank in self.buffers.values()), self.buffers
+            assert everyone.issuperset(ranks), f"{name}: {ranks}"
+        assert everyone.issuperset(self.buffers.values()), self.buffers
 
     def is_mine(self, name: str, rank: int) -> bool:
         """Whether ``rank``, one of the pipeline, has the values of parameter ``name``."""
@@ -169,23 +184,29 @@ class Ownership:
         sets: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in self.parameters.items():
             if len(ranks) > 1:
-                sets.setdefault(tuple(sorted(ranks)), []).append(name)
+                ascending = tuple(sorted(ranks))
+                sets.setdefault(ascending, []).append(name)
         return dict(sorted(sets.items()))
 
     def check(self, module: nn.Module) -> None:
         """Raise ``ValueError`` if ``module``'s parameters are not the ones that were placed."""
         names = {name for name, _ in module.named_parameters()}
-        new, lost = sorted(names - set(self.parameters)), sorted(set(self.parameters) - names)
-        if new or lost:
-            raise ValueError(
-                f"{type(module).__name__}'s parameters changed after it was divided among {self.num_ranks} ranks: "
-                f"{new or 'none'} came, {lost or 'none'} went. Create all layers in `__init__` or `configure_model`."
-            )
+        placed = set(self.parameters)
+        if names == placed:
+            return
+        new = sorted(names - placed)
+        lost = sorted(placed - names)
+        raise ValueError(
+            f"{type(module).__name__}'s parameters changed after it was divided among {self.num_ranks} ranks: "
+            f"{new or 'none'} came, {lost or 'none'} went. Create all layers in `__init__` or `configure_model`."
+        )
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, each once, by their first name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    tensors.update(module.named_buffers())
+    return tensors
 
 
 def held_parameters(module: nn.Module, ownership: Ownership, rank: int) -> dict[str, nn.Parameter]:

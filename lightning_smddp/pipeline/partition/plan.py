@@ -115,10 +115,13 @@ def record(
         return fetch(name)
 
     is_whole = fetch is None
+    borrow = None
+    if not is_whole:
+        borrow = fetch_together
 
     def attempt() -> Trace:
         with explained_shortage(is_whole), preserve_state(root, device), kept_parameters(root) as foreign:
-            traced = trace(step, root, device, None if is_whole else fetch_together)
+            traced = trace(step, root, device, borrow)
             traced.foreign_writes = tuple(foreign.locations())
             return traced
 
@@ -157,39 +160,58 @@ def divide(
     graph = _known_graph(known, traced, modules, root, group, device)
     if graph is None:
         known = None
-        units = first_decides(
-            lambda: choose_units(traced, modules, resources, split, checkpointing).units, group, device
-        )
+
+        def choose() -> tuple[str, ...]:
+            return choose_units(traced, modules, resources, split, checkpointing).units
+
+        units = first_decides(choose, group, device)
         graph = build_on_all(traced, modules, is_within(units), group, device)
     require_same(graph, group, device)
 
     def decide() -> dict[str, Any]:
-        reference, measured = None, None
-        if trial.fetch is None:
-            with explained_shortage(is_whole=True), without_own_dropout(root, device):
-                reference = _refer(graph, trial, root, device)
-            measured = asdict(reference)
+        reference = _measure(graph, trial, root, device)
         if known is not None:
-            return {**known, "reference": measured}
-        found = partition(graph, resources, reference, split, checkpointing)
-        return {**_decision(graph, found), "reference": measured}
+            decision = dict(known)
+        else:
+            found = partition(graph, resources, reference, split, checkpointing)
+            decision = _decision(graph, found)
+        decision["reference"] = None
+        if reference is not None:
+            decision["reference"] = asdict(reference)
+        return decision
 
     # Measured times differ between ranks, and with them the best cuts. So one rank decides, and all work out from its
     # words, plain data, what follows: graph, homes and owners are the same functions of the same values everywhere.
     decision = first_decides(decide, group, device)
+    return _plan_of(decision, graph, root, resources)
+
+
+def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> Reference | None:
+    """A run of the whole step on this rank; None where it has not the whole model."""
+    if trial.fetch is not None:
+        return None
+    with explained_shortage(is_whole=True), without_own_dropout(root, device):
+        return _refer(graph, trial, root, device)
+
+
+def _plan_of(decision: dict[str, Any], graph: StepGraph, root: nn.Module, resources: Resources) -> PartitionPlan:
+    """What follows from a decision, the same on every rank; its ``reference`` is taken out of it."""
     measured = decision.pop("reference")
+    reference = None
+    if measured is not None:
+        reference = Reference(**measured)
     stage_cuts = StageCuts.from_json(decision["splitting"])
     homes = homes_of(graph, stage_cuts, list(dict(root.named_parameters())))
     ownership = ownership_of(graph, stage_cuts, homes, resources, list(dict(root.named_buffers())))
     return PartitionPlan(
-        graph,
-        stage_cuts,
-        ownership,
-        homes,
-        None if measured is None else Reference(**measured),
-        tuple(decision["stage_seconds"]),
-        tuple(decision["stage_memory"]),
-        decision,
+        graph=graph,
+        stage_cuts=stage_cuts,
+        ownership=ownership,
+        homes=homes,
+        reference=reference,
+        stage_seconds=tuple(decision["stage_seconds"]),
+        stage_memory=tuple(decision["stage_memory"]),
+        decision=decision,
     )
 
 
@@ -213,28 +235,32 @@ def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device
         with preserve_state(root, device), kept(root):
             return run_reference(graph, step, trial.loss_of, root, device, CHECK_SEED, own_numbers)
 
-    step, of_trace = trial.referred, False
+    step = trial.referred
+    of_trace = False
     try:
-        runs = [refer(step, True)]
+        runs = [refer(step, own_numbers=True)]
     except ReplayError:  # it takes another path
-        step, of_trace = trial.traced, True
-        runs = [refer(step, True)]
+        step = trial.traced
+        of_trace = True
+        runs = [refer(step, own_numbers=True)]
     can_run_plain = True
     try:
-        runs.append(refer(step, False))
+        runs.append(refer(step, own_numbers=False))
     except ReplayError:
         if not graph.shares_draws:
             raise
         can_run_plain = False  # with other random numbers it takes another path: a plain run shows nothing
         runs.append(runs[0])
-    runs += [refer(step, True) for _ in range(2, REFERENCE_RUNS)]
+    while len(runs) < REFERENCE_RUNS:
+        runs.append(refer(step, own_numbers=True))
     reference = replace(fastest(runs), of_trace=of_trace)
-    if not can_run_plain:
-        reference.plain_loss, reference.plain_norms = reference.again_loss, reference.again_norms
-        return reference
-    with preserve_state(root, device), kept(root):
-        plain = run_plain(step, trial.loss_of, root, device, CHECK_SEED)
-    reference.plain_loss, reference.plain_norms = plain
+    if can_run_plain:
+        with preserve_state(root, device), kept(root):
+            loss, norms = run_plain(step, trial.loss_of, root, device, CHECK_SEED)
+    else:
+        loss, norms = reference.again_loss, reference.again_norms
+    reference.plain_loss = loss
+    reference.plain_norms = norms
     return reference
 
 
@@ -258,7 +284,8 @@ def _known_graph(
 def _graph_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> StepGraph | None:
     """The step's graph with the units of an earlier decision, if it is the one that was decided on."""
     units = known["splitting"]["units"]
-    if not set(units) <= {name for name, _ in root.named_modules()}:
+    names = dict(root.named_modules())
+    if any(unit not in names for unit in units):
         return None
     try:
         graph = build_graph(traced, modules, is_within(units))
@@ -270,7 +297,8 @@ def _graph_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: n
 
 
 def _digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    text = "\n".join(lines)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def ownership_of(
@@ -287,7 +315,7 @@ def ownership_of(
     """
     ranks = resources.rank_of_stage
     buffers: dict[str, int] = {}
-    units: dict[str, int] = {}
+    units: dict[str, int] = {}  # and their stages
     for stage, node in stage_cuts.nodes_by_stage(graph):
         if node.module is not None:
             units[node.module] = stage
@@ -299,17 +327,21 @@ def ownership_of(
                     "module that changes it is called in several stages. Cut elsewhere by `split=`."
                 )
     for name in all_buffers:
-        around = [stage for unit, stage in units.items() if name.startswith(f"{unit}.")]
-        if around:
-            stage = around[0]
-        else:
-            stage = neighbour_stage(name, homes)
-        buffers.setdefault(name, ranks[stage])
+        if name not in buffers:
+            stage = _stage_of_buffer(name, units, homes)
+            buffers[name] = ranks[stage]
     parameters = {}
     for name, stages in homes.items():
         holders = [ranks[stage] for stage in stages]
-        parameters[name] = tuple(dict.fromkeys(holders))
+        parameters[name] = tuple(dict.fromkeys(holders))  # several stages may be on one rank
     return Ownership(parameters, buffers, max(ranks) + 1)
+
+
+def _stage_of_buffer(name: str, units: Mapping[str, int], homes: Mapping[str, Sequence[int]]) -> int:
+    for unit, stage in units.items():
+        if name.startswith(f"{unit}."):
+            return stage
+    return neighbour_stage(name, homes)
 
 
 def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -320,14 +352,15 @@ def require_same(graph: StepGraph, group: dist.ProcessGroup, device: torch.devic
     """
     lines = graph.digest()
     gathered = gather_json([_digest(lines), graph.draws, graph.foreign_writes], group, device)
-    # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
-    digests = [digest for digest, _, _ in gathered]
     graph.draws = any(draws for _, draws, _ in gathered)
     for _, _, locations in gathered:
         refuse_foreign_writes(locations)
-    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is None:
+    # A short digest first. Only where one differs do all ranks, which know that alike, send their lines for a message.
+    digests = [digest for digest, _, _ in gathered]
+    differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not differing:
         return
+    other = differing[0]
     lines_by_rank = gather_json(lines, group, device)
     position, first, second = first_difference(lines_by_rank[0], lines_by_rank[other])
     raise SplitError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ def run_reference(
     ``own_numbers`` it goes on with those that the nodes before it have left, as in :func:`run_plain`.
     """
     live, again = live_sets(graph, [])
-    replay = Replay(graph, StagePlan(0, 0, len(graph.nodes), again[0], (), ()), root, device)
     assert not live
+    plan = StagePlan(0, 0, len(graph.nodes), again[0], (), ())
+    replay = Replay(graph, plan, root, device)
     observer = None
     if own_numbers:
         observer = seeding(seed)
@@ -68,7 +70,8 @@ def run_reference(
 
     def replayed() -> Any:
         with patched_units(root, graph.units):
-            return replay.run(step, (), Shapes.of(graph), Observers(times.observe))[1]
+            _, result = replay.run(step, (), Shapes.of(graph), Observers(times.observe))
+        return result
 
     loss, norms = _backward(replayed, loss_of, root, times)
     return Reference(loss, norms, forward_seconds=times.forward, backward_seconds=times.backward)
@@ -110,17 +113,16 @@ def fastest(references: Sequence[Reference]) -> Reference:
 
     Of the second, which drew its random numbers as a plain step does, loss and norms are kept too.
     """
-    first = references[0]
-    forward = [min(times) for times in zip(*(r.forward_seconds for r in references), strict=True)]
-    backward = [min(times) for times in zip(*(r.backward_seconds for r in references), strict=True)]
-    again = references[1]
+    first, again = references[:2]
+    forward = [run.forward_seconds for run in references]
+    backward = [run.backward_seconds for run in references]
     return Reference(
         first.loss,
         first.norms,
         again_loss=again.loss,
         again_norms=again.norms,
-        forward_seconds=forward,
-        backward_seconds=backward,
+        forward_seconds=[min(times) for times in zip(*forward, strict=True)],
+        backward_seconds=[min(times) for times in zip(*backward, strict=True)],
     )
 
 
@@ -151,8 +153,10 @@ class _NodeTimes:
     """
 
     def __init__(self, count: int, device: torch.device, seed: Observer | None) -> None:
-        self.clock, self.seed = Clock(device), seed
-        self.forward, self.backward = [0.0] * count, [0.0] * count
+        self.clock = Clock(device)
+        self.seed = seed
+        self.forward = [0.0] * count
+        self.backward = [0.0] * count
         self.started = self.clock.now()
         self.running: tuple[Instant, int] | None = None  # backward: since when, which node
 
@@ -163,9 +167,10 @@ class _NodeTimes:
             self.started = self.clock.now()
             return
         self.forward[node.index] += self.started.until(self.clock.now())
+        enter = partial(self._backward_enters, node.index)
         for tensor in tensors(result):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _, index=node.index: self._backward_enters(index))
+                tensor.register_hook(enter)
 
     def backward_begins(self) -> None:
         self.running = None
@@ -173,11 +178,12 @@ class _NodeTimes:
     def backward_ends(self) -> None:
         self._charge()
 
-    def _backward_enters(self, index: int) -> None:
+    def _backward_enters(self, index: int, gradient: Tensor) -> None:
         self._charge()
         self.running = (self.clock.now(), index)
 
     def _charge(self) -> None:
+        """To the node that has been running, the time since then."""
         if self.running is not None:
             since, index = self.running
             self.backward[index] += since.until(self.clock.now())

@@ -53,29 +53,42 @@ class Ways:
 
     def of(self, value: Any) -> RowWay | None:
         """How ``value`` can be cut, see :func:`way_of`; None if it cannot."""
-        if id(value) not in self._known:
-            self._known[id(value)] = value, way_of(value)
-        return self._known[id(value)][1]
+        key = id(value)
+        if key not in self._known:
+            self._known[key] = value, way_of(value)
+        _, way = self._known[key]
+        return way
 
 
 def way_of(value: Any) -> RowWay | None:
     """How ``value`` is cut into rows; None if it cannot be, or is a tensor or a plain container."""
     if isinstance(value, PackedSequence):
-        return RowWay(int(value.batch_sizes[0]), lambda rows: _take_packed(value, rows))
+        num_sequences = int(value.batch_sizes[0])  # as many as have a first element
+        return RowWay(num_sequences, lambda rows: _take_packed(value, rows))
     if isinstance(value, _BUILT_IN) or is_plain(value):
         return None
     kind = type(value)
-    maker = next((base for base in kind.__mro__ if "from_data_list" in vars(base)), None)
-    if maker is not None and hasattr(kind, "to_data_list"):
+    maker = _list_maker(kind)
+    if maker is not None:
         return _way_of_list(value, maker)
-    if not hasattr(kind, "__getitem__") and not hasattr(kind, "iloc"):
-        return None
     if hasattr(kind, "iloc"):
         return RowWay(len(value), lambda rows: value.iloc[rows])
+    if not hasattr(kind, "__getitem__"):
+        return None
     count = _declared_rows(value)
     if count is None or not _slices_well(value, count):
         return None
     return RowWay(count, lambda rows: value[rows], is_sure=hasattr(value, "batch_size"))
+
+
+def _list_maker(kind: type) -> Any:
+    """The class, of ``kind`` and its bases, that can make a batch of a list of entries; None without any."""
+    if not hasattr(kind, "to_data_list"):
+        return None
+    for base in kind.__mro__:
+        if "from_data_list" in vars(base):
+            return base
+    return None
 
 
 def _way_of_list(value: Any, maker: Any) -> RowWay:
@@ -83,6 +96,7 @@ def _way_of_list(value: Any, maker: Any) -> RowWay:
 
     def take(rows: Rows) -> Any:
         part = maker.from_data_list(_of_list(entries, rows))
+        # What the whole has beside its entries (a setting of the user's) would be missing in the micro-batches.
         lost = names_within(value) ^ names_within(part)
         if lost:
             raise UnclearBatchError(
@@ -97,12 +111,12 @@ def _way_of_list(value: Any, maker: Any) -> RowWay:
 def _declared_rows(value: Any) -> int | None:
     """What the object says of itself: the first of its batch size, or its length."""
     size = getattr(value, "batch_size", None)
+    if isinstance(size, int):
+        return size
     if isinstance(size, Sequence):
         if len(size) and isinstance(size[0], int):
             return size[0]
         return None
-    if isinstance(size, int):
-        return size
     if hasattr(type(value), "__len__"):
         return len(value)
     return None
@@ -112,18 +126,21 @@ def _slices_well(value: Any, count: int) -> bool:
     """Whether a slice of some rows is an object of the same type with so many rows."""
     if count < 1:
         return False
+    fewer = count - 1
     try:
-        part = value[: count - 1]
+        part = value[:fewer]
     except Exception:  # whatever its method raises: it has no rows to slice
         return False
-    return type(part) is type(value) and _declared_rows(part) == count - 1
+    return type(part) is type(value) and _declared_rows(part) == fewer
 
 
 def _take_packed(packed: PackedSequence, rows: Rows) -> PackedSequence:
     padded, lengths = pad_packed_sequence(packed, batch_first=True)
-    chosen = lengths[rows]
-    ordered = packed.sorted_indices is None and isinstance(rows, slice)
-    return pack_padded_sequence(padded[rows, : int(chosen.max())], chosen, batch_first=True, enforce_sorted=ordered)
+    some_lengths = lengths[rows]
+    longest = int(some_lengths.max())
+    # A sequence that was packed by falling lengths stays so in a slice; rows in another order have to be sorted.
+    is_sorted = packed.sorted_indices is None and isinstance(rows, slice)
+    return pack_padded_sequence(padded[rows, :longest], some_lengths, batch_first=True, enforce_sorted=is_sorted)
 
 
 def _of_list(entries: Sequence[Any], rows: Rows) -> list[Any]:
@@ -144,4 +161,6 @@ def take_rows(value: Any, rows: Rows) -> Any:
 
 def is_cuttable(value: Any) -> bool:
     """Whether a tensor's rows can be taken."""
-    return not isinstance(value, Tensor) or (value.layout is torch.strided and not value.is_nested)
+    if not isinstance(value, Tensor):
+        return True
+    return value.layout is torch.strided and not value.is_nested

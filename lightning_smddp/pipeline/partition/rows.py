@@ -33,8 +33,11 @@ def evidence(batch: Any, rows: int, loader_sizes: Collection[int], told: bool = 
         "rows" if it has to be the rows; "square" if it is as long as the rows, but the second one is too; "doubt" where
         nothing says that it is the rows.
     """
+    if rows not in loader_sizes:
+        return "doubt"
     sizes = outer_sizes(batch)
-    if rows not in loader_sizes or (not told and any(size[0] != rows for size in sizes)):
+    has_others = any(size[0] != rows for size in sizes)
+    if has_others and not told:
         return "doubt"
     if (rows, rows) in sizes:
         return "square"
@@ -106,11 +109,12 @@ class Splitter:
         parts = list(hook(batch, count))
         if not parts:
             raise ValueError(f"split_batch returned no batches for num_microbatches={count}. Return one at least.")
-        if all(_is_pair(part) for part in parts):
+        if all(map(_is_pair, parts)):
             values = [value for value, _ in parts]
             sizes = [size for _, size in parts]
         else:
-            values, sizes = parts, self._sizes(parts, batch, rows)
+            values = parts
+            sizes = self._sizes(parts, batch, rows)
         if min(sizes) < 1:
             raise ValueError(f"split_batch returned batches of {sizes} rows. Each has to have one at least.")
         total = sum(sizes)

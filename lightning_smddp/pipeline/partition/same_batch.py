@@ -49,13 +49,15 @@ def fingerprint(value: Any, host_of: HostOf | None = None) -> int:
     Raises:
         UnknownValuesError: ``host_of`` does not know a tensor.
     """
-    digest = hashlib.blake2b(_Description(host_of).of(value), digest_size=8).digest()
+    description = _Description(host_of).of(value)
+    digest = hashlib.blake2b(description, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - _BITS)
 
 
 def same_everywhere(value: Any, group: dist.ProcessGroup, device: torch.device | None = None) -> bool:
     """Whether all ranks of ``group``, whose collectives take tensors of ``device``, have an equal one. Collective."""
-    return _are_equal(fingerprint(value), group, device or torch.device("cpu"))
+    number = fingerprint(value)
+    return _are_equal(number, group, device or torch.device("cpu"))
 
 
 def known_to_be_same(value: Any, host_of: HostOf, group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -76,7 +78,11 @@ def _are_equal(number: int, group: dist.ProcessGroup, device: torch.device) -> b
 
 
 class _Description:
-    """Bytes that describe an object. Equal objects have equal ones, in whatever way they share their parts."""
+    """Bytes that describe an object. Equal objects have equal ones, in whatever way they share their parts.
+
+    Where an object is a part of itself, its description there is how many levels up it is; one that is long is replaced
+    by its digest, so that the descriptions of deep objects stay short.
+    """
 
     def __init__(self, host_of: HostOf | None) -> None:
         self._host_of = host_of
@@ -87,12 +93,14 @@ class _Description:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray) and value.dtype != object:
-            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-            return _short(f"{value.dtype}{value.shape}{zlib.crc32(data)}".encode())
+            numbers = np.ascontiguousarray(value).reshape(-1)
+            checksum = zlib.crc32(numbers.view(np.uint8).data)
+            return _short(f"{value.dtype}{value.shape}{checksum}".encode())
         if is_plain(value):
             return _short(f"{type(value).__name__} {_text(value)}".encode())
         if id(value) in self._above:
-            return f"in itself {len(self._above) - self._above[id(value)]}".encode()
+            levels_up = len(self._above) - self._above[id(value)]
+            return f"in itself {levels_up}".encode()
         if id(value) not in self._known:
             self._known[id(value)] = value, self._parts(value)
         return self._known[id(value)][1]
@@ -105,8 +113,9 @@ class _Description:
         described = [self.of(key) + b"=" + self.of(part) for key, part in parts]
         del self._above[id(value)]
         if isinstance(value, (set, frozenset)):
-            described.sort()
-        return _short(_kind(value).encode() + b"(" + b",".join(described) + b")")
+            described.sort()  # their order differs from process to process
+        members = b",".join(described)
+        return _short(_kind(value).encode() + b"(" + members + b")")
 
     def _tensor(self, tensor: Tensor) -> bytes:
         plain = tensor.detach()
@@ -114,9 +123,10 @@ class _Description:
             plain = plain.as_subclass(Tensor)
         stored = _stored_tensors(plain)
         if stored:
-            content = b"".join(self._tensor(part) for part in stored)
+            content = b"".join(map(self._tensor, stored))
         else:
-            content = str(_checksum(self._readable(plain))).encode()
+            checksum = _checksum(self._readable(plain))
+            content = str(checksum).encode()
         shape = ""
         if not plain.is_nested:  # a nested tensor's shape is that of its parts
             shape = str(list(plain.shape))
@@ -151,7 +161,9 @@ def _checksum(tensor: Tensor) -> int:
         return 0
     if tensor.is_quantized:
         tensor = tensor.dequantize()
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    # Views that are conjugate or negative by a flag have other bytes than what they stand for.
+    resolved = tensor.resolve_conj().resolve_neg()
+    flat = resolved.contiguous().reshape(-1).view(torch.uint8)
     if flat.device.type == "cpu":
         return _checksum_on_host(flat)
     return _checksum_on_device(flat)
@@ -164,8 +176,8 @@ def _checksum_on_host(flat: Tensor) -> int:
         return zlib.crc32(data)
     parts = [data[begin : begin + _PART] for begin in range(0, len(data), _PART)]
     with ThreadPoolExecutor(_THREADS) as threads:
-        sums = list(threads.map(zlib.crc32, parts))
-    return zlib.crc32(np.array(sums, dtype=np.uint32).data)
+        checksums = list(threads.map(zlib.crc32, parts))  # which lets go of the interpreter's lock meanwhile
+    return zlib.crc32(np.array(checksums, dtype=np.uint32).data)
 
 
 def _checksum_on_device(flat: Tensor) -> int:
@@ -173,9 +185,11 @@ def _checksum_on_device(flat: Tensor) -> int:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for begin in range(0, flat.numel(), _CHUNK):
         part = flat[begin : begin + _CHUNK].to(torch.int64)
-        position = torch.arange(begin, begin + part.numel(), device=flat.device)
+        end = begin + part.numel()
+        position = torch.arange(begin, end, device=flat.device)
         factor = (2 * position + 1) * 0x5851F42D4C957F2D  # overflows, as it should
-        total += ((part + 1) * (factor ^ (factor >> 29))).sum()
+        factor ^= factor >> 29
+        total += ((part + 1) * factor).sum()
     return int(total)
 
 
@@ -201,7 +215,8 @@ class RepeatableIterator:
     """An iterator over what another one gave. A copy that is made before the first entry is taken begins anew."""
 
     def __init__(self, entries: list[Any]) -> None:
-        self.entries, self.position = entries, 0
+        self.entries = entries
+        self.position = 0
 
     def __iter__(self) -> RepeatableIterator:
         return self
@@ -209,8 +224,9 @@ class RepeatableIterator:
     def __next__(self) -> Any:
         if self.position == len(self.entries):
             raise StopIteration
+        entry = self.entries[self.position]
         self.position += 1
-        return self.entries[self.position - 1]
+        return entry
 
 
 def repeatable(batch: Any) -> Any:
@@ -243,11 +259,13 @@ class BatchAgreement:
         host: Channel | None = None,
         values: HostValues | None = None,
     ) -> None:
-        self._group, self._device = group, device
-        self._host, self._values = host or Channel(group, device), values or HostValues()
+        self._group = group
+        self._device = device
+        self._host = host or Channel(group, device)
+        self._values = values or HostValues()
         self._caches: dict[Any, HeaderCache] = {}
         self._differ: set[Any] = set()  # kinds of batches that differed once, and will again: no need to compare them
-        self._sends = True
+        self._sends = True  # until a batch was of a kind that cannot be sent
 
     def agree(self, batch: Any, kind: Any) -> Any:
         """The first rank's batch, with generators that can be run through again. Collective.
@@ -262,6 +280,8 @@ class BatchAgreement:
         batch = repeatable(batch)
         if self._group.size() == 1:
             return batch
+        # What a host knows costs no wait for its device, so that is compared first. Where hosts do not know all, or
+        # batches differ, the first rank's is sent. Only one that cannot be sent is compared as it is on the devices.
         if kind not in self._differ:
             if known_to_be_same(batch, self._values.of, *self._host):
                 return batch

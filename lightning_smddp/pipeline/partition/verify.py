@@ -14,6 +14,7 @@ EXACT, MIXED = 1e-3, 3e-2  # relative differences that rounding explains, in fp3
 # Of the whole gradient's norm: a smaller gradient of a unit is compared as if it were that large. A bias before a
 # BatchNorm, say, has no gradient but what rounding leaves, and that is another one each time.
 _SMALL = 1e-3
+_NAMED = 6  # units that the error names beside the last one
 
 
 class VerificationError(RuntimeError):
@@ -37,11 +38,13 @@ class Finding:
     @property
     def difference(self) -> float:
         """Relative; infinite if one of the two is not finite and the other is."""
-        if self.expected == self.actual or (math.isnan(self.expected) and math.isnan(self.actual)):
+        both_nan = math.isnan(self.expected) and math.isnan(self.actual)
+        if both_nan or self.expected == self.actual:
             return 0.0
-        if not (math.isfinite(self.expected) and math.isfinite(self.actual)):
+        if not math.isfinite(self.expected) or not math.isfinite(self.actual):
             return math.inf
-        return abs(self.actual - self.expected) / max(abs(self.expected), _SMALL * self.scale, 1e-30)
+        size = max(abs(self.expected), _SMALL * self.scale, 1e-30)
+        return abs(self.actual - self.expected) / size
 
 
 def gradient_norms(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
@@ -73,15 +76,16 @@ def compare(
     findings = [Finding("loss", None, expected_loss, actual_loss, abs(expected_loss))]
     seen: set[str] = set()
     for node in nodes:
+        # A parameter that several nodes use counts for the first of them.
         names = [name for name in node.parameters if name not in seen]
         seen.update(names)
-        parts = {name: [name] for name in names}
+        groups = {name: [name] for name in names}
         if node.module is not None:
-            parts = {node.module: names}
-        for title, part in parts.items():
-            if any(name in expected or name in actual for name in part):
-                norms = _norm(part, expected), _norm(part, actual)
-                findings.append(Finding(title, stage_of_node[node.index], *norms, total))
+            groups = {node.module: names}
+        stage = stage_of_node[node.index]
+        for title, group in groups.items():
+            if any(name in expected or name in actual for name in group):
+                findings.append(Finding(title, stage, _norm(group, expected), _norm(group, actual), total))
     return findings
 
 
@@ -91,8 +95,8 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
     if not wrong:
         return
     loss = findings[0]
-    units = [finding for finding in wrong if finding.name != "loss"]
     lines = [f"the loss is {loss.actual:.7g}, in one process it is {loss.expected:.7g}"]
+    units = [finding for finding in wrong if finding.name != "loss"]
     if units:
         last = units[-1]
         lines.append(
@@ -101,12 +105,12 @@ def require_equal(findings: Sequence[Finding], tolerance: float) -> None:
         )
         others = [finding.name for finding in units[:-1]]
         if others:
-            names = ", ".join(others[:6])
-            if len(others) > 6:
+            names = ", ".join(others[:_NAMED])
+            if len(others) > _NAMED:
                 names += " ..."
             lines.append(f"so have {len(others)} other units: {names}")
     raise VerificationError(
-        "The pipeline does not compute what the step computes on one rank: " + "; ".join(lines) + ". Something passes "
+        f"The pipeline does not compute what the step computes on one rank: {'; '.join(lines)}. Something passes "
         "between modules in a way that cannot be seen: a Python number made from a tensor, an object that is changed, "
         "a global variable. Return it from the module as a tensor, keep both ends in one module, or name the "
         "modules of each stage by `split=`. (`PartitionOptions(check=False)` turns this check off, not the error.)",
