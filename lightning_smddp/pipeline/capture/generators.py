@@ -94,7 +94,13 @@ def held_generators(root: nn.Module) -> list[Held]:
     return found
 
 
-def _found_in(container: Any, members: Members, name: str, seen: set[int], depth: int) -> Iterator[Held]:
+def _found_in(
+    container: Any,
+    members: Members,
+    name: str,
+    seen: set[int],
+    depth: int,
+) -> Iterator[Held]:
     """Generators among ``members`` of ``container``, and down to ``depth`` in these."""
     for key, value in members:
         if type(value) in _PLAIN or id(value) in seen:

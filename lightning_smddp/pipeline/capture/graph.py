@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -32,6 +32,9 @@ from lightning_smddp.pipeline.capture.user_code import Lines
 from lightning_smddp.pipeline.runtime.casts import cast_type
 
 T = TypeVar("T")
+
+IsSmall: TypeAlias = Callable[[str], bool]
+"""Whether a module of this name may be a unit, if nothing else is against it."""
 
 
 class SplitError(ValueError):
@@ -278,7 +281,7 @@ def tells(event: Event) -> bool:
     return True
 
 
-def build_graph(trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> StepGraph:
+def build_graph(trace: Trace, modules: Modules, is_small: IsSmall) -> StepGraph:
     """Choose the units (outermost modules that may be one and are small) and list the nodes.
 
     Raises:
@@ -359,7 +362,7 @@ def _unique(*sequences: Iterable[T]) -> tuple[T, ...]:
 
 
 class _Builder:
-    def __init__(self, trace: Trace, modules: Modules, is_small: Callable[[str], bool]) -> None:
+    def __init__(self, trace: Trace, modules: Modules, is_small: IsSmall) -> None:
         self.trace = trace
         self.modules = modules
         self.is_small = is_small

@@ -17,12 +17,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_smddp._compat.torch import compiled_call, set_compiled_call, visible_autograd_functions
+
+Forward: TypeAlias = Callable[..., Any]
 
 _lock = threading.Lock()
 _users = 0
@@ -37,7 +39,7 @@ _SHARED = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, ModuleTyp
 @contextmanager
 def patched_forwards(
     root: nn.Module,
-    wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]],
+    wrap: Callable[[str, Forward], Forward],
     names: Mapping[str, Any] | None = None,
     compiled: bool = False,
 ) -> Iterator[None]:
@@ -75,7 +77,7 @@ def patched_forwards(
                 module.__dict__["forward"] = own
 
 
-def _with_forward(module: nn.Module, own: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+def _with_forward(module: nn.Module, own: Any, call: Forward) -> Forward:
     """``call`` while ``module`` has its own ``forward`` again, so that it is what is compiled."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -152,7 +154,7 @@ class RunAgain:
         args, kwargs: what it is going to be called with.
     """
 
-    def __init__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward = forward
         self._has_run = False
         self._positions = {place: _copy(value) for place, value in enumerate(args) if _may_change(value)}

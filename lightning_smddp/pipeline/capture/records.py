@@ -235,7 +235,12 @@ def varying(trace: Trace, root: nn.Module, deciding: Deciding) -> frozenset[int]
     return frozenset(found)
 
 
-def sizes_that_vary(shape: Sequence[int], given: Set[int], fixed: Set[int], makes: bool) -> frozenset[int]:
+def sizes_that_vary(
+    shape: Sequence[int],
+    given: Set[int],
+    fixed: Set[int],
+    makes: bool,
+) -> frozenset[int]:
     """Those of a result's sizes that vary, if ``given`` ones of its arguments do, or if it ``makes`` such a size."""
     if not (given or makes):
         return frozenset()

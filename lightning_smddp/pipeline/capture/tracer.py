@@ -27,6 +27,7 @@ from lightning_smddp._compat.torch import (
     without_torch_function,
 )
 from lightning_smddp.pipeline.capture.clock import Clock
+from lightning_smddp.pipeline.capture.effects import Effects
 from lightning_smddp.pipeline.capture.foreign_writes import written_by
 from lightning_smddp.pipeline.capture.graph import refuse_backward
 from lightning_smddp.pipeline.capture.ops import (
@@ -38,7 +39,7 @@ from lightning_smddp.pipeline.capture.ops import (
     name_of,
     sets_flag,
 )
-from lightning_smddp.pipeline.capture.patches import Eager, patched_forwards
+from lightning_smddp.pipeline.capture.patches import Eager, Forward, patched_forwards
 from lightning_smddp.pipeline.capture.python_random import PythonRandom, generator_devices, same_states
 from lightning_smddp.pipeline.capture.records import (
     Call,
@@ -58,10 +59,13 @@ T = TypeVar("T")
 _NOTHING = torch.empty(0)
 _BY_PYTHON = "it makes tensors of values that Python code read"
 
+Step: TypeAlias = Callable[[], Any]
+"""What the user's code does on one micro-batch; returns what it returns."""
 Fetch: TypeAlias = Callable[[str], Tensor]
+"""The values of a parameter, by its first name."""
 
 
-def trace(step: Callable[[], Any], module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
+def trace(step: Step, module: nn.Module, device: torch.device, fetch: Fetch | None = None) -> Trace:
     """Run ``step`` once or a few times and record it. ``module`` is the root whose parameters and submodules it uses.
 
     Random states (torch's, Python's and numpy's) are put back. The step's other effects (buffers, attributes) are the
@@ -101,7 +105,13 @@ def note_left(tensors: Iterable[Tensor]) -> None:
 
 
 class _Tracer(TorchFunctionMode, Tracking):
-    def __init__(self, module: nn.Module, device: torch.device, known: Trace, fetch: Fetch | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        known: Trace,
+        fetch: Fetch | None,
+    ) -> None:
         TorchFunctionMode.__init__(self)
         Tracking.__init__(self, module, known)
         self.module = module
@@ -117,7 +127,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         self.python_random = PythonRandom(module)
         self.python_states = self.python_random.get()
 
-    def run(self, step: Callable[[], Any]) -> Trace:
+    def run(self, step: Step) -> Trace:
         start = self.clock.now()
         saving: AbstractContextManager[Any] = nullcontext()
         if self.fetch is not None:  # no backward will come
@@ -142,7 +152,7 @@ class _Tracer(TorchFunctionMode, Tracking):
 
     # ---- module calls ----
 
-    def _wrap(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, name: str, forward: Forward) -> Forward:
         def traced(*args: Any, **kwargs: Any) -> Any:
             if self.inside:
                 return forward(*args, **kwargs)
@@ -165,20 +175,28 @@ class _Tracer(TorchFunctionMode, Tracking):
         return traced
 
     def _enter(self, name: str) -> Call:
+        """Begin a call of the module ``name``: what is recorded from here on is in it."""
         self._note_python_draws()
         if self.stack:
             self.stack[-1].has_children = True
-        call = Call(len(self.trace.calls), name, self.innermost_call(), len(self.trace.events))
-        call.checkpointed = in_checkpoint()
-        call.has_backward_hooks = has_full_backward_hooks(self.modules[name])
+        call = Call(
+            index=len(self.trace.calls),
+            module=name,
+            parent=self.innermost_call(),
+            first=len(self.trace.events),
+            checkpointed=in_checkpoint(),
+            has_backward_hooks=has_full_backward_hooks(self.modules[name]),
+        )
         self.trace.calls.append(call)
         self.stack.append(call)
         return call
 
     def _leave(self, call: Call, result: Any, arguments: list[Any]) -> None:
         """Note what ``call`` returns, and why it cannot be a unit if stages could not build that again."""
+        # Code that has read bound values may have made a tensor of what it read (`torch.tensor(x.item())`), which looks
+        # free. Where no inner module can have done so, the call itself has: that is a hidden operation of its.
         given = {id(leaf) for leaf in arguments}
-        by_python = call.reads_bound and not call.has_children  # then what looks free may depend on what Python read
+        by_python = call.reads_bound and not call.has_children
         for leaf in tensors(result):
             if self.find(leaf) is not None or id(leaf) in given:
                 continue
@@ -187,6 +205,8 @@ class _Tracer(TorchFunctionMode, Tracking):
                 self.track(leaf, hidden.index)
         call.last = len(self.trace.events)
         call.returned = self.template(result, arguments)
+        # Other stages return a unit's result without running it. They can do that with values, which are sent to them,
+        # with arguments, and with plain constants that come out of no tensor.
         for (path, leaf), (kind, source) in zip(items(result), call.returned.sources, strict=True):
             if kind != "constant":
                 continue
@@ -220,6 +240,7 @@ class _Tracer(TorchFunctionMode, Tracking):
         kwargs = kwargs or {}
         kind = kind_of(function, args)
         if kind is Kind.METADATA and args and self._is_elsewhere(args[0]):
+            # A parameter that is borrowed for each operation says that it is where it will be then.
             name = name_of(function)
             if asks_for_device(name):
                 return device_answer(name, args[0].dtype, self.device)
@@ -244,10 +265,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         if kind is Kind.LIKE:
             given = given[1:]
         self._note_buffers(given)
-        # Whatever the function is called, by the counts of writes and the generators' states we see what it wrote and
-        # drew. What its arguments are has to be asked before it runs, too: in place it makes other values of them.
-        versions = [self._version(tensor) for tensor in given]
-        states = self._random_states(arguments)
+        # What it reads and changes is asked before it runs: in place it makes other values of its arguments.
+        effects = Effects(arguments, given, self.buffers, self.device)
         inputs = _known(map(self.find, given))
         start = self.clock.now()
         overhead = self.overhead
@@ -261,11 +280,8 @@ class _Tracer(TorchFunctionMode, Tracking):
         end = self.clock.now()
         self.busy = True
         seconds = start.until(end) - (self.overhead - overhead)
-        mutated = self._changed_since(versions, given)
-        if args and is_inplace(function):
-            mutated = _with_target(mutated, args[0])
-        states_now = self._random_states(arguments)
-        drew = not all(map(torch.equal, states, states_now))
+        mutated = effects.changed(function, args)
+        drew = effects.has_drawn()
         event = Event(
             index=len(self.trace.events),
             function=function,
@@ -278,7 +294,7 @@ class _Tracer(TorchFunctionMode, Tracking):
             seconds=seconds,
         )
         if drew and self.known.reads_draws and (inputs or event.parameters):
-            self._put_back(states)  # as in a replay, where one stage alone draws it
+            effects.put_back_draws()  # as in a replay, where one stage alone draws it
         self._record(event, given, arguments, result, mutated)
         self.busy = False
         self.overhead += begin.until(start) + end.until(self.clock.now())
@@ -372,7 +388,8 @@ class _Tracer(TorchFunctionMode, Tracking):
             is_argument = any(leaf is tensor for tensor in given)
             if not is_argument:
                 # `mask.expand_as(h)` shows the mask, which all stages have, in another shape.
-                self.track(leaf, event.index, binds=self.memory_of(leaf).number not in free)
+                memory = self.memory_of(leaf)
+                self.track(leaf, event.index, binds=memory.number not in free)
         event.returned = self.template(result, arguments)
         self._note_drawn(event)
 
@@ -434,7 +451,8 @@ class _Tracer(TorchFunctionMode, Tracking):
             memory = self.memory_of(tensor)
             memory.known = True
             memory.bound = memory.parameter is not None
-            memory.batch_sizes |= sizes_that_vary(tensor.shape, event.batch_sizes, fixed | {1}, makes_size)
+            sizes = sizes_that_vary(tensor.shape, event.batch_sizes, fixed | {1}, makes_size)
+            memory.batch_sizes |= sizes
         if event.reads:
             self.trace.reads_of_batch.append(user_location())
         for tensor in mutated:
@@ -443,10 +461,12 @@ class _Tracer(TorchFunctionMode, Tracking):
             if has_views:  # these may be on another stage, which would not see the change
                 self.hide(self.innermost_call(), ALIAS)
             for call in self.stack:
+                # What the call has made itself, or keeps for itself, nobody misses where the call is not run.
                 if not self._within(memory.call, call.index) and not self._owns(call, tensor):
                     call.obstacle = f"it changes a tensor in place, at {user_location()}, that was made outside of it"
 
     def _within(self, call: int | None, outer: int) -> bool:
+        """Whether ``call`` is ``outer``, or was made within it."""
         while call is not None and call != outer:
             call = self.trace.calls[call].parent
         return call == outer
@@ -500,35 +520,6 @@ class _Tracer(TorchFunctionMode, Tracking):
         if not any(isinstance(module, nn.SyncBatchNorm) for module in modules):
             self.trace.collective_locations.append(user_location())
 
-    def _changed_since(self, versions: list[int | Tensor], given: list[Tensor]) -> list[Tensor]:
-        """Those of ``given`` that have another version by now."""
-        changed = []
-        for tensor, version in zip(given, versions, strict=True):
-            if not _equal(self._version(tensor), version):
-                changed.append(tensor)
-        return changed
-
-    def _version(self, tensor: Tensor) -> int | Tensor:
-        """What differs after a change in place: for buffers the contents, as ``batch_norm`` counts no version."""
-        if id(tensor) in self.buffers:
-            return tensor.clone()
-        if tensor.is_inference():
-            return -1
-        return tensor._version
-
-    def _put_back(self, states: list[Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(states[1], self.device)
-
-    def _random_states(self, arguments: list[Any]) -> list[Tensor]:
-        """Of torch's default generators, the CPU's first, and of those among ``arguments``."""
-        states = [torch.random.get_rng_state()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device))
-        states += [leaf.get_state() for leaf in arguments if isinstance(leaf, torch.Generator)]
-        return states
-
 
 class _Unseen(DispatchMode):
     """Tells the tracer of each operation of the dispatcher."""
@@ -563,20 +554,3 @@ def _sets_parameter(function: Any, args: Any) -> bool:
 def _known(found: Iterable[T | None]) -> tuple[T, ...]:
     """Those that are not None, each once, in order."""
     return tuple(dict.fromkeys(one for one in found if one is not None))
-
-
-def _with_target(mutated: list[Tensor], target: Any) -> list[Tensor]:
-    """``mutated``, and what an operation in place is called for, where no version was counted."""
-    if isinstance(target, Tensor):
-        if any(tensor is target for tensor in mutated):
-            return mutated
-        return [*mutated, target]
-    if isinstance(target, (list, tuple)) and not mutated:  # `torch._foreach_mul_`
-        return [tensor for tensor in target if isinstance(tensor, Tensor)]
-    return mutated
-
-
-def _equal(a: int | Tensor, b: int | Tensor) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)

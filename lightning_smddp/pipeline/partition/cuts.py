@@ -6,13 +6,13 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from lightning_smddp.pipeline.capture.graph import Modules, Node, SplitError, StepGraph, build_graph
+from lightning_smddp.pipeline.capture.graph import IsSmall, Modules, Node, SplitError, StepGraph, build_graph
 from lightning_smddp.pipeline.capture.records import Trace
 from lightning_smddp.pipeline.partition.live_sets import live_sets, natural_bytes
 from lightning_smddp.pipeline.partition.reference import Reference
@@ -231,7 +231,7 @@ def _is_balanced(partition: Partition, resources: Resources) -> bool:
     return max(partition.stage_seconds) <= limit
 
 
-def _is_closed(opened: frozenset[str]) -> Callable[[str], bool]:
+def _is_closed(opened: frozenset[str]) -> IsSmall:
     return lambda name: name not in opened
 
 
@@ -464,7 +464,7 @@ def _cheapest_cuts(graph: StepGraph, stages: Sequence[int], num_stages: int) -> 
     return cuts
 
 
-def is_within(units: Collection[str]) -> Callable[[str], bool]:
+def is_within(units: Collection[str]) -> IsSmall:
     """The predicate for :func:`build_graph` that makes just ``units`` units."""
     names = frozenset(units)
     return names.__contains__

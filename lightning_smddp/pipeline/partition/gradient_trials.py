@@ -216,7 +216,11 @@ class GradientTrial:
         return confirmed
 
     def _attempt(
-        self, rows: MicroBatch, candidates: Sequence[Weighting], count: int, strictness: float
+        self,
+        rows: MicroBatch,
+        candidates: Sequence[Weighting],
+        count: int,
+        strictness: float,
     ) -> Verdict | None:
         """The verdict by ``count`` parts of ``rows``, at a share of the tolerance: ``strictness``."""
         parts = rows.split(count)

@@ -153,7 +153,12 @@ def _in_order(boundaries: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return sorted(pairs, key=lambda pair: (pair[0] % 2, pair))
 
 
-def _link(pair: tuple[int, int], hosts: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> Link | None:
+def _link(
+    pair: tuple[int, int],
+    hosts: Sequence[str],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Link | None:
     """What the two ranks of ``pair`` know of their link, None on others."""
     rank = group.rank()
     if rank not in pair:

@@ -8,10 +8,14 @@ later stage may repeat them. The smallest set is a minimum vertex cut in the gra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
 
 from lightning_smddp.pipeline.capture.graph import SplitError, StepGraph
+
+Values: TypeAlias = tuple[int, ...]
+"""Indices of values, ascending."""
 
 
 def natural_bytes(graph: StepGraph, cut: int) -> int:
@@ -19,7 +23,7 @@ def natural_bytes(graph: StepGraph, cut: int) -> int:
     return sum(graph.values[value].nbytes for value in graph.needed_after(cut))
 
 
-def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ...]], list[frozenset[int]]]:
+def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[Values], list[frozenset[int]]]:
     """For each cut the values that cross it, and for each stage the earlier nodes that it does again.
 
     A stage can send on only what it has: what it received, what it made, and what it computed again from these.
@@ -38,9 +42,9 @@ def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ..
         obstacle = graph.obstacle_to(cut)
         if obstacle is not None:
             raise SplitError(f"No stage may begin with {graph.nodes[cut].name}: {obstacle}.")
-    live: list[tuple[int, ...]] = []
+    live: list[Values] = []
     again: list[frozenset[int]] = [frozenset()]
-    received: tuple[int, ...] = ()
+    received: Values = ()
     for cut in cuts:
         needed = graph.needed_after(cut)
         received = _minimum(graph, cut, needed, received)
@@ -56,7 +60,7 @@ def live_sets(graph: StepGraph, cuts: Sequence[int]) -> tuple[list[tuple[int, ..
     return live, again
 
 
-def _minimum(graph: StepGraph, cut: int, needed: Sequence[int], received: tuple[int, ...]) -> tuple[int, ...]:
+def _minimum(graph: StepGraph, cut: int, needed: Sequence[int], received: Values) -> Values:
     """The cheapest values to send over ``cut``, of those that the stage before received or can make.
 
     Each value is an edge ``in -> out`` whose capacity is its bytes. Flow comes from the source into what the stage has
@@ -104,7 +108,12 @@ def _minimum(graph: StepGraph, cut: int, needed: Sequence[int], received: tuple[
     return tuple(sent)
 
 
-def _closure(graph: StepGraph, wanted: Sequence[int], given: Sequence[int], cut: int) -> frozenset[int]:
+def _closure(
+    graph: StepGraph,
+    wanted: Sequence[int],
+    given: Sequence[int],
+    cut: int,
+) -> frozenset[int]:
     """Nodes before ``cut`` that compute ``wanted`` from ``given``."""
     known = set(given)
     repeated = set()

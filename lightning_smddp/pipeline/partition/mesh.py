@@ -122,7 +122,13 @@ class Groups:
         pipeline = create_group(members, f"{name}-pipeline-{replica}", limit, device)
         neighbours = pipeline
         if device.type != "cpu":
-            neighbours = create_group(members, f"{name}-neighbours-{replica}", limit, device, by_pairs=True)
+            neighbours = create_group(
+                members,
+                f"{name}-neighbours-{replica}",
+                limit,
+                device,
+                by_pairs=True,
+            )
         host = Channel(pipeline, device)
         if is_nccl(pipeline) and dist.is_gloo_available():
             patience = backend_timeout(limit, of_nccl=True)  # who waits for a device here says nothing of who is late

@@ -23,7 +23,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -44,6 +44,9 @@ from lightning_smddp.pipeline.partition.row_ways import Rows, UnclearBatchError,
 from lightning_smddp.pipeline.runtime.host_values import Answers
 from lightning_smddp.wire.pytree import Members, Path, leaves, members_of, with_members
 from lightning_smddp.wording import counted
+
+Joins: TypeAlias = Mapping[Path, int | None]
+"""How what is at some paths is put together, see :func:`combine`."""
 
 
 class Cuts(Protocol):
@@ -126,7 +129,13 @@ def split(batch: Any, num_microbatches: int, batch_size: int | None = None) -> l
     return _parts(batch, count, number, paths, ways)
 
 
-def _parts(value: Any, rows: int, number: int, paths: frozenset[Path], ways: Ways) -> list[MicroBatch]:
+def _parts(
+    value: Any,
+    rows: int,
+    number: int,
+    paths: frozenset[Path],
+    ways: Ways,
+) -> list[MicroBatch]:
     """``value`` in ``number`` parts, or one for each row if there are fewer."""
     number = min(number, rows)
     if number <= 1 or not paths:
@@ -397,7 +406,7 @@ def _is_opaque(value: Any) -> bool:
 # ---- combining -------------------------------------------------------------------------------------------------------
 
 
-def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, int | None] | None = None) -> Any:
+def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Joins | None = None) -> Any:
     """What one process would have returned for the whole batch, from what a step returned for each micro-batch.
 
     ``joins`` says for some paths along which dimension their tensors are concatenated, or with None that a value which
@@ -425,7 +434,7 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int], joins: Mapping[Path, i
     return _combine(list(outputs), list(sizes), (), joins or {})
 
 
-def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: Mapping[Path, int | None]) -> Any:
+def _combine(values: list[Any], sizes: list[int], path: tuple[Any, ...], joins: Joins) -> Any:
     first = values[0]
     is_the_batchs = path in joins and joins[path] is None
     if is_the_batchs and _are_equal(values):
@@ -472,7 +481,12 @@ def _are_all(values: list[Any], kind: type | tuple[type, ...]) -> bool:
     return all(isinstance(value, kind) for value in values)
 
 
-def _combine_tensors(values: list[Tensor], sizes: list[int], path: tuple[Any, ...], join: int | None) -> Tensor:
+def _combine_tensors(
+    values: list[Tensor],
+    sizes: list[int],
+    path: tuple[Any, ...],
+    join: int | None,
+) -> Tensor:
     first = values[0]
     for value in values:
         if value.dim() != first.dim() or value.dtype != first.dtype:
@@ -528,7 +542,7 @@ def _combine_members(
     sizes: list[int],
     children: Members,
     path: tuple[Any, ...],
-    joins: Mapping[Path, int | None],
+    joins: Joins,
 ) -> Any:
     members = [dict(members_of(value) or []) for value in values]
     if any(member.keys() != members[0].keys() for member in members):

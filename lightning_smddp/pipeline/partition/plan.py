@@ -12,10 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_smddp.pipeline.capture.graph import Modules, SplitError, StepGraph, build_graph, first_difference
+from lightning_smddp.pipeline.capture.graph import (
+    IsSmall,
+    Modules,
+    SplitError,
+    StepGraph,
+    build_graph,
+    first_difference,
+)
 from lightning_smddp.pipeline.capture.preserve_state import kept_parameters, preserve_state
 from lightning_smddp.pipeline.capture.records import Trace
-from lightning_smddp.pipeline.capture.tracer import trace
+from lightning_smddp.pipeline.capture.tracer import Fetch, Step, trace
 from lightning_smddp.pipeline.partition.cuts import (
     Resources,
     StageCuts,
@@ -27,7 +34,7 @@ from lightning_smddp.pipeline.partition.cuts import (
 )
 from lightning_smddp.pipeline.partition.hardware import explained_shortage
 from lightning_smddp.pipeline.partition.mesh import Ownership
-from lightning_smddp.pipeline.partition.reference import Reference, fastest, run_plain, run_reference
+from lightning_smddp.pipeline.partition.reference import LossIn, Reference, fastest, run_plain, run_reference
 from lightning_smddp.pipeline.runtime.departures import StepFailedError, Together
 from lightning_smddp.pipeline.runtime.draws import without_own_dropout
 from lightning_smddp.pipeline.runtime.remote import ReplayError
@@ -93,18 +100,18 @@ class Trial:
         fetch: gives the first values of a parameter that has no memory yet; then there is no reference. None: all have.
     """
 
-    traced: Callable[[], Any]
-    referred: Callable[[], Any]
-    loss_of: Callable[[Any], Tensor | None]
-    fetch: Callable[[str], Tensor] | None = None
+    traced: Step
+    referred: Step
+    loss_of: LossIn
+    fetch: Fetch | None = None
 
 
 def record(
-    step: Callable[[], Any],
+    step: Step,
     root: nn.Module,
     device: torch.device,
     group: dist.ProcessGroup,
-    fetch: Callable[[str], Tensor] | None = None,
+    fetch: Fetch | None = None,
 ) -> Trace:
     """Trace ``step`` on every rank; see :func:`trace`. Collective: an error on one rank is raised on all."""
     together = Together(group, device)
@@ -129,7 +136,11 @@ def record(
 
 
 def build_on_all(
-    traced: Trace, modules: Modules, is_small: Callable[[str], bool], group: dist.ProcessGroup, device: torch.device
+    traced: Trace,
+    modules: Modules,
+    is_small: IsSmall,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> StepGraph:
     """:func:`build_graph` on every rank. Collective: an error on one rank is raised on all."""
     return Together(group, device).run(lambda: build_graph(traced, modules, is_small))
@@ -186,7 +197,12 @@ def divide(
     return _plan_of(decision, graph, root, resources)
 
 
-def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device) -> Reference | None:
+def _measure(
+    graph: StepGraph,
+    trial: Trial,
+    root: nn.Module,
+    device: torch.device,
+) -> Reference | None:
     """A run of the whole step on this rank; None where it has not the whole model."""
     if trial.fetch is not None:
         return None
@@ -194,7 +210,12 @@ def _measure(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.devi
         return _refer(graph, trial, root, device)
 
 
-def _plan_of(decision: dict[str, Any], graph: StepGraph, root: nn.Module, resources: Resources) -> PartitionPlan:
+def _plan_of(
+    decision: dict[str, Any],
+    graph: StepGraph,
+    root: nn.Module,
+    resources: Resources,
+) -> PartitionPlan:
     """What follows from a decision, the same on every rank; its ``reference`` is taken out of it."""
     measured = decision.pop("reference")
     reference = None
@@ -202,7 +223,13 @@ def _plan_of(decision: dict[str, Any], graph: StepGraph, root: nn.Module, resour
         reference = Reference(**measured)
     stage_cuts = StageCuts.from_json(decision["splitting"])
     homes = homes_of(graph, stage_cuts, list(dict(root.named_parameters())))
-    ownership = ownership_of(graph, stage_cuts, homes, resources, list(dict(root.named_buffers())))
+    ownership = ownership_of(
+        graph,
+        stage_cuts,
+        homes,
+        resources,
+        list(dict(root.named_buffers())),
+    )
     return PartitionPlan(
         graph=graph,
         stage_cuts=stage_cuts,
@@ -231,9 +258,17 @@ def _refer(graph: StepGraph, trial: Trial, root: nn.Module, device: torch.device
     if graph.once_a_batch:
         kept = kept_parameters
 
-    def refer(step: Callable[[], Any], own_numbers: bool) -> Reference:
+    def refer(step: Step, own_numbers: bool) -> Reference:
         with preserve_state(root, device), kept(root):
-            return run_reference(graph, step, trial.loss_of, root, device, CHECK_SEED, own_numbers)
+            return run_reference(
+                graph,
+                step,
+                trial.loss_of,
+                root,
+                device,
+                CHECK_SEED,
+                own_numbers,
+            )
 
     step = trial.referred
     of_trace = False
@@ -281,7 +316,12 @@ def _known_graph(
     return None
 
 
-def _graph_of(known: Mapping[str, Any], traced: Trace, modules: Modules, root: nn.Module) -> StepGraph | None:
+def _graph_of(
+    known: Mapping[str, Any],
+    traced: Trace,
+    modules: Modules,
+    root: nn.Module,
+) -> StepGraph | None:
     """The step's graph with the units of an earlier decision, if it is the one that was decided on."""
     units = known["splitting"]["units"]
     names = dict(root.named_modules())

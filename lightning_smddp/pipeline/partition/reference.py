@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from lightning_smddp.pipeline.capture.clock import Clock, Instant
 from lightning_smddp.pipeline.capture.graph import Node, StepGraph
 from lightning_smddp.pipeline.capture.own_seeds import seed_torch
+from lightning_smddp.pipeline.capture.tracer import Step
 from lightning_smddp.pipeline.partition.live_sets import live_sets
 from lightning_smddp.pipeline.partition.verify import norm_of
 from lightning_smddp.pipeline.runtime.remote import Shapes
 from lightning_smddp.pipeline.runtime.replay import Observer, Observers, Replay, patched_units
 from lightning_smddp.pipeline.runtime.stage_graph import StagePlan
 from lightning_smddp.wire.pytree import tensors
+
+LossIn: TypeAlias = Callable[[Any], Tensor | None]
+"""The loss in what a step returned; None if there is none."""
 
 
 @dataclass
@@ -44,8 +48,8 @@ class Reference:
 
 def run_reference(
     graph: StepGraph,
-    step: Callable[[], Any],
-    loss_of: Callable[[Any], Tensor | None],
+    step: Step,
+    loss_of: LossIn,
     root: nn.Module,
     device: torch.device,
     seed: int,
@@ -78,7 +82,11 @@ def run_reference(
 
 
 def run_plain(
-    step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, device: torch.device, seed: int
+    step: Step,
+    loss_of: LossIn,
+    root: nn.Module,
+    device: torch.device,
+    seed: int,
 ) -> tuple[float, dict[str, float]]:
     """The same of the step as it is, with nothing patched: what a replay may change shows by it."""
     seed_torch(seed)
@@ -86,7 +94,10 @@ def run_plain(
 
 
 def _backward(
-    step: Callable[[], Any], loss_of: Callable[[Any], Tensor | None], root: nn.Module, times: _NodeTimes
+    step: Step,
+    loss_of: LossIn,
+    root: nn.Module,
+    times: _NodeTimes,
 ) -> tuple[float, dict[str, float]]:
     """Forward, and backward if there is a loss: the loss, and norms of gradients."""
     norms: dict[str, float] = {}

@@ -105,7 +105,13 @@ class Splitter:
             rows = rows_of(batch)
         return rows
 
-    def _by_hook(self, hook: SplitBatch, batch: Any, count: int, rows: int | None) -> list[MicroBatch]:
+    def _by_hook(
+        self,
+        hook: SplitBatch,
+        batch: Any,
+        count: int,
+        rows: int | None,
+    ) -> list[MicroBatch]:
         parts = list(hook(batch, count))
         if not parts:
             raise ValueError(f"split_batch returned no batches for num_microbatches={count}. Return one at least.")

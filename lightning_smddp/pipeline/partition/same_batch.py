@@ -60,7 +60,12 @@ def same_everywhere(value: Any, group: dist.ProcessGroup, device: torch.device |
     return _are_equal(number, group, device or torch.device("cpu"))
 
 
-def known_to_be_same(value: Any, host_of: HostOf, group: dist.ProcessGroup, device: torch.device) -> bool:
+def known_to_be_same(
+    value: Any,
+    host_of: HostOf,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> bool:
     """As :func:`same_everywhere`, by what hosts know: False as well where one does not know all of it. Collective."""
     try:
         number = fingerprint(value, host_of)
@@ -292,7 +297,15 @@ class BatchAgreement:
             return batch
         cache = self._caches.setdefault(kind, HeaderCache())
         try:
-            return broadcast_structure(batch, self._group, 0, self._device, cache=cache, like=batch, host=self._host)
+            return broadcast_structure(
+                batch,
+                self._group,
+                0,
+                self._device,
+                cache=cache,
+                like=batch,
+                host=self._host,
+            )
         except UnsendableError as error:
             if self._sends and same_everywhere(batch, self._group, self._device):
                 self._sends = False

@@ -85,7 +85,15 @@ def compare(
         stage = stage_of_node[node.index]
         for title, group in groups.items():
             if any(name in expected or name in actual for name in group):
-                findings.append(Finding(title, stage, _norm(group, expected), _norm(group, actual), total))
+                findings.append(
+                    Finding(
+                        title,
+                        stage,
+                        _norm(group, expected),
+                        _norm(group, actual),
+                        total,
+                    )
+                )
     return findings
 
 
