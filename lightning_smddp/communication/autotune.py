@@ -14,7 +14,6 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_smddp.communication.algorithms import NAMES, TwoLevel
+from lightning_smddp.communication.algorithms import NAMES, Algorithm, TwoLevel
 from lightning_smddp.communication.communicator import Communicator, reduce_once
 from lightning_smddp.communication.compression import Compression
 from lightning_smddp.wire.broadcast import broadcast_json
 
 DEFAULT_BUCKET_MB = 25.0  # DDP's own
 _BUCKET_CHOICES_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
-_TIMED_SIZES = (64 * 2**10, 1 * 2**20, 8 * 2**20)
+_TIMED_SIZES = (64 * 2**10, 1 * 2**20, 8 * 2**20)  # bytes
 _SECONDS_EACH = 0.15  # for one algorithm at one size
-_TIMING_ERROR = 1.05
-_LIMITLESS = 2**62
+_LEAST_REPEATS, _MOST_REPEATS = 3, 20
+_TIMING_ERROR = 1.05  # costs that differ by less than this factor may be equal
+_LIMITLESS = 2**62  # bytes: above any bucket
 _TIMING_SLOT = 2**30  # no bucket has so high a number
 
 
@@ -56,7 +56,8 @@ class Plan:
 
     def describe(self) -> str:
         """Which algorithm for which sizes, and where that is from, in one line."""
-        parts, lower = [], 0
+        parts = []
+        lower = 0
         for limit, name in self.table:
             sizes = "all sizes"
             if limit < _LIMITLESS:
@@ -96,10 +97,12 @@ def choose_plan(
     if communicator.world_size == 1:
         return given_plan("native", bucket_cap_mb)
     key = plan_key(communicator, module, compression, bucket_cap_mb)
-    found = None
+    # Each node may have a cache of its own, so the first rank's counts for all of them.
+    entry = None
     if communicator.rank == 0:
-        found = _read(cache).get(key)
-    cached = _plan_of(broadcast_json(found, communicator.group, communicator.device))
+        entry = _read(cache).get(key)
+    entry = broadcast_json(entry, communicator.group, communicator.device)
+    cached = _plan_of(entry)
     if cached is not None:
         return cached
     plan = _measure(communicator, module, compression, bucket_cap_mb)
@@ -117,15 +120,19 @@ def plan_key(
     """A digest of all that a plan depends on: gradients, cluster, versions, the user's choices."""
     from lightning_smddp import __version__
 
-    topology = communicator.topology
-    gpu, compressed = "", None
+    gradients = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            gradients.append((list(parameter.shape), str(parameter.dtype)))
+    gpu = ""
     if communicator.device.type == "cuda":
         gpu = torch.cuda.get_device_name(communicator.device)
+    compressed = None
     if compression is not None:
         compressed = asdict(compression)
     facts = [
-        [(list(p.shape), str(p.dtype)) for p in module.parameters() if p.requires_grad],
-        [list(ranks) for ranks in topology.nodes],
+        gradients,
+        [list(ranks) for ranks in communicator.topology.nodes],
         communicator.device.type,
         gpu,
         [os.cpu_count(), torch.get_num_threads(), communicator.zero_copy, communicator.shared_memory_refusal],
@@ -133,7 +140,8 @@ def plan_key(
         compressed,
         bucket_cap_mb,
     ]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    text = json.dumps(facts)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def default_cache() -> Path:
@@ -148,13 +156,21 @@ def _measure(
     compression: Compression | None,
     bucket_cap_mb: float | None,
 ) -> Plan:
-    gradients = [p for p in module.parameters() if p.requires_grad]
-    gradient_bytes = sum(p.numel() * p.dtype.itemsize for p in gradients)
-    sizes = [size for size in _TIMED_SIZES if size <= 2 * gradient_bytes] or [_TIMED_SIZES[0]]
-    times = {name: time_algorithm(name, communicator, compression, sizes) for name in communicator.available()}
+    gradient_bytes = 0
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            gradient_bytes += parameter.numel() * parameter.dtype.itemsize
+    # A bucket is never larger than all gradients together.
+    sizes = [size for size in _TIMED_SIZES if size <= 2 * gradient_bytes]
+    if not sizes:
+        sizes = [_TIMED_SIZES[0]]
+    times = {}
+    for name in communicator.available():
+        times[name] = time_algorithm(name, communicator, compression, sizes)
     table = _table(sizes, times)
     if bucket_cap_mb is None:
-        bucket_cap_mb = _bucket_size(gradient_bytes, sizes, times[table[-1][1]], table[-1][1])
+        _, for_large = table[-1]
+        bucket_cap_mb = _bucket_size(gradient_bytes, sizes, times[for_large], for_large)
     return Plan(table, bucket_cap_mb, times, sizes, "measured")
 
 
@@ -168,9 +184,13 @@ def time_algorithm(
     medians = []
     for size in sizes:
         tensor = torch.zeros(size // 4, device=communicator.device)
-        first = communicator.maximum([_call_s(algorithm, tensor), _call_s(algorithm, tensor)])
-        repeats = max(3, min(20, int(_SECONDS_EACH / max(first[1], 1e-6))))
-        seconds = sorted(_call_s(algorithm, tensor) for _ in range(repeats))
+        # The first call maps memory and connects, the second tells how many more there is time for. That number comes
+        # from the slowest rank's time: all ranks have to make as many calls.
+        warm_up = [_call_s(algorithm, tensor) for _ in range(2)]
+        _, call_s = communicator.maximum(warm_up)
+        affordable = int(_SECONDS_EACH / max(call_s, 1e-6))
+        repeats = max(_LEAST_REPEATS, min(_MOST_REPEATS, affordable))
+        seconds = sorted([_call_s(algorithm, tensor) for _ in range(repeats)])
         medians.append(seconds[repeats // 2])
     if isinstance(algorithm, TwoLevel):
         algorithm.drain()
@@ -179,30 +199,28 @@ def time_algorithm(
     return medians
 
 
-def _call_s(algorithm: Any, tensor: Tensor) -> float:
-    def call() -> None:
-        reduce_once(algorithm, tensor, _TIMING_SLOT)
-        if tensor.is_cuda:
-            torch.cuda.synchronize(tensor.device)
-
-    return _timed(call)
-
-
-def _timed(call: Callable[[], object]) -> float:
+def _call_s(algorithm: Algorithm, tensor: Tensor) -> float:
+    """Seconds of one all-reduce, on a device with its work."""
     start = time.perf_counter()
-    call()
+    reduce_once(algorithm, tensor, _TIMING_SLOT)
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
     return time.perf_counter() - start
 
 
 def _table(sizes: list[int], times: dict[str, list[float]]) -> list[tuple[int, str]]:
     """For each timed size the fastest algorithm, limits halfway (geometrically) between sizes, runs merged."""
-    best = [min(times, key=lambda name: times[name][index]) for index in range(len(sizes))]
-    between = [int((size * larger) ** 0.5) for size, larger in itertools.pairwise(sizes)]
+    limits = [int((size * larger) ** 0.5) for size, larger in itertools.pairwise(sizes)]
+    limits.append(_LIMITLESS)
     table: list[tuple[int, str]] = []
-    for name, limit in zip(best, [*between, _LIMITLESS], strict=True):
-        if table and table[-1][1] == name:
+    last_fastest = ""
+    for index, limit in enumerate(limits):
+        seconds = {name: by_size[index] for name, by_size in times.items()}
+        fastest = min(seconds, key=seconds.__getitem__)  # the first of several, so `native` where all are equal
+        if fastest == last_fastest:
             table.pop()
-        table.append((limit, name))
+        table.append((limit, fastest))
+        last_fastest = fastest
     return table
 
 
@@ -215,7 +233,9 @@ def _bucket_size(gradient_bytes: int, sizes: list[int], seconds: list[float], na
     """
     if len(sizes) < 2:
         return DEFAULT_BUCKET_MB
-    byte_s = max((seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]), 1e-13)
+    # The line through the smallest and the largest size, kept above 0 where timings are off.
+    slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0])
+    byte_s = max(slope, 1e-13)
     bucket_s = max(seconds[0] - byte_s * sizes[0], 1e-7)
     overlapped = name != "shared_memory"
 
@@ -228,8 +248,9 @@ def _bucket_size(gradient_bytes: int, sizes: list[int], seconds: list[float], na
         return count * bucket_s + visible_bytes * byte_s
 
     # Of those within the timing's own error the one nearest to DDP's: large buckets keep gradients longer in memory.
-    bound = _TIMING_ERROR * min(map(cost, _BUCKET_CHOICES_MB))
-    close = [megabytes for megabytes in _BUCKET_CHOICES_MB if cost(megabytes) <= bound]
+    costs = {megabytes: cost(megabytes) for megabytes in _BUCKET_CHOICES_MB}
+    bound = _TIMING_ERROR * min(costs.values())
+    close = [megabytes for megabytes, its_cost in costs.items() if its_cost <= bound]
     return min(close, key=lambda megabytes: abs(megabytes - DEFAULT_BUCKET_MB))
 
 
@@ -252,10 +273,13 @@ def _read(cache: Path | None) -> dict[str, Any]:
 
 
 def _plan_of(entry: Any) -> Plan | None:
-    """A plan from its JSON; None if it is none."""
+    """A plan from its JSON; None if it is none, as in a file that another version or another program has written."""
     try:
         table = [(int(limit), str(name)) for limit, name in entry["table"]]
-        plan = Plan(**{**entry, "table": table, "source": "cached"})
+        fields = dict(entry)
+        fields["table"] = table
+        fields["source"] = "cached"
+        plan = Plan(**fields)
     except (KeyError, TypeError, ValueError):
         return None
     if not table or any(name not in NAMES for _, name in table):
@@ -267,9 +291,12 @@ def _write(cache: Path, key: str, plan: Plan) -> None:
     """Add ``plan`` to the file, replacing it whole; a cache that cannot be written costs time only."""
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
+        plans = _read(cache)
+        plans[key] = asdict(plan)
+        # In the same directory, so that it can be renamed: who reads meanwhile finds the old file or the new one.
         with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
             file = Path(folder, "plans.json")
-            file.write_text(json.dumps({**_read(cache), key: asdict(plan)}))
+            file.write_text(json.dumps(plans))
             os.replace(file, cache)
     except OSError as error:
         warnings.warn(f"The plan could not be cached in {cache}: {error}", stacklevel=2)
