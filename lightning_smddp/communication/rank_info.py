@@ -20,8 +20,8 @@ from lightning_smddp.wording import counted
 _COMPARED = ("torch", "lightning", "lightning_smddp")  # versions of these have to be equal
 _FAREWELL_S = 1.5  # for others to hear why the start failed
 _PATIENCE_S = 1.0  # beyond the limit, for the judgement to come
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1
-_SHOWN = 8
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.1  # between two looks at the store
+_SHOWN = 8  # ranks, in messages
 
 
 class Store(Protocol):
@@ -69,12 +69,12 @@ def versions(lightning: str) -> dict[str, str]:
 
     import lightning_smddp
 
-    ours = lightning_smddp.__version__
-    return {"torch": torch.__version__, "lightning": lightning, "lightning_smddp": ours, "python": _python()}
-
-
-def _python() -> str:
-    return platform.python_version()
+    return {
+        "torch": torch.__version__,
+        "lightning": lightning,
+        "lightning_smddp": lightning_smddp.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def contradiction(cards: Sequence[RankInfo]) -> str | None:
@@ -87,7 +87,8 @@ def contradiction(cards: Sequence[RankInfo]) -> str | None:
 
 def missing(cards: Sequence[RankInfo], world_size: int) -> list[int]:
     """The ranks that are not there."""
-    return sorted(set(range(world_size)) - {card.rank for card in cards})
+    present = {card.rank for card in cards}
+    return sorted(set(range(world_size)) - present)
 
 
 def meet(store: Store, card: RankInfo, deadline: float, limit_s: float, serves: bool = False) -> None:
@@ -105,17 +106,20 @@ def meet(store: Store, card: RankInfo, deadline: float, limit_s: float, serves: 
     """
     number = leave(store, card)
     if number == 1:
-        judgement = _judge(store, card.world_size, deadline, limit_s)
-        store.set("judgement", json.dumps(judgement))
+        error, admitted = _judge(store, card.world_size, deadline, limit_s)
+        store.set("judgement", json.dumps([error, admitted]))
     else:
-        judgement = _wait_for_judgement(store, card.world_size, deadline, limit_s)
-    error, admitted = judgement
+        error, admitted = _wait_for_judgement(store, card.world_size, deadline, limit_s)
+    # A judgement is about the first cards, so many. Of a rank that came later it says nothing.
     if error is None and number > admitted:
         error = contradiction(_Arrivals(store).all()) or f"{card} came after all {admitted} ranks had started."
     if error is not None:
         store.add("heard", 1)
         if serves:
-            _let_others_hear(store, admitted if time.monotonic() > deadline else card.world_size)
+            listeners = card.world_size
+            if time.monotonic() > deadline:
+                listeners = admitted  # nobody else comes
+            _let_others_hear(store, listeners)
         raise StartError(error)
 
 
@@ -137,7 +141,8 @@ class _Arrivals:
     """The cards in a store, each read once."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.cards = store, list[RankInfo]()
+        self.store = store
+        self.cards: list[RankInfo] = []
         self._pause = _FIRST_PAUSE_S
 
     def all(self) -> list[RankInfo]:
@@ -145,7 +150,7 @@ class _Arrivals:
         count = self.store.add("arrivals", 0)
         while len(self.cards) < count:
             key = f"arrival {len(self.cards) + 1}"
-            if not self.store.check([key]):  # on its way
+            if not self.store.check([key]):  # `leave` has counted it, and not written it yet
                 break
             self.cards.append(RankInfo.parse(self.store.get(key)))
         return self.cards
@@ -175,8 +180,11 @@ def _wait_for_judgement(store: Store, world_size: int, deadline: float, limit_s:
     while not store.check(["judgement"]):
         if time.monotonic() > deadline + _PATIENCE_S:
             cards = arrivals.all()
-            silent = f"{cards[0]}, the first to arrive, fell silent." if cards else "The first to arrive fell silent."
-            return contradiction(cards) or _absent(cards, world_size, limit_s) or silent, len(cards)
+            silent = "The first to arrive fell silent."
+            if cards:
+                silent = f"{cards[0]}, the first to arrive, fell silent."
+            error = contradiction(cards) or _absent(cards, world_size, limit_s) or silent
+            return error, len(cards)
         arrivals.pause()
     error, admitted = json.loads(store.get("judgement"))
     return error, admitted
@@ -189,30 +197,33 @@ def _absent(cards: Sequence[RankInfo], world_size: int, limit_s: float) -> str |
     hosts: dict[str, list[int]] = {}
     for card in cards:
         hosts.setdefault(card.host, []).append(card.rank)
-    there = "; ".join(f"{host}: {_some(sorted(members))}" for host, members in sorted(hosts.items()))
-    verb = "is" if len(ranks) == 1 else "are"
+    there = "; ".join([f"{host}: {_some(sorted(members))}" for host, members in sorted(hosts.items())])
+    verb = "are"
+    if len(ranks) == 1:
+        verb = "is"
     return (
         f"After init_timeout={limit_s:g} s {len(ranks)} of {world_size} ranks {verb} missing: {_some(ranks)}. There "
-        "are, "
-        f"by host, {there}. Look at the missing ranks' own output and at the launcher's number of nodes and "
+        f"are, by host, {there}. Look at the missing ranks' own output and at the launcher's number of nodes and "
         "processes, or raise `init_timeout`."
     )
 
 
 def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    return shown if len(ranks) <= _SHOWN else f"{shown} and {len(ranks) - _SHOWN} more"
+    shown = ", ".join([str(rank) for rank in ranks[:_SHOWN]])
+    more = len(ranks) - _SHOWN
+    if more <= 0:
+        return shown
+    return f"{shown} and {more} more"
 
 
 def _different_worlds(cards: Sequence[RankInfo]) -> str | None:
-    other = next((card for card in cards if card.world_size != cards[0].world_size), None)
-    if other is None:
+    others = [card for card in cards if card.world_size != cards[0].world_size]
+    if not others:
         return None
-    first, other = sorted((cards[0], other), key=lambda card: card.rank)
+    first, other = sorted((cards[0], others[0]), key=lambda card: card.rank)
     return (
         f"The ranks disagree about the world size: {first} was started for {counted(first.world_size, 'rank')}, "
-        f"{other} for "
-        f"{other.world_size}. Start all of them with the same number of nodes and devices (WORLD_SIZE)."
+        f"{other} for {other.world_size}. Start all of them with the same number of nodes and devices (WORLD_SIZE)."
     )
 
 
@@ -235,11 +246,11 @@ def _surplus(cards: Sequence[RankInfo]) -> str | None:
 
 
 def _different_versions(cards: Sequence[RankInfo]) -> str | None:
-    first = cards[0] if cards else None
     for card in cards:
+        first = cards[0]
         for package in _COMPARED:
-            assert first is not None
-            expected, found = first.versions.get(package, "none"), card.versions.get(package, "none")
+            expected = first.versions.get(package, "none")
+            found = card.versions.get(package, "none")
             if _public(expected) != _public(found):
                 return (
                     f"The ranks run different versions of {package}: {first} has {expected}, {card} has {found}. "
