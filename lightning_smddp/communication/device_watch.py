@@ -11,7 +11,7 @@ import torch
 
 from lightning_smddp.supervision.progress import DevicePoint, Progress
 
-_LOOK_S = 0.05
+_LOOK_S = 0.05  # between two looks at the marks
 _KEPT = 512  # marks that may be under way
 _current: DeviceWatch | None = None  # a rank has one device
 
@@ -37,23 +37,29 @@ class DeviceWatch:
 
     def __init__(self, device: torch.device, progress: Progress) -> None:
         global _current
-        self._device, self._progress = device, progress
+        self._device = device
+        self._progress = progress
         self._marks: deque[tuple[Any, DevicePoint]] = deque(maxlen=_KEPT)
-        self._phase, self._count, self._number = (-1, ""), 0, 0
+        self._phase = (-1, "")  # step and phase of the last mark, and how many came before it in that phase
+        self._count = 0
         self._at: DevicePoint | None = None
         self._looking: threading.Thread | None = None
+        self._number = 0  # of the last look
         _current = self
 
     def mark(self, communicates: bool) -> None:
         """See :func:`mark`."""
-        step, phase = max(self._progress.step, 0), self._progress.phase
+        step = max(self._progress.step, 0)
+        phase = self._progress.phase
         if self._phase == (step, phase):
             self._count += 1
         else:
-            self._phase, self._count = (step, phase), 0
+            self._phase = (step, phase)
+            self._count = 0
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((event, DevicePoint(step, phase, self._count, communicates)))
+        point = DevicePoint(step, phase, self._count, communicates)
+        self._marks.append((event, point))
 
     def look(self) -> int | None:
         """See :class:`~lightning_smddp.supervision.hangs.Device`: a thread waits for what was launched by now."""
@@ -84,5 +90,8 @@ class DeviceWatch:
             time.sleep(_LOOK_S)
 
     def _pass_marks(self) -> None:
-        while self._marks and self._marks[0][0].query():
+        while self._marks:
+            event, _ = self._marks[0]
+            if not event.query():
+                return
             _, self._at = self._marks.popleft()

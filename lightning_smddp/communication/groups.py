@@ -21,11 +21,11 @@ from lightning_smddp._compat.torch import abort_and_forget, abort_nccl, default_
 from lightning_smddp.communication.errors import RankTimeoutError
 from lightning_smddp.wire.broadcast import broadcast_json
 
-_LOOK_S = 0.005
-_STDERR = 2
-_NCCL_MARGIN = timedelta(seconds=60)
+_LOOK_S = 0.005  # between two looks at who is there
+_STDERR = 2  # the descriptor, as `sys.stderr` may be replaced
+_NCCL_MARGIN = timedelta(seconds=60)  # for the supervision to find out who is late
 _aborted = False  # after a failure: this process's groups are not used again
-_old_stores: list[dist.Store] = []
+_old_stores: list[dist.Store] = []  # kept, as the ranks of a new start meet in them
 
 
 def backend_timeout(timeout: timedelta, of_nccl: bool) -> timedelta:
@@ -40,7 +40,8 @@ def backend_timeout(timeout: timedelta, of_nccl: bool) -> timedelta:
 
 def new_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """A name for groups of ranks of ``group`` that no group had before. Collective over ``group``."""
-    return f"lightning_smddp-{broadcast_json(secrets.token_hex(8), group, device)}"
+    token = broadcast_json(secrets.token_hex(8), group, device)
+    return f"lightning_smddp-{token}"
 
 
 def create_group(
@@ -66,7 +67,10 @@ def create_group(
         return new_group_among(ranks, name, timeout)
     _meet(ranks, name, timeout)
     own = backend_timeout(timeout, is_nccl())
-    group = new_group_among(ranks, name, own, None if by_pairs else device)
+    bound_device: torch.device | None = device
+    if by_pairs:
+        bound_device = None
+    group = new_group_among(ranks, name, own, bound_device)
     # NCCL makes the communicator in the first collective, for which all members wait on their hosts. Here they are all
     # on their way; in mid-step another group could come first on one of them.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -78,9 +82,14 @@ def connect_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]], de
 
     NCCL makes a communicator for each pair then, if the group is one ``by_pairs``.
     """
-    rank, token = group.rank(), torch.zeros(1, device=device)
+    rank = group.rank()
+    token = torch.zeros(1, device=device)
+    different: set[tuple[int, int]] = set()
+    for one, other in pairs:
+        if one != other:
+            different.add((min(one, other), max(one, other)))
     # Pairs in one order everywhere: of the first one that is not open yet, both ranks come to it next.
-    for low, high in sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}):
+    for low, high in sorted(different):
         if rank == low:
             dist.send(token, group=group, group_dst=high)
         elif rank == high:
@@ -89,7 +98,8 @@ def connect_pairs(group: dist.ProcessGroup, pairs: Iterable[tuple[int, int]], de
 
 def _meet(ranks: list[int], name: str, timeout: timedelta) -> None:
     """Wait until all ``ranks`` are here: in Python, where another rank's failure can interrupt it, unlike in NCCL."""
-    store, deadline = default_store(), time.monotonic() + timeout.total_seconds()
+    store = default_store()
+    deadline = time.monotonic() + timeout.total_seconds()
     keys = {rank: f"{name}/member/{rank}" for rank in ranks}
     store.set(keys[dist.get_rank()], "here")
     while not store.check(list(keys.values())):

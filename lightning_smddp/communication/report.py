@@ -52,17 +52,18 @@ class CommunicationReport:
         }
         ranks = gather_json(mine, communicator.group, communicator.device)
         waited = [rank["waited"] for rank in ranks]
-        straggler = _straggler(waited, [dict(rank["for"]) for rank in ranks], totals.steps)
+        waited_for = [dict(rank["for"]) for rank in ranks]
+        straggler = _straggler(waited, waited_for, totals.steps)
         straggler_name = ""
         if straggler is not None:
             straggler_name = communicator.topology.describe(straggler)
         return cls(
             steps=ranks[0]["steps"],
             gradient_bytes=ranks[0]["gradient_bytes"],
-            intra_node_bytes=sum(rank["intra"] for rank in ranks),
-            inter_node_bytes=sum(rank["inter"] for rank in ranks),
-            exposed_s=tuple(rank["exposed"] for rank in ranks),
-            hidden_s=tuple(rank["hidden"] for rank in ranks),
+            intra_node_bytes=sum([rank["intra"] for rank in ranks]),
+            inter_node_bytes=sum([rank["inter"] for rank in ranks]),
+            exposed_s=tuple([rank["exposed"] for rank in ranks]),
+            hidden_s=tuple([rank["hidden"] for rank in ranks]),
             waited_s=tuple(waited),
             straggler=straggler,
             straggler_name=straggler_name,
@@ -85,16 +86,26 @@ class CommunicationReport:
 
 
 def _straggler(waited: list[float], waited_for: list[dict[str, int]], steps: int) -> int | None:
-    """The rank that waited least while the others waited for it, if they waited 1 ms a step at least."""
+    """The rank that waited least while the others waited for it, if they waited 1 ms a step at least.
+
+    Args:
+        waited: seconds of each rank.
+        waited_for: of each rank, how often it came on when another one, the key, had arrived.
+        steps: that all of this was in.
+    """
     most, least = max(waited), min(waited)
-    if len(waited) < 2 or most < 1e-3 * max(steps, 1) or least > 0.5 * most:
+    if len(waited) < 2:
+        return None
+    if most < 1e-3 * max(steps, 1):
+        return None
+    if least > 0.5 * most:  # all wait, for each other
         return None
     named: Counter[int] = Counter()
-    for rank, counts in enumerate(waited_for):
-        for other, count in counts.items():
-            if waited[rank] > 0.5 * most:
+    for seconds, counts in zip(waited, waited_for, strict=True):
+        if seconds > 0.5 * most:
+            for other, count in counts.items():
                 named[int(other)] += count
-    if not named:
+    if not named:  # without shared memory nobody sees for whom it waits
         return waited.index(least)
     ((rank, _),) = named.most_common(1)
     return rank

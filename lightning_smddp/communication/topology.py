@@ -50,11 +50,9 @@ class Topology:
         members: dict[str, list[int]] = {}
         for other, identity in enumerate(identities):
             members.setdefault(identity, []).append(other)
-        return cls(
-            nodes=tuple(tuple(ranks) for ranks in members.values()),
-            rank=rank,
-            hosts=tuple(identity.split("/")[0] for identity in members),
-        )
+        nodes = [tuple(ranks) for ranks in members.values()]
+        hosts = [identity.split("/")[0] for identity in members]
+        return cls(tuple(nodes), rank, tuple(hosts))
 
     @property
     def world_size(self) -> int:
@@ -103,7 +101,8 @@ class Topology:
 
 def discover(group: dist.ProcessGroup, device: torch.device) -> Topology:
     """Ask all ranks of ``group`` where they run. Collective."""
-    return Topology.from_identities(gather_json(node_identity(), group, device), group.rank())
+    identities = gather_json(node_identity(), group, device)
+    return Topology.from_identities(identities, group.rank())
 
 
 def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -> list[int]:
@@ -113,7 +112,12 @@ def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -
     position is. A part may be empty.
     """
     bounds = [numel * shard // num_shards for shard in range(num_shards + 1)]
-    if granularity:
-        allowed = sorted({0, numel, *granularity})
-        bounds = [min(allowed, key=lambda position: abs(position - bound)) for bound in bounds]
-    return bounds
+    if not granularity:
+        return bounds
+    allowed = sorted({0, numel, *granularity})
+    return [_nearest(allowed, bound) for bound in bounds]
+
+
+def _nearest(positions: Sequence[int], wanted: int) -> int:
+    """The one of ascending ``positions`` that is nearest to ``wanted``; of two the lower one."""
+    return min(positions, key=lambda position: abs(position - wanted))
