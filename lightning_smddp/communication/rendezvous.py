@@ -34,8 +34,9 @@ _RUN_VARIABLES = ["TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE"]
 _NAME_PATIENCE_S = 60.0  # a cluster's names may come up after its processes
 _TELL_PATIENCE_S = 3.0  # to let the others know of a problem of this rank's own
 _PROBE_S = 2.0  # for a process that serves this job's store already
-_PAUSE_S = 0.1
-_BACKLOG = 4096
+_PAUSE_S = 0.1  # between two tries
+_LEAST_CONNECT_S = 5.0  # for the ranks to connect, however late the last one came
+_BACKLOG = 4096  # connections that wait to be accepted: all ranks may come at once
 _starts = itertools.count()  # the same on all ranks: an agent's store outlives a process group
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class RendezvousConfig:
         spans_nodes: whether there is more than one node.
         address: host name or address that rank 0 can be reached under.
         port: TCP port there.
-        versions: see ``arrivals.versions``.
+        versions: see :func:`~lightning_smddp.communication.rank_info.versions`.
     """
 
     rank: int
@@ -64,7 +65,9 @@ class RendezvousConfig:
 
 def start_limit(init_timeout: timedelta | None, timeout: timedelta | None) -> timedelta:
     """How long to wait for other ranks to start: ``init_timeout``; else ``timeout``, but 10 minutes at most."""
-    return init_timeout or min(timeout or DEFAULT_INIT_TIMEOUT, DEFAULT_INIT_TIMEOUT)
+    if init_timeout:
+        return init_timeout
+    return min(timeout or DEFAULT_INIT_TIMEOUT, DEFAULT_INIT_TIMEOUT)
 
 
 def join(
@@ -111,7 +114,7 @@ def _run_key() -> str:
     names = list(_RUN_VARIABLES)
     if _agent_serves():  # its store outlives the ranks; else a node that came later would count from 0 for itself
         names.append("TORCHELASTIC_RESTART_COUNT")
-    run = "/".join(os.environ.get(name, "") for name in names)
+    run = "/".join([os.environ.get(name, "") for name in names])
     return f"lightning_smddp/{run}/{next(_starts)}"
 
 
@@ -129,20 +132,27 @@ def _start_group(
     deadline: float,
 ) -> None:
     """All ranks are there: connect them, within what is left of ``init_timeout``, and set the final timeout."""
-    resettable = set(backend.replace("cpu:", "").replace("cuda:", "").split(",")) <= {"gloo", "nccl"}
-    left = timedelta(seconds=max(deadline - time.monotonic(), 5.0))
-    first = min(left, timeout) if timeout is not None else left
+    # "gloo", "nccl", or one for each kind of device, as "cpu:gloo,cuda:nccl". Only groups of these two can be given
+    # another timeout later: so only with these `init_timeout` counts for their connecting.
+    names = backend.replace("cpu:", "").replace("cuda:", "").split(",")
+    resettable = set(names) <= {"gloo", "nccl"}
+    first_timeout = timeout
+    if resettable:
+        left_s = max(deadline - time.monotonic(), _LEAST_CONNECT_S)
+        first_timeout = timedelta(seconds=left_s)
+        if timeout is not None:
+            first_timeout = min(first_timeout, timeout)
     try:
         dist.init_process_group(
             backend,
             store=store,
             rank=meeting.rank,
             world_size=meeting.world_size,
-            timeout=first if resettable else timeout,
+            timeout=first_timeout,
             device_id=device,
         )
     except (RuntimeError, dist.DistError) as error:
-        reason = str(error).partition("\n")[0]
+        reason, _, _ = str(error).partition("\n")
         raise StartError(
             f"All {meeting.world_size} ranks came, but {backend} could not connect rank {meeting.rank} (host "
             f"{socket.gethostname()}) to the others: {reason} The interfaces here are {describe_interfaces()}; name "
@@ -159,17 +169,24 @@ def _start_group(
 
 def _open_store(meeting: RendezvousConfig, card: RankInfo, deadline: float, limit: timedelta) -> tuple[dist.Store, str]:
     """A connection to the job's store, which rank 0 serves unless an agent does; and what is listened on."""
-    listener = None if _agent_serves() or meeting.rank != 0 else _listen(meeting, card, deadline)
+    listener: socket.socket | None = None
+    if meeting.rank == 0 and not _agent_serves():
+        listener = _listen(meeting, card, deadline)
     if listener is None:
         return _connect(meeting, deadline, limit), ""
     host, port = listener.getsockname()[:2]
-    own = host
+    own_address = host
     if ipaddress.ip_address(host).is_unspecified:
-        own = "127.0.0.1"
+        own_address = "127.0.0.1"
         log.warning("MASTER_ADDR=%s is no address of this machine that other nodes can reach. The job's store listens "
                     "on all interfaces, port %d.", meeting.address, port)  # fmt: skip
     store = dist.TCPStore(
-        own, port, is_master=True, timeout=limit, master_listen_fd=listener.detach(), wait_for_workers=False
+        own_address,
+        port,
+        is_master=True,
+        timeout=limit,
+        master_listen_fd=listener.detach(),
+        wait_for_workers=False,
     )
     return store, f"{host} port {port}"
 
@@ -188,7 +205,7 @@ def _listen(meeting: RendezvousConfig, card: RankInfo, deadline: float) -> socke
             if error.errno == EADDRINUSE:
                 _require_own(meeting, card)
                 return None
-            if error.errno != EADDRNOTAVAIL:
+            if error.errno != EADDRNOTAVAIL:  # else: not an address of this machine, so try the next one
                 raise StartError(
                     f"Rank 0 cannot listen on {address[0]} port {meeting.port}: {error.strerror}."
                 ) from None
@@ -221,7 +238,10 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 def _is_own(port: int) -> bool:
     holder = holder_of(port)
-    return holder is not None and holder[0] == os.getpid()
+    if holder is None:
+        return False
+    process, _ = holder
+    return process == os.getpid()
 
 
 def _require_own(meeting: RendezvousConfig, card: RankInfo) -> None:
@@ -230,7 +250,10 @@ def _require_own(meeting: RendezvousConfig, card: RankInfo) -> None:
         return
     holder = holder_of(meeting.port)
     _tell_the_first(meeting, card)
-    who = "a process of another user" if holder is None else f"process {holder[0]} ({holder[1]})"
+    who = "a process of another user"
+    if holder is not None:
+        process, command = holder
+        who = f"process {process} ({command})"
     raise StartError(
         f"Rank 0 (host {socket.gethostname()}, pid {os.getpid()}) cannot serve the job's store at {meeting.address} "
         f"port {meeting.port}: {who} listens there (EADDRINUSE). Another job has the same MASTER_PORT, or rank 0 was "
@@ -296,7 +319,8 @@ def _reachable(meeting: RendezvousConfig, deadline: float, limit: timedelta) -> 
         for _, address in _resolve(meeting, deadline):
             left = max(deadline - time.monotonic(), _PAUSE_S)
             try:
-                socket.create_connection(address[:2], timeout=left).close()
+                connection = socket.create_connection(address[:2], timeout=left)
+                connection.close()
             except OSError as error:
                 reason = error.strerror or "no answer"
             else:

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_smddp._compat.fsdp import unit_parameters
 from lightning_smddp.communication.buckets import Layout
-from lightning_smddp.communication.communicator import Communicator, OnWait
+from lightning_smddp.communication.communicator import Communicator
 from lightning_smddp.communication.compression import Compression, ErrorFeedback
 from lightning_smddp.communication.inter_node import ScatterExchange
 from lightning_smddp.communication.intra_node import IntraNodeGroup
-from lightning_smddp.communication.node_mesh import NodeMesh
+from lightning_smddp.communication.node_mesh import NodeMesh, OnWait
 from lightning_smddp.communication.nonfinite import agreed
 from lightning_smddp.communication.shared_segments import SharedSegments
 from lightning_smddp.communication.unit_collectives import (
@@ -67,7 +67,7 @@ class ShardedCollectives:
             that share each parameter, and ranks that hold the same share.
         timeout: how long a collective waits for a rank.
         compression: of gradients between nodes: by ``"bf16"``, ``"fp16"`` or ``"int8"``.
-        on_wait: called with ``(seconds, rank waited for last or None)`` when this rank waited inside its node.
+        on_wait: called when this rank waited inside its node.
 
     Attributes:
         fsdp_mesh: the mesh for ``fully_shard``: only the dimension ``shard`` of ``mesh`` where the gradients' mean over
@@ -99,23 +99,28 @@ class ShardedCollectives:
             return
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
+        replicas: Communicator | None = None
         if mesh.ndim == 2:
-            self.fsdp_mesh = mesh[cast(Any, mesh.mesh_dim_names)[1]]
-            self._communicators.append(Communicator(mesh.get_group(0), device, timeout, on_wait))
-        self._communicators.append(Communicator(self.fsdp_mesh.get_group(), device, timeout, on_wait))
-        shards, replicas = self._communicators[-1], self._communicators[:-1]
-        if replicas:
-            self._replicas = _MeanOverReplicas(replicas[0], compression)
+            _, shard_dimension = cast(Any, mesh.mesh_dim_names)
+            self.fsdp_mesh = mesh[shard_dimension]
+            replicas = Communicator(mesh.get_group(0), device, timeout, on_wait)
+            self._communicators.append(replicas)
+        shards = Communicator(self.fsdp_mesh.get_group(), device, timeout, on_wait)
+        self._communicators.append(shards)
+        if replicas is not None:
+            self._replicas = _MeanOverReplicas(replicas, compression)
         self._shards = _Shards(shards, compression, on_wait)
         for communicator in self._communicators:
             self.notes += communicator.notes
         self.notes += self._shards.notes
-        compresses = compression is not None and any(each.compresses(compression) for each in self._communicators)
-        if compression is not None and compression.error_feedback:
+        if compression is None:
+            return
+        compresses = any(each.compresses(compression) for each in self._communicators)
+        if compression.error_feedback:
             self._remembers = compresses
             for communicator in self._communicators:  # one copy's ranks may be on one node, another one's on several
                 self._remembers = agreed(self._remembers, communicator.group, communicator.device)
-        if compression is not None and not compresses:
+        if not compresses:
             self.notes.append(f"compression={compression.method!r} applies between nodes, and there is one node")
 
     def attach(self, module: nn.Module) -> None:
@@ -127,31 +132,38 @@ class ShardedCollectives:
             return
         shard_group = self.fsdp_mesh.get_group()
         for name, unit in module.named_modules():
-            if isinstance(unit, FSDPModule):
-                layout = UnitLayout(len(self._layouts), shard_group.size(), partial(unit_parameters, unit))
-                self._layouts.append(layout)
-                self._shards.attach(name or type(module).__name__, unit, layout)
-                if self._replicas is not None:
-                    unit.set_all_reduce_hook(self._replicas.hook(layout, shard_group.rank()))
+            if not isinstance(unit, FSDPModule):
+                continue
+            number = len(self._layouts)  # the same on all ranks, as the order of modules is
+            layout = UnitLayout(number, shard_group.size(), partial(unit_parameters, unit))
+            self._layouts.append(layout)
+            self._shards.attach(name or type(module).__name__, unit, layout)
+            if self._replicas is not None:
+                hook = self._replicas.hook(layout, shard_group.rank())
+                unit.set_all_reduce_hook(hook)
 
     @property
     def memory(self) -> UnitMemory | None:
         """What compression remembers; None, on all ranks, if no rank ever remembers anything."""
         if self._shards is None or not self._remembers:
             return None
-        replica_group, feedback, members = None, None, 1
+        shards = self._communicators[-1]
+        replica_group: dist.ProcessGroup | None = None
+        feedback: ErrorFeedback | None = None
+        members = 1
         if self._replicas is not None:
             replica_group = self._communicators[0].group
-            feedback, members = self._replicas.feedback, self._replicas.members
+            feedback = self._replicas.feedback
+            members = self._replicas.members
         exchanges = Exchanges(
-            shard_group=self._communicators[-1].group,
+            shard_group=shards.group,
             replica_group=replica_group,
             owners=self._shards.owners,
             partners=self._shards.exchange,
             replicas=feedback,
             members=members,
         )
-        return UnitMemory(self._layouts, exchanges, self._communicators[-1].device)
+        return UnitMemory(self._layouts, exchanges, shards.device)
 
     @property
     def shared_bytes(self) -> int:
@@ -192,7 +204,8 @@ class _Shards:
         self._group: ShardGroup | None = None
         topology = communicator.topology
         spans_nodes = topology.num_nodes > 1
-        if spans_nodes and len({len(ranks) for ranks in topology.nodes}) > 1:
+        different_counts = {len(ranks) for ranks in topology.nodes}
+        if spans_nodes and len(different_counts) > 1:
             _refuse_uneven(topology.nodes, compression)
             self.notes.append(
                 f"FSDP2's own collectives: its nodes have {_counts(topology.nodes)} ranks, not equally many"
@@ -200,6 +213,8 @@ class _Shards:
             return
         alone = len(topology.local_ranks) == 1
         on_cpu = communicator.device.type == "cpu"
+        # Where nothing is to be done here, `_group` stays None and FSDP2 keeps its own collectives: on CPUs of a node
+        # without shared memory (a note says so), for a single rank, and for NCCL on one node.
         if on_cpu and not alone and communicator.shared_memory_refusal is not None:
             return
         if not spans_nodes and (alone or not on_cpu):
@@ -209,7 +224,8 @@ class _Shards:
             partners = communicator.partners("sharded")
             assert partners is not None
             self.exchange = _exchange(partners, compression)
-        self._group = ShardGroup(dist.get_process_group_ranks(communicator.group), topology, partners)
+        global_ranks = dist.get_process_group_ranks(communicator.group)
+        self._group = ShardGroup(global_ranks, topology, partners)
         if not on_cpu:
             neighbours = communicator.neighbours("sharded, inside")
             if neighbours is not None:

@@ -97,7 +97,8 @@ class Recorder:
         step = self.step
         if not step.started or step.in_flight:
             return
-        # Backward stood still in the hook, and after the last hook until the last bucket was done.
+        # Backward stood still in the hook, and after the last hook until the last bucket was done. That cannot be more
+        # than the time with a bucket in flight, or that in the hook.
         exposed = step.blocked_s + max(0.0, step.done - step.hook_left)
         exposed = min(exposed, max(step.busy_s, step.blocked_s))
         self._add(exposed, step.busy_s)
@@ -134,14 +135,18 @@ class DeviceStep:
 
     def times(self) -> tuple[float, float]:
         """Seconds that backward stood still at its end, and that at least one bucket was in flight."""
+        # Seconds since the first bucket came; torch counts in milliseconds.
         first = self.came[0]
-        pairs = zip(self.came, self.done, strict=True)
-        spans = [(first.elapsed_time(came) / 1e3, first.elapsed_time(done) / 1e3) for came, done in pairs]
+        spans = []
+        for came, done in zip(self.came, self.done, strict=True):
+            spans.append((first.elapsed_time(came) / 1e3, first.elapsed_time(done) / 1e3))
+        backward_ended, _ = spans[-1]  # when the last bucket came
+        # The length of the spans' union: each one counts from where those before it have ended.
         busy, end = 0.0, 0.0
         for began, ended in sorted(spans):
             busy += max(0.0, ended - max(began, end))
             end = max(end, ended)
-        return max(0.0, end - spans[-1][0]), busy  # backward is over when the last bucket comes
+        return max(0.0, end - backward_ended), busy
 
 
 class DeviceRecorder(Recorder):
