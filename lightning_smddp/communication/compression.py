@@ -122,6 +122,24 @@ class Codec(Protocol):
         ...
 
 
+class ExactCodec:
+    """Values as they are, so that nothing is lost."""
+
+    block_size = 1
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        """``tensor`` itself."""
+        return tensor
+
+    def decode(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """See :meth:`Codec.decode`: a view."""
+        return wire[:numel]
+
+    def bytes_per_element(self, dtype: torch.dtype) -> float:
+        """See :meth:`Codec.bytes_per_element`."""
+        return dtype.itemsize
+
+
 class CastCodec:
     """Values rounded to a 16-bit type. Finite values beyond its range become its largest; inf and nan stay."""
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single
 from lightning_smddp.communication.buckets import Layout, sum_dtype
-from lightning_smddp.communication.compression import Codec, ErrorFeedback
+from lightning_smddp.communication.compression import Codec, ErrorFeedback, ExactCodec
 
 Finish = Callable[[], object]
 
+_EXACT = ExactCodec()
 _ENCODED_AT_ONCE = 2**18  # elements that are encoded at a time, while the ones before are on the wire
 
 
@@ -38,20 +39,11 @@ class InterNodeReduce(Protocol):
         ...
 
 
-def _worthwhile(codec: Codec | None, dtype: torch.dtype) -> Codec | None:
-    """``codec`` if it makes values of ``dtype`` smaller, else None: what would only round is left out."""
-    if codec is None:
-        return None
-    if codec.bytes_per_element(dtype) >= dtype.itemsize:
-        return None
+def _worthwhile(codec: Codec | None, dtype: torch.dtype) -> Codec:
+    """``codec`` if it makes values of ``dtype`` smaller, else ``_EXACT``: what would only round is left out."""
+    if codec is None or codec.bytes_per_element(dtype) >= dtype.itemsize:
+        return _EXACT
     return codec
-
-
-def _bytes_per_element(codec: Codec | None, dtype: torch.dtype) -> float:
-    """On the wire, of values of ``dtype``."""
-    if codec is None:
-        return dtype.itemsize
-    return codec.bytes_per_element(dtype)
 
 
 class RingExchange:
@@ -67,7 +59,7 @@ class RingExchange:
         """See :meth:`InterNodeReduce.start`."""
         codec = _worthwhile(self.codec, shard.dtype)
         feedback = self.feedback
-        if codec is None:
+        if codec is _EXACT:
             work = dist.all_reduce(shard, group=self.group, async_op=True)
             assert work is not None
             return lambda: work.wait()
@@ -98,7 +90,7 @@ class RingExchange:
         """See :meth:`InterNodeReduce.wire_bytes`."""
         size = dist.get_world_size(self.group)
         codec = _worthwhile(self.codec, dtype)
-        nbytes = numel * _bytes_per_element(codec, dtype)
+        nbytes = numel * codec.bytes_per_element(dtype)
         return int(2 * nbytes * (size - 1) / size)  # 2 (n - 1) messages of an n-th each
 
 
@@ -135,7 +127,7 @@ class BalancedExchange:
         #     server 1  | 3 4 5 | of every rank      their sum goes back to everyone
         codec = _worthwhile(self.codec, shard.dtype)
         feedback = self.feedback
-        if codec is None:  # nothing is lost
+        if codec is _EXACT:  # nothing is lost
             feedback = None
         size = dist.get_world_size(self.scatter_group)
         rank = self.scatter_group.rank()
@@ -147,28 +139,28 @@ class BalancedExchange:
         padding = part * size - numel
         if padding:
             padded = torch.nn.functional.pad(shard, (0, padding))
-        sent = _encode(codec, padded)
+        sent = codec.encode(padded)
         if feedback is not None:
-            feedback.remember(shard, _decode(codec, sent, numel, dtype), layout)
+            feedback.remember(shard, codec.decode(sent, numel, dtype), layout)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self.scatter_group, async_op=True)
         assert work is not None
 
         def finish() -> None:
             work.wait()
-            terms = _decode(codec, received, part * size, dtype)
+            terms = codec.decode(received, part * size, dtype)
             own = _sum_rows(terms.view(size, part))
             del terms  # as large as the shard
-            answer = _encode(codec, own)
+            answer = codec.encode(own)
             if feedback is not None:  # the server's loss, on the elements that are no padding
                 low = min(rank * part, numel)
                 count = min(part, numel - low)
-                carried = _decode(codec, answer, part, dtype)
+                carried = codec.decode(answer, part, dtype)
                 feedback.remember_more(own[:count], carried[:count], layout, low)
                 del carried
             gathered = answer.new_empty(answer.numel() * size)
             all_gather_single(gathered, answer, self.gather_group)
-            sums = _decode(codec, gathered, numel, dtype)
+            sums = codec.decode(gathered, numel, dtype)
             shard.copy_(sums)
 
         return finish
@@ -177,7 +169,7 @@ class BalancedExchange:
         """See :meth:`InterNodeReduce.wire_bytes`."""
         size = dist.get_world_size(self.scatter_group)
         codec = _worthwhile(self.codec, dtype)
-        part_bytes = _part(numel, size, codec) * _bytes_per_element(codec, dtype)
+        part_bytes = _part(numel, size, codec) * codec.bytes_per_element(dtype)
         return int(2 * part_bytes * (size - 1))  # a part to each other server, and the own sum to everyone
 
 
@@ -205,7 +197,7 @@ class ScatterExchange:
         """
         codec = _worthwhile(self.codec, parts.dtype)
         feedback = self.feedback
-        if codec is None:  # nothing is lost
+        if codec is _EXACT:  # nothing is lost
             feedback = None
         numel = output.numel()
         flat = parts.view(-1)
@@ -214,38 +206,23 @@ class ScatterExchange:
             layout = layout_of()
             feedback.add_to(flat, layout)
         rows = parts
-        if codec is not None:
-            padding = -numel % codec.block_size  # so that no block is in two rows
+        padding = -numel % codec.block_size  # so that no block is in two rows
+        if padding:
             rows = torch.nn.functional.pad(parts, (0, padding))
-        sent = _encode(codec, rows.view(-1))
+        sent = codec.encode(rows.view(-1))
         if feedback is not None:
-            carried = _decode(codec, sent, rows.numel(), rows.dtype).view(rows.shape)
+            carried = codec.decode(sent, rows.numel(), rows.dtype).view(rows.shape)
             feedback.remember(flat, carried[:, :numel].reshape(-1), layout)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
-        terms = _decode(codec, received, rows.numel(), rows.dtype).view(rows.shape)
+        terms = codec.decode(received, rows.numel(), rows.dtype).view(rows.shape)
         output.copy_(_sum_rows(terms[:, :numel]))
 
 
-def _part(numel: int, size: int, codec: Codec | None) -> int:
+def _part(numel: int, size: int, codec: Codec) -> int:
     """Elements a server: a multiple of the codec's block, so that parts are encoded independently."""
-    block = 1
-    if codec is not None:
-        block = codec.block_size
-    blocks = -(-numel // (size * block))  # of a server, rounded up
-    return blocks * block
-
-
-def _encode(codec: Codec | None, tensor: Tensor) -> Tensor:
-    if codec is None:
-        return tensor
-    return codec.encode(tensor)
-
-
-def _decode(codec: Codec | None, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    if codec is None:
-        return wire[:numel]
-    return codec.decode(wire, numel, dtype)
+    blocks = -(-numel // (size * codec.block_size))  # of a server, rounded up
+    return blocks * codec.block_size
 
 
 def _sum_rows(parts: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_smddp._compat.torch import all_gather_single, reduce_scatter_single
 from lightning_smddp.communication.buckets import sum_dtype
-from lightning_smddp.communication.topology import shard_bounds
+from lightning_smddp.communication.topology import local_shard_bounds
 
 
 class IntraNodeGroup:
@@ -29,13 +29,11 @@ class IntraNodeGroup:
 
     def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
         """Bounds of all local ranks' shards; ranks from ``num_shards`` on own an empty one."""
-        bounds = shard_bounds(numel, self.num_shards, granularity)
-        empty_shards = [numel] * (self.size - self.num_shards)
-        return bounds + empty_shards
+        return local_shard_bounds(numel, self.num_shards, self.size, granularity)
 
     def reduce_scatter(self, tensor: Tensor, slot: int | None, scale: float, bounds: list[int]) -> Tensor:
         """``scale`` times the sum of this rank's shard over the local ranks, in ``tensor`` itself."""
-        shard = tensor[bounds[self.rank] : bounds[self.rank + 1]]
+        shard = self._own_shard(tensor, bounds)
         width = _width(bounds)
         sent = _padded(tensor, bounds, width)
         if tensor.is_cuda:
@@ -58,7 +56,7 @@ class IntraNodeGroup:
 
     def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
         """This rank's shard of ``tensor`` goes into all local ranks' tensors."""
-        shard = tensor[bounds[self.rank] : bounds[self.rank + 1]]
+        shard = self._own_shard(tensor, bounds)
         if _is_even(bounds):
             # The output is the whole tensor, of which the shard is a part: the input has to be other memory.
             all_gather_single(tensor, shard.clone(), self.group)
@@ -72,6 +70,10 @@ class IntraNodeGroup:
         for rank, part in enumerate(gathered.split(width)):
             low, high = bounds[rank], bounds[rank + 1]
             tensor[low:high].copy_(part[: high - low])
+
+    def _own_shard(self, tensor: Tensor, bounds: list[int]) -> Tensor:
+        low, high = bounds[self.rank], bounds[self.rank + 1]
+        return tensor[low:high]
 
     def close(self) -> None:
         """Nothing to free: the group belongs to the caller."""

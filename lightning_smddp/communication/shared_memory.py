@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_smddp._compat.torch import share_storage
 from lightning_smddp.communication.buckets import sum_dtype
 from lightning_smddp.communication.node_mesh import Arrival, NodeMesh, OnWait
-from lightning_smddp.communication.topology import shard_bounds
+from lightning_smddp.communication.topology import local_shard_bounds
 from lightning_smddp.wording import counted
 
 WINDOW_BYTES = 64 * 2**20  # how much of a bucket is staged at a time
@@ -40,6 +40,10 @@ _DTYPES = [
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 ]  # fmt: skip
 
+Kinds = dict[int, int]
+"""By local rank, how it brings its tensor: ``_SAME``, ``_MAPPED``, ``_STAGED`` or ``_MOVING``."""
+Regions = dict[int, Tensor]
+"""By local rank, for each but this one, its memory as bytes."""
 
 HOW_TO_RAISE = (
     "To use zero-copy shared memory, enlarge the mount at /dev/shm: `docker run --shm-size=8g`, an `emptyDir` "
@@ -52,18 +56,23 @@ class _Window:
     """A part [start, stop) of the tensor that all local ranks have before them.
 
     Attributes:
-        regions: for each local rank but this one, its memory as bytes.
-        staged: for each local rank, whether its memory holds this window only.
+        kinds: how each local rank brings the tensor. Where it stages, its memory holds this window only.
+        regions: where to find it.
     """
 
-    regions: dict[int, Tensor]
-    staged: dict[int, bool]
+    kinds: Kinds
+    regions: Regions
     start: int
     stop: int
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether any local rank stages."""
+        return _STAGED in self.kinds.values()
+
     def view(self, peer: int, dtype: torch.dtype, low: int, high: int) -> Tensor:
         """Elements [low, high) of ``peer``'s tensor."""
-        if self.staged[peer]:
+        if self.kinds[peer] == _STAGED:
             low -= self.start
             high -= self.start
         return _elements(self.regions[peer], dtype, low, high)
@@ -94,16 +103,15 @@ class SharedMemory:
             self.num_shards = num_shards
         self._on_wait = on_wait
         self._zero_copy = zero_copy
+        # By slot the tensor that is shared, and where it was then: address and bytes.
         self._own: dict[int, tuple[Tensor, tuple[int, int]]] = {}
-        self._peers: dict[tuple[int, int], Tensor] = {}
+        self._peers: dict[tuple[int, int], Tensor] = {}  # by local rank and slot
         self._staging: Tensor | None = None
         self._staging_fd = -1
 
     def bounds(self, numel: int, granularity: Sequence[int] = ()) -> list[int]:
         """Bounds of all local ranks' shards."""
-        bounds = shard_bounds(numel, self.num_shards, granularity)
-        empty_shards = [numel] * (self.mesh.size - self.num_shards)
-        return bounds + empty_shards
+        return local_shard_bounds(numel, self.num_shards, self.mesh.size, granularity)
 
     def all_reduce(self, tensor: Tensor, slot: int | None, scale: float = 1.0, watch: bool = False) -> bool:
         """``tensor`` becomes ``scale`` times the sum of the local ranks' tensors, in place, bit-equal on all.
@@ -145,10 +153,10 @@ class SharedMemory:
         """
         for window in self._windows(tensor, slot, bring=True):
             self._reduce(tensor, window, bounds, scale, push=False)
-            if any(window.staged.values()):  # what is staged next would overwrite what peers still read
+            if window.is_staged:  # what is staged next would overwrite what peers still read
                 self._exchange()
-        low, high = bounds[self.mesh.rank], bounds[self.mesh.rank + 1]
-        return tensor[low:high]
+        rank = self.mesh.rank
+        return tensor[bounds[rank] : bounds[rank + 1]]
 
     def all_gather(self, tensor: Tensor, slot: int | None, bounds: list[int]) -> None:
         """Write this rank's shard of ``tensor`` into all local ranks' tensors."""
@@ -178,7 +186,6 @@ class SharedMemory:
         kinds, regions = self._meet(tensor, slot, bring)
         if _MOVING in kinds.values():  # all see the same kinds, so all of them come here again
             kinds, regions = self._meet(tensor, slot, bring)
-        staged = {local: kind == _STAGED for local, kind in kinds.items()}
         numel = tensor.numel()
         step = max(numel, 1)
         if _STAGED in kinds.values():
@@ -188,12 +195,12 @@ class SharedMemory:
             # The first window's barrier was the announcement. Later ones: all have taken out what was in the window
             # before, as each comes here only behind `_copy_back`, so its memory may be filled again.
             if start:
-                if staged[self.mesh.rank] and bring:
+                if kinds[self.mesh.rank] == _STAGED and bring:
                     self._stage(tensor, start, stop)
                 self._exchange()
-            yield _Window(regions, staged, start, stop)
+            yield _Window(kinds, regions, start, stop)
 
-    def _meet(self, tensor: Tensor, slot: int | None, bring: bool) -> tuple[dict[int, int], dict[int, Tensor]]:
+    def _meet(self, tensor: Tensor, slot: int | None, bring: bool) -> tuple[Kinds, Regions]:
         """A barrier: which way each local rank goes with ``tensor``, and the peers' memory, but for those that move."""
         kind, descriptor, offset = self._announce(tensor, slot)
         number = _NO_SLOT
@@ -237,10 +244,10 @@ class SharedMemory:
         offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
         return _MAPPED, descriptor, offset
 
-    def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[dict[int, int], dict[int, Tensor]]:
+    def _map(self, arrival: Arrival, tensor: Tensor, slot: int) -> tuple[Kinds, Regions]:
         """The peers' kinds and memory, mapping what they sent a descriptor for."""
-        kinds: dict[int, int] = {}
-        regions: dict[int, Tensor] = {}
+        kinds: Kinds = {}
+        regions: Regions = {}
         try:
             for peer, message in arrival.messages.items():
                 kind, dtype, peer_slot, numel, offset = _HEADER.unpack(message)
@@ -264,10 +271,11 @@ class SharedMemory:
         if announced == (tensor.dtype, slot, tensor.numel()):
             return
         dtype, peer_slot, numel = announced
+        us = self.mesh.describe(self.mesh.rank)
+        them = self.mesh.describe(peer)
         raise ValueError(
-            f"Ranks reduce different tensors: {self.mesh.describe(self.mesh.rank)} brings bucket {slot} with "
-            f"{counted(tensor.numel(), 'element')} of {tensor.dtype}, {self.mesh.describe(peer)} bucket {peer_slot} "
-            f"with {numel} of {dtype}. "
+            f"Ranks reduce different tensors: {us} brings bucket {slot} with {counted(tensor.numel(), 'element')} of "
+            f"{tensor.dtype}, {them} bucket {peer_slot} with {numel} of {dtype}. "
             "The models, or the order in which their layers run, differ between ranks."
         )
 
@@ -288,7 +296,7 @@ class SharedMemory:
         step = _CHUNK_BYTES // wide.itemsize
         scratch = torch.empty(min(step, high - low), dtype=wide)
         in_place = self.mesh.size == 2 and wide == dtype and not watch  # two terms: their order does not matter
-        shards = [window.view(peer, dtype, low, high) for peer in range(self.mesh.size) if peer != rank]
+        shards = [window.view(peer, dtype, low, high) for peer in sorted(window.regions)]
         shards.insert(rank, tensor[low:high])
         # Of each chunk `terms` has what every local rank brings, by local rank; `own` is this rank's.
         for terms in zip(*[shard.split(step) for shard in shards], strict=True):
@@ -297,9 +305,7 @@ class SharedMemory:
             if not in_place:
                 total = scratch[: own.numel()]
             add_up(terms, total)
-            # One number tells of most chunks that all is finite. The sum may also overflow where no value does: then
-            # look at all.
-            if watch and not cmath.isfinite(total.sum().item()) and not bool(total.isfinite().all()):
+            if watch and not _is_finite(total):
                 finite = False
                 continue
             write_scaled(total, scale, own)
@@ -312,7 +318,7 @@ class SharedMemory:
     def _copy_back(self, tensor: Tensor, window: _Window, bounds: list[int]) -> None:
         """A staged rank copies what the peers wrote into its own tensor."""
         rank = self.mesh.rank
-        if not window.staged[rank]:
+        if window.kinds[rank] != _STAGED:
             return
         # The peers wrote what lies before this rank's shard, and what lies behind it.
         before = (window.start, min(bounds[rank], window.stop))
@@ -378,6 +384,13 @@ def write_scaled(total: Tensor, scale: float, output: Tensor) -> None:
         torch.mul(total, scale, out=output)
     elif total is not output:
         output.copy_(total)
+
+
+def _is_finite(values: Tensor) -> bool:
+    # One number tells of most chunks that all is finite. The sum may also overflow where no value does: then look at
+    # all of them.
+    total = values.sum().item()
+    return cmath.isfinite(total) or bool(values.isfinite().all())
 
 
 def _elements(memory: Tensor, dtype: torch.dtype, low: int, high: int) -> Tensor:

@@ -118,6 +118,16 @@ def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -
     return [_nearest(allowed, bound) for bound in bounds]
 
 
+def local_shard_bounds(numel: int, num_shards: int, num_ranks: int, granularity: Sequence[int] = ()) -> list[int]:
+    """As :func:`shard_bounds`, of all ``num_ranks`` ranks of a node: those from ``num_shards`` on own an empty one.
+
+    So it is where this node has more ranks than another one: see :attr:`Topology.num_shards`.
+    """
+    bounds = shard_bounds(numel, num_shards, granularity)
+    empty_shards = [numel] * (num_ranks - num_shards)
+    return bounds + empty_shards
+
+
 def _nearest(positions: Sequence[int], wanted: int) -> int:
     """The one of ascending ``positions`` that is nearest to ``wanted``; of two the lower one."""
     return min(positions, key=lambda position: abs(position - wanted))

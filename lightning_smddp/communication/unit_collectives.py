@@ -88,7 +88,9 @@ class SharedAllGather:
     """
 
     def __init__(self, segments: SharedSegments, unit: int, group: ShardGroup) -> None:
-        self._segments, self._unit, self._group = segments, unit, group
+        self._segments = segments
+        self._unit = unit
+        self._group = group
         self._address = 0
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -145,7 +147,10 @@ class SharedReduceScatter:
     def __init__(
         self, segments: SharedSegments, unit: UnitLayout, group: ShardGroup, exchange: ScatterExchange | None = None
     ) -> None:
-        self._segments, self._unit, self._group, self._exchange = segments, unit, group, exchange
+        self._segments = segments
+        self._unit = unit
+        self._group = group
+        self._exchange = exchange
         self._parts: Tensor | None = None  # between `allocate` and the call: a row of bytes for each rank of the node
         self._numel = 0
 
@@ -173,7 +178,8 @@ class SharedReduceScatter:
     ) -> None:
         """``output_tensor`` becomes this rank's slice of what ``op`` makes of all ranks' inputs."""
         self._group.require(group)
-        parts, self._parts = self._parts, None
+        parts = self._parts
+        self._parts = None
         if parts is None or parts[self._segments.mesh.rank].data_ptr() != input_tensor.data_ptr():
             raise RuntimeError(f"FSDP2 reduces gradients in {_OTHER_MEMORY}")
         self._segments.begin(REDUCE, self._unit.number, input_tensor.nbytes)
@@ -209,7 +215,10 @@ class DeviceReduceScatter:
     def __init__(
         self, inside: IntraNodeGroup | None, unit: UnitLayout, group: ShardGroup, exchange: ScatterExchange
     ) -> None:
-        self._inside, self._unit, self._group, self._exchange = inside, unit, group, exchange
+        self._inside = inside
+        self._unit = unit
+        self._group = group
+        self._exchange = exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new tensor: memory of a device is shared with nobody."""
