@@ -108,7 +108,7 @@ class Communicator:
 
     def _self_test(self) -> str | None:
         """Compare one bucket in shared memory with the backend's all-reduce; returns what went wrong on any rank."""
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):  # the user's random numbers stay what they are
             torch.manual_seed(self.rank)
             local = torch.randn(_SELF_TEST_NUMEL)
         failure: str | None = None
@@ -161,6 +161,8 @@ class Communicator:
         if name not in NAMES or name == "auto":
             valid = ", ".join([repr(each) for each in NAMES])
             raise ValueError(f"algorithm={name!r} is unknown. Valid: {valid}.")
+        # `native` has no level inside the node, and with scope="all" there is to be none: then all ranks exchange
+        # compressed values with each other.
         if self.flattens(name, compression):
             return self._flat(name, compression)
         if name == "native" or self.world_size == 1:
@@ -294,7 +296,7 @@ class Communicator:
 
     def close(self) -> None:
         """Close sockets and groups, after the algorithms. Not collective."""
-        self._thread.shutdown()
+        self._thread.shutdown()  # first: what it still does goes over meshes and groups
         self._close_meshes()
         for group in self._groups.values():
             close_group(group)

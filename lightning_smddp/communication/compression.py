@@ -260,6 +260,10 @@ class ErrorFeedback:
     What matters is the sum over the ranks of what they hold for an element; which rank holds it does not. So the
     state is exported summed over ranks, by parameter, and restored under any other layout, number of ranks or nodes.
 
+    Of each bucket (a layout's ``slot``) it holds one residual, as long as this rank's shard of the bucket. A step first
+    adds it to the shard (:meth:`add_to`), which makes it on the way, then writes what is lost now over it
+    (:meth:`remember`).
+
     Attributes:
         restored: what was restored, without what was taken from it as a whole.
     """

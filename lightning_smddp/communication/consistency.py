@@ -97,6 +97,7 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup, device: torch.
 
 def describe_optimizers(module: nn.Module, optimizers: Sequence[Any], schedulers: Sequence[str]) -> list[str]:
     """Lines for each optimizer, each of its groups of parameters with its settings, and each scheduler."""
+    # A digest of the names, as a group may have thousands of parameters, and the first and the last one for messages.
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     lines = []
     for number, optimizer in enumerate(optimizers):

@@ -62,9 +62,8 @@ class GradientSynchronizer:
             if name not in self._algorithms:
                 self._algorithms[name] = communicator.algorithm(name, compression)
         self._native = Native(communicator.group)
-        self._layouts: dict[
-            int, tuple[tuple[int, ...], Layout]
-        ] = {}  # by bucket: ids of its parameters, and what it is
+        # By bucket the ids of its parameters, and where they are in it.
+        self._layouts: dict[int, tuple[tuple[int, ...], Layout]] = {}
         self._remembers = False
         if compression is not None and compression.error_feedback:
             self._remembers = communicator.compresses(compression)
@@ -95,8 +94,10 @@ class GradientSynchronizer:
             future = self._dense_mean(algorithm, bucket)
         intra, inter = self._traffic(algorithm, tensor, size, bucket)
         self.recorder.hook_left(entered, size, intra, inter)
+        # Shared memory and a single rank are done by now: then no callback has to be queued. On a device work that is
+        # queued counts as done, and `then` calls back on a stream that waits for it.
         done = _recording(self.recorder)
-        if future.done() and not tensor.is_cuda:  # on a device work that is queued counts as done
+        if future.done() and not tensor.is_cuda:
             done(future)  # raises what the exchange raised
             return future
         return future.then(done)
@@ -106,11 +107,13 @@ class GradientSynchronizer:
         for limit, name in self.table:
             if size <= limit:
                 return self._algorithms[name]
-        return self._algorithms[self.table[-1][1]]
+        _, last = self.table[-1]
+        return self._algorithms[last]
 
     def report(self) -> CommunicationReport:
         """What communication cost so far. Collective."""
-        return CommunicationReport.collect(self.recorder.read(wait=True), self.communicator)
+        totals = self.recorder.read(wait=True)
+        return CommunicationReport.collect(totals, self.communicator)
 
     def close(self) -> None:
         """Free threads and shared memory. The communicator belongs to the caller."""
@@ -120,7 +123,7 @@ class GradientSynchronizer:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """What compression remembers, summed over ranks, by parameter: fit for any other layout. Collective."""
-        if self._loaded:
+        if self._loaded:  # no step has run since: nobody has taken its part yet, nor lost anything
             return self._loaded
         state: dict[str, dict[str, Tensor]] = {}
         if self._remembers:
@@ -145,8 +148,9 @@ class GradientSynchronizer:
     def _new_step(self) -> None:
         self._loaded = {}
         self.watch.begin()
+        # By the second step after a restore every bucket has taken its part of what was restored.
         self._steps_since_restore += 1
-        if self._steps_since_restore == 2:  # every bucket has taken its part
+        if self._steps_since_restore == 2:
             for feedback, _ in self._feedbacks():
                 feedback.forget_restored()
 
@@ -231,8 +235,9 @@ class GradientSynchronizer:
         sizes = list(self._numels.values())
         total = torch.zeros(sum(sizes), device=device)
         for feedback, _ in self._feedbacks():
-            by_parameter = list(feedback.totals(self._numels).values())
-            total += torch.cat(by_parameter).to(device)
+            own = feedback.totals(self._numels)
+            total += torch.cat(list(own.values())).to(device)
+            del own  # as large as the model
         dist.all_reduce(total, group=self.communicator.group)
         parts = total.cpu().split(sizes)
         return dict(zip(self._numels, parts, strict=True))

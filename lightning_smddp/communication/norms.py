@@ -40,9 +40,11 @@ def norm_over_ranks(
     norm = get_total_norm(gradients, norm_type).to(device=device, dtype=torch.float64, non_blocking=True)
     if norm_type == inf:
         # MAX of nan is not the same on every backend: an inf in its place, and the number of nans beside it
-        pair = torch.stack([norm.nan_to_num(inf, posinf=inf), norm.isnan().to(norm)])
+        without_nan = norm.nan_to_num(inf, posinf=inf)
+        pair = torch.stack([without_nan, norm.isnan().to(norm)])
         dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
-        norm = pair[0].where(pair[1] == 0, float("nan"))
+        largest, nans = pair
+        norm = largest.where(nans == 0, float("nan"))
     else:
         norm = norm**norm_type  # in fp64: the squares of large norms overflow fp32
         dist.all_reduce(norm, group=group)

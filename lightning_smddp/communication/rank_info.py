@@ -104,6 +104,11 @@ def meet(store: Store, card: RankInfo, deadline: float, limit_s: float, serves: 
     Raises:
         StartError: ranks are missing at the deadline, or contradict each other.
     """
+    # Keys of the store:
+    #     arrivals     how many ranks have come; adding to it gives each a number of its own
+    #     arrival N    the card of number N
+    #     judgement    what is wrong or null, and the number of cards that it is about; number 1 writes it
+    #     heard        how many ranks have read an error
     number = leave(store, card)
     if number == 1:
         error, admitted = _judge(store, card.world_size, deadline, limit_s)

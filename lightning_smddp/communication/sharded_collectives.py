@@ -94,6 +94,7 @@ class ShardedCollectives:
         self._remembers = False
         self._replicas: _MeanOverReplicas | None = None
         self._shards: _Shards | None = None
+        # On GPUs FSDP2 keeps its own collectives, unless gradients are to be compressed.
         device = torch.device(mesh.device_type)
         if device.type != "cpu" and compression is None:
             return
@@ -286,7 +287,7 @@ class _MeanOverReplicas:
     """The mean of gradients over the ranks that hold the same share of the parameters."""
 
     def __init__(self, communicator: Communicator, compression: Compression | None) -> None:
-        communicator.zero_copy = False  # each step brings other tensors
+        communicator.zero_copy = False  # each step brings other tensors, so sharing one's memory would not pay
         names = communicator.available()
         self.name = names[0]
         for better in ("hierarchical", "shared_memory"):
@@ -301,6 +302,7 @@ class _MeanOverReplicas:
         """What FSDP2 calls with the part of a unit's gradients that is ``owner``'s, flat, after its reduce-scatter."""
 
         def all_reduce(gradients: Tensor) -> None:
+            # Which parameters these are is asked only where something is remembered of them.
             consists_of = Layout.flat(gradients.numel(), layout.number)
             if self.feedback is not None:
                 consists_of = layout.reduced([owner], gradients.numel())

@@ -114,7 +114,7 @@ def shard_bounds(numel: int, num_shards: int, granularity: Sequence[int] = ()) -
     bounds = [numel * shard // num_shards for shard in range(num_shards + 1)]
     if not granularity:
         return bounds
-    allowed = sorted({0, numel, *granularity})
+    allowed = sorted({0, numel, *granularity})  # the first and the last bound always are
     return [_nearest(allowed, bound) for bound in bounds]
 
 

@@ -75,6 +75,7 @@ FORMS = (
     Form("set", (set,), True, False),
     Form("frozenset", (frozenset,), True, False),
 )
+# How a container is made of its decoded members. A dict has keys as well.
 _CONTAINERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -101,6 +102,7 @@ class UnknownTypeError(ValueError):
         self.problem = problem
 
 
+# Looked up for each value of each batch, of a few types in all.
 @functools.lru_cache(maxsize=1024)
 def _form_of(kind: Any, is_structure: bool) -> str:
     """The form of values of type ``kind``; empty if there is none."""
@@ -285,7 +287,7 @@ def pack(value: Any) -> Tensor:
     """
     tensors: dict[Path, Tensor] = {}
     plain = encode(value, tensors)
-    offsets: dict[bytes, int] = {}
+    offsets: dict[bytes, int] = {}  # by the tensors' bytes, in the order in which these follow the header
     specs = []
     end = 0
     for path, tensor in tensors.items():
@@ -308,7 +310,7 @@ def unpack(data: Tensor) -> Any:
     header_length = int.from_bytes(message[:8], "little")
     begin = 8 + header_length  # of the tensors
     plain, specs = json.loads(message[8:begin])
-    found: dict[tuple[str, int, int], Tensor] = {}
+    found: dict[tuple[str, int, int], Tensor] = {}  # by dtype, offset and length
     tensors: dict[Path, Tensor] = {}
     for path, name, shape, offset, length in specs:
         key = (name, offset, length)

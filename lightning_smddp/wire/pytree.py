@@ -16,6 +16,7 @@ from torch import Tensor, nn
 Path: TypeAlias = tuple[str | int, ...]
 Members: TypeAlias = list[tuple[str | int, Any]]
 
+# The usual types of leaves. A set finds them faster than checks of what is no container.
 _LEAVES = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None)})
 
 
@@ -43,7 +44,7 @@ def items(structure: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def rebuild(structure: Any, new_leaves: Sequence[Any]) -> Any:
     """A copy of ``structure`` with ``new_leaves`` in place of its :func:`leaves`; containers keep their types."""
-    iterator = iter(new_leaves)
+    iterator = iter(new_leaves)  # `map_leaves` comes to the leaves in the order of `leaves`
     return map_leaves(lambda _: next(iterator), structure)
 
 

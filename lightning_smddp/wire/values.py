@@ -35,6 +35,11 @@ def broadcast_value(value: Any, group_src: int, group: dist.ProcessGroup, device
     Raises:
         ValueError: on every rank, for a value that cannot be sent.
     """
+    # The message is a list with its kind first. Every rank gets the same one, so all of them raise or none:
+    #     ["refused", type]                  it cannot be sent
+    #     ["pickle", text]                   pickled, in base64
+    #     ["value", plain data, tensors]     of each tensor its path, its shape and dtype, and whether it is on an
+    #                                        accelerator; the tensors themselves follow
     is_source = group.rank() == group_src
     tensors: dict[Path, Tensor] = {}
     message: Any = None
