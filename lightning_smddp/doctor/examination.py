@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import chain
@@ -27,7 +27,7 @@ from lightning_smddp.doctor.measuring import measure
 from lightning_smddp.wire.gather import gather_json
 from lightning_smddp.wording import counted
 
-_START_S = 60.0
+_START_S = 60.0  # seconds, until all ranks have to be there
 _MOST_LOCAL_RANKS = 8
 
 _HOW_TO_MEET = (
@@ -35,7 +35,8 @@ _HOW_TO_MEET = (
 )
 _HOW_TO_SAY = "Set MASTER_ADDR and MASTER_PORT on all ranks, or start the job as docs/launchers.md shows."
 
-_WIDTH = 16
+_WIDTH = 16  # characters, of a row's name
+_COLUMN = 12  # and of each of its numbers
 
 
 def examine(as_json_text: bool = False, measures: bool = True) -> int:
@@ -56,32 +57,29 @@ def examine(as_json_text: bool = False, measures: bool = True) -> int:
     launch = facts["launch"] or {}
     findings = find(facts)
     if not measures or _code(findings):
-        _print(facts, None, findings, as_json_text)
-        return _code(findings)
+        return _told(facts, None, findings, as_json_text)
     if (launch.get("world_size") or 1) > 1:
         return _as_a_rank(facts, as_json_text)
     measured, problem = _with_local_ranks()
     findings = find(facts, measured)
     if problem is not None:
         findings.insert(0, problem)
-    _print(facts, measured, findings, as_json_text)
-    return _code(findings)
+    return _told(facts, measured, findings, as_json_text)
 
 
 def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
     launch = facts["launch"]
     missing = [name for name in ("rank", "local_rank", "main_address", "main_port") if launch[name] is None]
     if missing:
-        findings = [*find(facts), Finding("error", f"{launch['line']} Not said: {', '.join(missing)}.", _HOW_TO_SAY)]
-        _print(facts, None, findings, as_json_text)
-        return 1
+        names = ", ".join(missing)
+        problem = Finding("error", f"{launch['line']} Not said: {names}.", _HOW_TO_SAY)
+        return _told(facts, None, [*find(facts), problem], as_json_text)
     device = _device(launch["local_rank"], launch["local_world_size"] or 1)
     try:
         _meet(launch, facts, device)
     except StartError as error:
-        findings = [*find(facts), Finding("error", str(error), "Without this the ranks of a job do not come together.")]
-        _print(facts, None, findings, as_json_text)
-        return 1
+        problem = Finding("error", str(error), "Without this the ranks of a job do not come together.")
+        return _told(facts, None, [*find(facts), problem], as_json_text)
     try:
         assert dist.group.WORLD is not None
         measured = measure(dist.group.WORLD, device, facts["host"])
@@ -91,7 +89,9 @@ def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
         gathered = gather_json([finding.to_json() for finding in local], dist.group.WORLD, device)
     finally:
         dist.destroy_process_group()
-    findings = merged([Finding.from_json(values) for values in chain.from_iterable(gathered)])
+    # All ranks know all findings, so that they end with the same exit code; only the first one prints.
+    everyones = [Finding.from_json(values) for values in chain.from_iterable(gathered)]
+    findings = merged(everyones)
     if launch["rank"] == 0:
         _print(facts, measured, findings, as_json_text)
     return _code(findings)
@@ -99,13 +99,14 @@ def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
 
 def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device) -> None:
     os.environ.update(launch["will_set"])
+    lightning = facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"]
     meeting = RendezvousConfig(
         rank=launch["rank"],
         world_size=launch["world_size"],
         spans_nodes=(launch["num_nodes"] or 1) > 1,
         address=launch["main_address"],
         port=launch["main_port"],
-        versions=versions(str(facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"])),
+        versions=versions(str(lightning)),
     )
     backend, bound = _backend_of(device)
     limit = timedelta(seconds=_START_S)
@@ -132,14 +133,20 @@ def _with_local_ranks() -> tuple[dict[str, Any] | None, Finding | None]:
     try:
         return _measured_here(), None
     except (mp.ProcessRaisedException, mp.ProcessExitedException, RuntimeError, OSError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        return None, Finding("error", f"Ranks of this machine alone do not come together: {reason}", _HOW_TO_MEET)
+        what = f"Ranks of this machine alone do not come together: {_last_line(error)}"
+        return None, Finding("error", what, _HOW_TO_MEET)
+
+
+def _last_line(error: Exception) -> str:
+    """What went wrong in a rank: above it there is its traceback."""
+    return str(error).strip().splitlines()[-1]
 
 
 def _measured_here() -> dict[str, Any]:
-    gpus, ranks = 0, 2
+    gpus = 0
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
+    ranks = 2
     if gpus > 1:
         ranks = min(gpus, _MOST_LOCAL_RANKS)
     # On IPv4 alone: torch's own socket takes IPv6, too, and asks the DNS for the name of each rank that comes.
@@ -147,31 +154,39 @@ def _measured_here() -> dict[str, Any]:
     host, port = listener.getsockname()
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     with tempfile.TemporaryDirectory(prefix="smddp-doctor-") as directory:
-        path = os.path.join(directory, "measured.json")
-        arguments = (ranks, store.port, gpus > 1, path)
+        # The first rank leaves two files: what was measured, and before that what it is about to try, for the case that
+        # ranks end there.
+        path = Path(directory, "measured.json")
+        at = Path(directory, "at")
+        arguments = (ranks, store.port, gpus > 1, str(path), str(at))
         try:
             mp.start_processes(_local_rank, arguments, nprocs=ranks, start_method="spawn")
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            if not Path(f"{path}.at").exists():
+            if not at.exists():
                 raise
-            reason = str(error).strip().splitlines()[-1]
-            raise RuntimeError(f"{reason} (while trying {Path(f'{path}.at').read_text()})") from error
-        measured: dict[str, Any] = json.loads(Path(path).read_text())
+            raise RuntimeError(f"{_last_line(error)} (while trying {at.read_text()})") from error
+        measured: dict[str, Any] = json.loads(path.read_text())
     return measured
 
 
-def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str) -> None:
+def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str, at: str) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if on_gpus:
         device = _device(rank, world_size)
     backend, bound = _backend_of(device)
-    store, limit = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=_START_S)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit, device_id=bound)
+    dist.init_process_group(
+        backend,
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_START_S),
+        device_id=bound,
+    )
 
     def note(what: str) -> None:
-        if rank == 0:  # for the case that ranks end there
-            Path(f"{path}.at").write_text(what)
+        if rank == 0:
+            Path(at).write_text(what)
 
     try:
         assert dist.group.WORLD is not None
@@ -182,18 +197,28 @@ def _local_rank(rank: int, world_size: int, port: int, on_gpus: bool, path: str)
         Path(path).write_text(json.dumps(measured))
 
 
+def _told(
+    facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: list[Finding], as_json_text: bool
+) -> int:
+    """The exit code, behind the page."""
+    _print(facts, measured, findings, as_json_text)
+    return _code(findings)
+
+
 def _print(
     facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: list[Finding], as_json_text: bool
 ) -> None:
-    if (facts["launch"] or {}).get("rank"):
+    launch = facts["launch"] or {}
+    if launch.get("rank"):  # not the first one, which prints for all
         for finding in findings:
             if finding.level == "error":
                 print(f"lightning-smddp doctor: {finding.what} {finding.cure}", file=sys.stderr)
         return
     if as_json_text:
-        print(as_json(facts, measured, findings), flush=True)
+        text = as_json(facts, measured, findings)
     else:
-        print(as_text(facts, measured, findings), flush=True)
+        text = as_text(facts, measured, findings)
+    print(text, flush=True)
 
 
 def _code(findings: list[Finding]) -> int:
@@ -202,16 +227,24 @@ def _code(findings: list[Finding]) -> int:
 
 def as_json(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: Sequence[Finding]) -> str:
     """One object: ``facts``, ``measured`` (or null), ``findings``."""
-    found = [asdict(finding) for finding in findings]
-    return json.dumps({"facts": facts, "measured": measured, "findings": found}, indent=2)
+    page = {
+        "facts": facts,
+        "measured": measured,
+        "findings": [asdict(finding) for finding in findings],
+    }
+    return json.dumps(page, indent=2)
 
 
 def as_text(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findings: Sequence[Finding]) -> str:
     """A page for people: what was seen, what was measured, and what is wrong, each with its cure."""
-    lines = [f"lightning-smddp doctor, on host {facts['host']}", *_facts(facts)]
+    lines = [f"lightning-smddp doctor, on host {facts['host']}"]
+    lines += _facts(facts)
+    lines.append("")
     if measured is not None:
-        lines += ["", *_measured(measured)]
-    return "\n".join([*lines, "", *_findings(findings)])
+        lines += _measured(measured)
+        lines.append("")
+    lines += _findings(findings)
+    return "\n".join(lines)
 
 
 def _row(name: str, value: str) -> str:
@@ -219,44 +252,46 @@ def _row(name: str, value: str) -> str:
 
 
 def _facts(facts: Mapping[str, Any]) -> list[str]:
-    launch, memory, processors = facts["launch"], facts["shared_memory"], facts["processors"]
-    line, will_set = "unclear", []
+    launch = facts["launch"]
+    line = "unclear"
+    will_set = []
     if launch:
         line = launch["line"]
         will_set = [f"{name}={value}" for name, value in launch.get("will_set", {}).items()]
     versions = [f"{name} {version}" for name, version in facts["versions"].items() if version]
-    backends = [name for name, there in facts["backends"].items() if there]
+    backends = [name for name, is_there in facts["backends"].items() if is_there]
     gpus = facts["accelerators"]["gpus"] or ["none"]
     interfaces = []
     for name, addresses in facts["network"]["interfaces"].items():
         listed = ", ".join(addresses) or "no address"
         interfaces.append(f"{name} ({listed})")
     shared = "none"
+    memory = facts["shared_memory"]
     if memory:
-        free, size = memory["free"] / 2**30, memory["size"] / 2**30
+        free = memory["free"] / 2**30
+        size = memory["size"] / 2**30
         shared = f"{free:.1f} of {size:.1f} GiB free"
-    rows = [
-        ("launcher", line),
-        ("will be set", ", ".join(will_set)),
-        ("versions", ", ".join(versions)),
-        ("backends", ", ".join(backends)),
-        ("GPUs", ", ".join(gpus)),
-        ("interfaces", ", ".join(interfaces)),
-        ("/dev/shm", shared),
-        ("processors", f"{processors['usable']}, {processors['threads_of_a_rank']} threads in this process"),
-    ]
-    return [_row(name, value) for name, value in rows if value]
+    processors = facts["processors"]
+    rows = {
+        "launcher": line,
+        "will be set": ", ".join(will_set),
+        "versions": ", ".join(versions),
+        "backends": ", ".join(backends),
+        "GPUs": ", ".join(gpus),
+        "interfaces": ", ".join(interfaces),
+        "/dev/shm": shared,
+        "processors": f"{processors['usable']}, {processors['threads_of_a_rank']} threads in this process",
+    }
+    return [_row(name, value) for name, value in rows.items() if value]
 
 
 def _measured(measured: Mapping[str, Any]) -> list[str]:
-    nodes = measured["nodes"]
     ranks = counted(measured["world_size"], "rank")
-    lines = [f"measured with {ranks} on {counted(len(nodes), 'node')}, {measured['device']}"]
-    columns = [f"{_bytes(size):>12}" for size in measured["sizes"]]
-    lines.append(_row("all-reduce", "".join(columns)))
+    nodes = counted(len(measured["nodes"]), "node")
+    lines = [f"measured with {ranks} on {nodes}, {measured['device']}"]
+    lines.append(_row("all-reduce", _columns(map(_bytes, measured["sizes"]))))
     for name, seconds in measured["all_reduce"].items():
-        columns = [f"{_time(value):>12}" for value in seconds]
-        lines.append(f"    {name:<{_WIDTH - 2}}" + "".join(columns))
+        lines.append(f"    {name:<{_WIDTH - 2}}" + _columns(map(_time, seconds)))
     for link in measured["links"]:
         lines.append(_row("link", f"to rank {link['rank']} (host {link['host']}): {_speed(link)}"))
     for what, problem in measured.get("paths", {}).items():
@@ -266,6 +301,10 @@ def _measured(measured: Mapping[str, Any]) -> list[str]:
         lines.append(_row("neighbours", f"ranks {first} and {second}: {_speed(link)}"))
     lines.append(_row("memory", f"{measured['memory_gb_s']:.1f} GB/s copied by a rank"))
     return lines
+
+
+def _columns(texts: Iterable[str]) -> str:
+    return "".join(text.rjust(_COLUMN) for text in texts)
 
 
 def _speed(link: Mapping[str, Any]) -> str:
@@ -278,10 +317,12 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
         return ["Nothing wrong was found."]
     lines = []
     for finding in findings:
-        where = ""
+        heading = finding.level.upper()
         if finding.hosts:
-            where = f" [{', '.join(finding.hosts)}]"
-        lines += [f"{finding.level.upper()}{where}: {finding.what}", f"    {finding.cure}"]
+            hosts = ", ".join(finding.hosts)
+            heading += f" [{hosts}]"
+        lines.append(f"{heading}: {finding.what}")
+        lines.append(f"    {finding.cure}")
     return lines
 
 

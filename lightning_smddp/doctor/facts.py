@@ -59,13 +59,25 @@ def _launch(environ: Mapping[str, str]) -> tuple[dict[str, Any] | None, str | No
         launch = detect(environ)
     except ValueError as error:
         return None, str(error)
-    variables = {name: value for name, value in network_variables(launch).items() if name not in environ}
-    return {**asdict(launch), "sources": dict(launch.sources), "line": launch.describe(), "will_set": variables}, None
+    variables = network_variables(launch)
+    told = {
+        **asdict(launch),
+        "sources": dict(launch.sources),
+        "line": launch.describe(),
+        "will_set": {name: value for name, value in variables.items() if name not in environ},
+    }
+    return told, None
 
 
 def _versions() -> dict[str, str | None]:
-    found = {name: _version(name) for name in _PACKAGES}
-    return {"lightning-smddp": __version__, "torch": torch.__version__, "python": platform.python_version(), **found}
+    found: dict[str, str | None] = {
+        "lightning-smddp": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for name in _PACKAGES:
+        found[name] = _version(name)
+    return found
 
 
 def _version(package: str) -> str | None:
@@ -93,15 +105,20 @@ def _accelerators() -> dict[str, Any]:
 
 
 def _network(launch: Mapping[str, Any] | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    main = (launch or {}).get("main_address")
-    main_address, efa = None, []
-    if main is not None:
-        main_address = _resolved(str(main))
+    main_address = None
+    if launch is not None and launch["main_address"] is not None:
+        main_address = _resolved(str(launch["main_address"]))
+    efa = []
     if os.path.isdir(_EFA_DEVICES):
         efa = os.listdir(_EFA_DEVICES)
+    problems = []
+    for backend in ("gloo", "nccl"):
+        text = interface_problem(backend, environ)
+        if text is not None:
+            problems.append(text)
     return {
         "interfaces": addresses(),
-        "problems": [text for backend in ("gloo", "nccl") if (text := interface_problem(backend, environ)) is not None],
+        "problems": problems,
         "own_name": _resolved(socket.gethostname()),
         "main_address": main_address,
         "rdma_devices": sorted(efa),
@@ -114,7 +131,8 @@ def _resolved(name: str) -> dict[str, Any]:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         return {"name": name, "addresses": [], "error": str(error)}
-    return {"name": name, "addresses": sorted({str(info[4][0]) for info in found}), "error": None}
+    numbers = {str(address[0]) for _, _, _, _, address in found}
+    return {"name": name, "addresses": sorted(numbers), "error": None}
 
 
 def _shared_memory() -> dict[str, int] | None:

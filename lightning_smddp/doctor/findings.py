@@ -5,13 +5,14 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-_GIB = 2**30
-_LEAST_SHARED_MEMORY = _GIB
-_LEAST_FILES = 1024
+_MIB = 2**20
+_LEAST_SHARED_MEMORY = 1024  # MiB of /dev/shm
+_LEAST_FILES = 1024  # that a process may have open
 _SLOW_LINK = 3.0  # times slower than the others
+_LEAST_VERSIONS = {"lightning": "2.6", "pytorch-lightning": "2.6", "torch": "2.11"}
 _MALICIOUS = ("2.6.2", "2.6.3")
 _Found = Iterator[tuple[str, str]]
 
@@ -47,22 +48,24 @@ def find(facts: Mapping[str, Any], measured: Mapping[str, Any] | None = None) ->
     """What is wrong with a host by its facts, and with the paths and links between hosts as measured; errors first."""
     hosts = (str(facts["host"]),)
     found = []
-    for level, look in _LOOKS:
-        found += [Finding(level, what, cure, hosts) for what, cure in look(facts)]
-    found += [Finding("error", what, cure) for what, cure in _paths(measured or {})]
-    found += [Finding("warning", what, cure) for what, cure in _links(measured or {})]
+    for look in _ERRORS:
+        found += [Finding("error", what, cure, hosts) for what, cure in look(facts)]
+    for look in _WARNINGS:
+        found += [Finding("warning", what, cure, hosts) for what, cure in look(facts)]
+    if measured is not None:
+        found += [Finding("error", what, cure) for what, cure in _paths(measured)]
+        found += [Finding("warning", what, cure) for what, cure in _links(measured)]
     return sorted(found, key=lambda finding: finding.level)
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
     """The same one of several hosts is one."""
-    hosts: dict[tuple[Any, str, str], dict[str, None]] = {}
+    found: dict[Finding, list[str]] = {}  # without its hosts -> these, in the order in which they told it
     for finding in findings:
-        key = (finding.level, finding.what, finding.cure)
-        known = hosts.setdefault(key, {})
-        known.update(dict.fromkeys(finding.hosts))
-    found = [Finding(*key, tuple(where)) for key, where in hosts.items()]
-    return sorted(found, key=lambda finding: finding.level)
+        hosts = found.setdefault(replace(finding, hosts=()), [])
+        hosts += [host for host in finding.hosts if host not in hosts]
+    told = [replace(finding, hosts=tuple(hosts)) for finding, hosts in found.items()]
+    return sorted(told, key=lambda finding: finding.level)
 
 
 # ---- errors ----
@@ -76,23 +79,27 @@ def _launcher(facts: Mapping[str, Any]) -> _Found:
 
 def _versions(facts: Mapping[str, Any]) -> _Found:
     versions = facts["versions"]
-    present = {name: versions[name] for name in ("lightning", "pytorch-lightning") if versions[name] is not None}
-    if not present:
+    packages = [name for name in ("lightning", "pytorch-lightning") if versions[name] is not None]
+    if not packages:
         yield "Neither lightning nor pytorch-lightning is installed.", "pip install 'lightning>=2.6,!=2.6.2,!=2.6.3'"
-    for name, least in (*((name, (2, 6)) for name in present), ("torch", (2, 11))):
-        if _release(versions[name]) < least:
-            wanted = ".".join(map(str, least))
-            yield f"{name} is {versions[name]}, older than this package works with.", f"pip install '{name}>={wanted}'"
-    for name, version in present.items():
+    for name in (*packages, "torch"):
+        version, least = versions[name], _LEAST_VERSIONS[name]
+        if _release(version) < _release(least):
+            yield f"{name} is {version}, older than this package works with.", f"pip install '{name}>={least}'"
+    for name in packages:
+        version = versions[name]
         if version in _MALICIOUS:
+            others = "!=".join(_MALICIOUS)
             yield (
                 f"{name} {version} is a malicious upload, not a release of the Lightning team.",
-                f"Take this machine's credentials for stolen, and pip install '{name}!={'!='.join(_MALICIOUS)}'",
+                f"Take this machine's credentials for stolen, and pip install '{name}!={others}'",
             )
 
 
 def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    """The first two numbers of a version, which compare as releases do."""
+    numbers = re.findall(r"\d+", version)
+    return tuple(int(number) for number in numbers[:2])
 
 
 def _backends(facts: Mapping[str, Any]) -> _Found:
@@ -106,18 +113,21 @@ def _interfaces(facts: Mapping[str, Any]) -> _Found:
 
 
 def _names(facts: Mapping[str, Any]) -> _Found:
-    launch, network = facts["launch"] or {}, facts["network"]
-    main, spans = network["main_address"], (launch.get("num_nodes") or 1) > 1
+    main = facts["network"]["main_address"]
+    if main is None:
+        return
+    launch = facts["launch"] or {}
     source = launch.get("sources", {}).get("main_address", "MASTER_ADDR")
-    if main is not None and main["error"] is not None:
+    what = f"The address of rank 0, {main['name']} ({source}),"
+    if main["error"] is not None:
         yield (
-            f"The address of rank 0, {main['name']} ({source}), is unknown here: {main['error']}.",
-            ("Set MASTER_ADDR to a name or number that all nodes can resolve."),
+            f"{what} is unknown here: {main['error']}.",
+            "Set MASTER_ADDR to a name or number that all nodes can resolve.",
         )
-    elif main is not None and spans and all(map(_is_loopback, main["addresses"])):
+    elif _spans_nodes(facts) and all(map(_is_loopback, main["addresses"])):
         yield (
-            f"The address of rank 0, {main['name']} ({source}), is this machine's own loopback.",
-            ("Set MASTER_ADDR to an address of rank 0's node that the other nodes reach."),
+            f"{what} is this machine's own loopback.",
+            "Set MASTER_ADDR to an address of rank 0's node that the other nodes reach.",
         )
 
 
@@ -125,44 +135,52 @@ def _names(facts: Mapping[str, Any]) -> _Found:
 
 
 def _own_name(facts: Mapping[str, Any]) -> _Found:
-    launch, network = facts["launch"] or {}, facts["network"]
+    network = facts["network"]
+    if network["gloo_interface"] or not _spans_nodes(facts):
+        return
     own = network["own_name"]
-    if (launch.get("num_nodes") or 1) > 1 and not network["gloo_interface"]:
-        if own["error"] is not None:
-            yield (
-                f"This machine cannot resolve its own name, {own['name']}, by which gloo finds its interface.",
-                ("Set GLOO_SOCKET_IFNAME to the interface that the other nodes reach."),
-            )
-        elif all(map(_is_loopback, own["addresses"])):
-            yield (
-                f"This machine's name, {own['name']}, stands for its loopback, where gloo would listen.",
-                ("Set GLOO_SOCKET_IFNAME to the interface that the other nodes reach."),
-            )
+    cure = "Set GLOO_SOCKET_IFNAME to the interface that the other nodes reach."
+    if own["error"] is not None:
+        yield f"This machine cannot resolve its own name, {own['name']}, by which gloo finds its interface.", cure
+    elif all(map(_is_loopback, own["addresses"])):
+        yield f"This machine's name, {own['name']}, stands for its loopback, where gloo would listen.", cure
+
+
+def _spans_nodes(facts: Mapping[str, Any]) -> bool:
+    """Whether the job is known to have several nodes."""
+    launch = facts["launch"] or {}
+    nodes: int = launch.get("num_nodes") or 1
+    return nodes > 1
 
 
 def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    number, _, _ = address.partition("%")  # behind it stands the interface, of an IPv6 address
+    return ipaddress.ip_address(number).is_loopback
 
 
 def _gpus(facts: Mapping[str, Any]) -> _Found:
-    accelerators, torch = facts["accelerators"], facts["versions"]["torch"]
+    torch = facts["versions"]["torch"]
+    accelerators = facts["accelerators"]
+    has_driver = accelerators["nvidia_driver"]
+    cuda = accelerators["torch_cuda"]
+    gpus = len(accelerators["gpus"])
     ranks = _local_ranks(facts)
-    if accelerators["nvidia_driver"] and accelerators["torch_cuda"] is None:
+    if has_driver and cuda is None:
         yield (
             f"This machine has NVIDIA's driver, but torch {torch} is a build without CUDA.",
-            ("Install the build for your CUDA version: https://pytorch.org/get-started."),
+            "Install the build for your CUDA version: https://pytorch.org/get-started.",
         )
-    elif accelerators["nvidia_driver"] and not accelerators["gpus"]:
+    elif has_driver and gpus == 0:
         yield (
-            f"NVIDIA's driver is there, but torch {torch} (CUDA {accelerators['torch_cuda']}) sees no GPU.",
-            ("Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES."),
+            f"NVIDIA's driver is there, but torch {torch} (CUDA {cuda}) sees no GPU.",
+            "Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES.",
         )
-    elif accelerators["gpus"] and len(accelerators["gpus"]) < ranks:
+    elif 0 < gpus < ranks:
         yield (
-            f"{ranks} ranks of this node, but {len(accelerators['gpus'])} GPU(s) visible: measured on CPU.",
-            ("Let each rank see all GPUs of the node: it takes that of its local rank."),
+            f"{ranks} ranks of this node, but {gpus} GPU(s) visible: measured on CPU.",
+            "Let each rank see all GPUs of the node: it takes that of its local rank.",
         )
-    elif accelerators["gpus"] and not facts["backends"]["nccl"]:
+    elif gpus > 0 and not facts["backends"]["nccl"]:
         yield f"torch {torch} sees GPUs, but was built without NCCL.", "Install torch's wheel."
 
 
@@ -177,33 +195,37 @@ def _shared_memory(facts: Mapping[str, Any]) -> _Found:
     memory = facts["shared_memory"]
     if memory is None:
         yield "There is no /dev/shm: ranks of a node average over sockets.", "Mount a tmpfs at /dev/shm."
-    elif memory["size"] < _LEAST_SHARED_MEMORY:
+        return
+    size = memory["size"] / _MIB
+    free = memory["free"] / _MIB
+    if size < _LEAST_SHARED_MEMORY:
         yield (
-            f"/dev/shm holds {memory['size'] / 2**20:.0f} MiB: too little for gradients and for DataLoader workers.",
+            f"/dev/shm holds {size:.0f} MiB: too little for gradients and for DataLoader workers.",
             "docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm in Kubernetes.",
         )
-    elif memory["free"] < memory["size"] / 20:
+    elif free < size / 20:
         yield (
-            f"/dev/shm is full: {memory['free'] / 2**20:.0f} of {memory['size'] / 2**20:.0f} MiB are free.",
-            ("Remove what ended jobs have left in /dev/shm."),
+            f"/dev/shm is full: {free:.0f} of {size:.0f} MiB are free.",
+            "Remove what ended jobs have left in /dev/shm.",
         )
 
 
 def _processors(facts: Mapping[str, Any]) -> _Found:
-    processors, ranks = facts["processors"], _local_ranks(facts)
-    threads, usable = processors["threads_of_a_rank"], processors["usable"]
-    if ranks > 1 and usable and ranks * threads > max(ranks, usable):
-        yield (
-            f"{ranks} ranks of {threads} threads share {usable} processors.",
-            (f"export OMP_NUM_THREADS={max(1, usable // ranks)}"),
-        )
+    ranks = _local_ranks(facts)
+    threads = facts["processors"]["threads_of_a_rank"]
+    usable = facts["processors"]["usable"]
+    if ranks == 1 or not usable:
+        return
+    if ranks * threads > max(ranks, usable):  # one thread each is the least that ranks can have
+        fitting = max(1, usable // ranks)
+        yield f"{ranks} ranks of {threads} threads share {usable} processors.", f"export OMP_NUM_THREADS={fitting}"
 
 
 def _files(facts: Mapping[str, Any]) -> _Found:
     if 0 <= facts["open_files"] < _LEAST_FILES:
         yield (
             f"A process may have {facts['open_files']} files open; DataLoader workers and sockets need more.",
-            ("ulimit -n 65536"),
+            "ulimit -n 65536",
         )
 
 
@@ -211,7 +233,7 @@ def _pidfds(facts: Mapping[str, Any]) -> _Found:
     if not facts["sees_processes_end"]:
         yield (
             "This kernel or Python has no pidfds: a dead rank is noticed by its connection, without the cause.",
-            ("Linux 5.3 and Python 3.9 have them; some sandboxes leave them out."),
+            "Linux 5.3 and Python 3.9 have them; some sandboxes leave them out.",
         )
 
 
@@ -224,11 +246,12 @@ def _mpi(facts: Mapping[str, Any]) -> _Found:
 
 
 def _efa(facts: Mapping[str, Any]) -> _Found:
-    wants = "FI_PROVIDER" in (facts["launch"] or {}).get("will_set", {})
-    if wants and not facts["network"]["rdma_devices"]:
+    launch = facts["launch"] or {}
+    wants_efa = "FI_PROVIDER" in launch.get("will_set", {})
+    if wants_efa and not facts["network"]["rdma_devices"]:
         yield (
-            f"This is a {facts['launch']['instance_type']}, but no EFA device is visible: NCCL would use TCP.",
-            ("Use an image with EFA, and a security group that allows all traffic within itself."),
+            f"This is a {launch['instance_type']}, but no EFA device is visible: NCCL would use TCP.",
+            "Use an image with EFA, and a security group that allows all traffic within itself.",
         )
 
 
@@ -246,27 +269,25 @@ def _links(measured: Mapping[str, Any]) -> _Found:
     links = measured.get("links", [])
     if len(links) > 1:
         usual = _usual_speed(links)
-        for link in links:
-            speed = link["gigabytes_per_s"]
-            if speed * _SLOW_LINK < usual:
-                yield (
-                    f"The link to {link['host']} carries {speed:.2f} GB/s, others {usual:.2f}.",
-                    ("Look at that host's network; a job is as fast as its slowest link."),
-                )
+        for link in _slow(links, usual):
+            yield (
+                f"The link to {link['host']} carries {link['gigabytes_per_s']:.2f} GB/s, others {usual:.2f}.",
+                "Look at that host's network; a job is as fast as its slowest link.",
+            )
+    # Of several nodes, some neighbours' links go over the network and are slower for that: no fault.
     neighbours = measured.get("neighbours", [])
     if len(neighbours) > 2 and len(measured.get("nodes", [])) == 1:
         usual = _usual_speed(neighbours)
-        for link in neighbours:
-            speed = link["gigabytes_per_s"]
-            if speed * _SLOW_LINK < usual:
-                first, second = link["ranks"]
-                yield (
-                    f"The link between ranks {first} and {second} carries {speed:.2f} GB/s, "
-                    f"others of this node {usual:.2f}.",
-                    "On GPUs `nvidia-smi topo -m` shows how they are connected.",
-                )
+        for link in _slow(neighbours, usual):
+            first, second = link["ranks"]
+            yield (
+                f"The link between ranks {first} and {second} carries {link['gigabytes_per_s']:.2f} GB/s, "
+                f"others of this node {usual:.2f}.",
+                "On GPUs `nvidia-smi topo -m` shows how they are connected.",
+            )
     for note in measured.get("notes", []):
-        yield f"{note[0].upper()}{note[1:].rstrip('.')}.", "Ranks of a node average through the backend instead."
+        sentence = note[0].upper() + note[1:].rstrip(".")
+        yield f"{sentence}.", "Ranks of a node average through the backend instead."
 
 
 def _usual_speed(links: Sequence[Mapping[str, Any]]) -> float:
@@ -276,8 +297,10 @@ def _usual_speed(links: Sequence[Mapping[str, Any]]) -> float:
     return usual
 
 
-_LOOKS: list[tuple[Literal["error", "warning"], Callable[[Mapping[str, Any]], _Found]]] = [
-    ("error", _launcher), ("error", _versions), ("error", _backends), ("error", _interfaces), ("error", _names),
-    ("warning", _own_name), ("warning", _gpus), ("warning", _shared_memory), ("warning", _processors),
-    ("warning", _files), ("warning", _pidfds), ("warning", _mpi), ("warning", _efa),
-]  # fmt: skip
+def _slow(links: Sequence[Mapping[str, Any]], usual: float) -> list[Mapping[str, Any]]:
+    return [link for link in links if link["gigabytes_per_s"] * _SLOW_LINK < usual]
+
+
+_Look = Callable[[Mapping[str, Any]], _Found]
+_ERRORS: tuple[_Look, ...] = (_launcher, _versions, _backends, _interfaces, _names)
+_WARNINGS: tuple[_Look, ...] = (_own_name, _gpus, _shared_memory, _processors, _files, _pidfds, _mpi, _efa)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -22,16 +22,15 @@ from lightning_smddp.communication.round_trips import round_trips
 from lightning_smddp.wire.broadcast import broadcast_json
 from lightning_smddp.wire.gather import gather_json
 
-_NUMEL = 1000
-_LARGE_BYTES = 8 * 2**20
-_ROUNDS = 5
+At = Callable[[str], None]  # is told what is tried next
+
+SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes of all-reduces
+_NUMEL = 1000  # of the tensors of the self-test
+_LARGE_BYTES = 8 * 2**20  # of messages between neighbours
+_LINK_BYTES = 4 * 2**20  # and between nodes
+_ROUNDS = 5  # of messages there and back
+_COPIES = 5  # of memory
 _MOST_LINKS = 16  # the first neighbours stand for the others
-
-At = Callable[[str], None]
-
-SIZES = (4, 64 * 2**10, 8 * 2**20)  # bytes
-_LINK_BYTES = 4 * 2**20
-_COPIES = 5
 _MOST_NODES = 16  # the first nodes stand for the others
 _TIMEOUT = timedelta(seconds=60)
 
@@ -55,28 +54,34 @@ def try_paths(
     Raises:
         RankTimeoutError: a rank did not come to make a communicator.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    everyone = list(range(world))
-    kinds = {"all-reduce of all ranks": everyone}
-    node = next(list(ranks) for ranks in nodes if rank in ranks)
-    if any(len(ranks) > 1 for ranks in nodes):
-        kinds["a communicator of a node's ranks"] = node
-    if len({len(ranks) for ranks in nodes}) == 1 and len(nodes) > 1:  # as between nodes, and of a stage's replicas
-        kinds["a communicator across nodes"] = [ranks[node.index(rank)] for ranks in nodes]
+    everyone = list(range(dist.get_world_size(group)))
     problems: dict[str, str | None] = {}
-    for what, members in kinds.items():
+    for what, members in _communicators(dist.get_rank(group), everyone, nodes).items():
         at(what)
         problems[what] = _try_group(members, new_name(group, device), timeout, device)
-    at("messages between neighbours")
-    problems["messages between neighbours"], links = _try_messages(everyone, new_name(group, device), timeout, device)
+    what = "messages between neighbours"
+    at(what)
+    problems[what], links = _try_messages(everyone, new_name(group, device), timeout, device)
     gathered = gather_json(problems, group, device)
-    tried = dict.fromkeys(chain.from_iterable(gathered))
     found = {}
-    for what in tried:
+    for what in dict.fromkeys(chain.from_iterable(gathered)):
         found[what] = _joined([of_rank.get(what) for of_rank in gathered])
     neighbours = list(chain.from_iterable(gather_json(links, group, device)))
     neighbours.sort(key=lambda link: tuple(link["ranks"]))
     return {"paths": found, "neighbours": neighbours}
+
+
+def _communicators(rank: int, everyone: list[int], nodes: Sequence[Sequence[int]]) -> dict[str, list[int]]:
+    """What is tried, by name, with the members of this rank's group. All ranks try the same in the same order."""
+    kinds = {"all-reduce of all ranks": everyone}
+    (node,) = [list(ranks) for ranks in nodes if rank in ranks]
+    if any(len(ranks) > 1 for ranks in nodes):
+        kinds["a communicator of a node's ranks"] = node
+    sizes = {len(ranks) for ranks in nodes}
+    if len(sizes) == 1 and len(nodes) > 1:  # as between nodes, and of a stage's replicas
+        local_rank = node.index(rank)
+        kinds["a communicator across nodes"] = [ranks[local_rank] for ranks in nodes]
+    return kinds
 
 
 def _joined(texts: Sequence[str | None]) -> str | None:
@@ -101,21 +106,26 @@ def _try_messages(
 ) -> tuple[str | None, list[dict[str, Any]]]:
     """Messages as between stages, one link after the other: what is wrong, and this rank's links to the next one."""
     group = create_group(ranks, name, timeout, device, by_pairs=True)
-    pairs = list(zip(ranks, ranks[1:], strict=False))[:_MOST_LINKS]
-    rank, problem, links = dist.get_rank(), None, []
+    pairs = list(pairwise(ranks))[:_MOST_LINKS]
+    rank = dist.get_rank()
+    problem = None
+    links = []
     device_ids = None
     if device.type == "cuda":
         device_ids = [device.index]
     try:
         connect_pairs(group, pairs, device)
-        for pair in pairs:
-            if rank in pair:
-                other = sum(pair) - rank
+        # All ranks wait behind each pair, so that a link is measured while the others are silent.
+        for first, second in pairs:
+            if rank in (first, second):
+                other = first
+                if rank == first:
+                    other = second
                 wrong = _try_both_ways(group, rank, other, device)
                 problem = problem or wrong
                 link = _link(group, other, _LARGE_BYTES, device)
-                if rank == pair[0]:
-                    links.append({"ranks": list(pair), **link})
+                if rank == first:
+                    links.append({"ranks": [first, second], **link})
             dist.barrier(group=dist.group.WORLD, device_ids=device_ids)
     finally:
         close_group(group)
@@ -124,6 +134,7 @@ def _try_messages(
 
 def _try_both_ways(group: dist.ProcessGroup, rank: int, other: int, device: torch.device) -> str | None:
     received = torch.zeros(_NUMEL, device=device)
+    # The lower rank sends first: no two wait for each other.
     for sends in (rank < other, rank > other):
         if sends:
             dist.send(_values(rank, device), group=group, group_dst=other)
@@ -136,9 +147,11 @@ def _link(group: dist.ProcessGroup, other: int, large_bytes: int, device: torch.
     """Between this rank and ``other``, which calls it too: the time of a small message, the rate of a large one."""
     small = _median_round_trip(group, torch.zeros(1, device=device), other)
     large = _median_round_trip(group, torch.zeros(large_bytes // 4, device=device), other)
+    # There and back: two messages. What the large ones take longer than the small ones is the time of their bytes.
     seconds = max(large - small, 1e-9)
     gigabytes = 2 * large_bytes / 1e9
-    return {"latency_us": small / 2 * 1e6, "gigabytes_per_s": gigabytes / seconds}
+    latency = small / 2
+    return {"latency_us": latency * 1e6, "gigabytes_per_s": gigabytes / seconds}
 
 
 def _median_round_trip(group: dist.ProcessGroup, tensor: torch.Tensor, other: int) -> float:
@@ -174,18 +187,18 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
     at("the communication of gradients")
     communicator = Communicator(group, device, _TIMEOUT)
     try:
-        tried = try_paths(group, device, communicator.topology.nodes, _TIMEOUT, at)
-        at("the algorithms")
-        names = communicator.available()
-        times = {name: time_algorithm(name, communicator, None, list(SIZES)) for name in names}
         nodes = communicator.topology.nodes
+        tried = try_paths(group, device, nodes, _TIMEOUT, at)
+        at("the algorithms")
+        times = {}
+        for name in communicator.available():
+            times[name] = time_algorithm(name, communicator, None, list(SIZES))
         peers = [ranks[0] for ranks in nodes[1:]]
         if not peers:
-            peers = list(nodes[0][1:2])
+            peers = list(nodes[0][1:2])  # none where rank 0 is alone
         hosts = gather_json(host, group, device)
         links = [_link_of_nodes(group, device, peer, hosts[peer]) for peer in peers[:_MOST_NODES]]
         copies = gather_json(_copied_bytes_per_s(), group, device)
-        notes = [note for note in communicator.notes if note.startswith("no shared memory")]
         return {
             "world_size": communicator.world_size,
             "nodes": [list(ranks) for ranks in nodes],
@@ -194,7 +207,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
             "all_reduce": times,
             "links": links,
             "memory_gb_s": min(copies) / 1e9,
-            "notes": notes,
+            "notes": [note for note in communicator.notes if note.startswith("no shared memory")],
             **tried,
         }
     finally:
@@ -217,7 +230,10 @@ def _link_of_nodes(group: dist.ProcessGroup, device: torch.device, peer: int, ho
     rank = dist.get_rank(group)
     found: dict[str, Any] | None = None
     if rank in (0, peer):
-        (other,) = {0, peer} - {rank}
-        found = {"rank": peer, "host": host, **_link(group, other, _LINK_BYTES, device)}
-    link: dict[str, Any] = broadcast_json(found, group, device)
-    return link
+        other = 0
+        if rank == 0:
+            other = peer
+        link = _link(group, other, _LINK_BYTES, device)
+        found = {"rank": peer, "host": host, **link}
+    of_first_rank: dict[str, Any] = broadcast_json(found, group, device)
+    return of_first_rank
