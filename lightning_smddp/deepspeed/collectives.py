@@ -54,7 +54,7 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         self._ranks = dist.get_process_group_ranks(communicator.group)
         names = communicator.available()
         name = names[0]
-        for better in ("hierarchical", "shared_memory"):
+        for better in ("hierarchical", "shared_memory"):  # the better, the later
             if better in names:
                 name = better
         self._algorithm = communicator.algorithm(name)
@@ -93,7 +93,10 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         """Whether it is worth it, and what the links carry."""
         if tensor.numel() < _MIN_ELEMENTS or not tensor.is_floating_point() or tensor.device.type != "cpu":
             return False
-        return bool(tensor.is_contiguous() and dist.get_process_group_ranks(group or dist.group.WORLD) == self._ranks)
+        if not tensor.is_contiguous():
+            return False
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        return bool(ranks == self._ranks)
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         """As ``torch.distributed.all_reduce``; complete when it returns."""
@@ -104,7 +107,8 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         if isinstance(self._algorithm, SharedMemoryAllReduce):
             self._algorithm.memory.all_reduce(flat, slot=None)
         else:
-            self._algorithm.all_reduce(flat, Layout.flat(flat.numel())).wait()
+            work = self._algorithm.all_reduce(flat, Layout.flat(flat.numel()))
+            work.wait()
             flat.mul_(len(self._ranks))  # it gives the mean
         return Noop()
 
@@ -114,12 +118,20 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         """As ``torch.distributed.all_gather_into_tensor``; complete when it returns. The input may be in the output."""
         if self._segments is None or not self._is_large(output_tensor, group) or not input_tensor.is_contiguous():
             return super().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-        size, dtype, device = output_tensor.shape, output_tensor.dtype, output_tensor.device
-        gathered = self._gather.allocate([size.numel()], dtype=dtype, device=device)
-        own = gathered[dist.get_rank() * input_tensor.numel() :][: input_tensor.numel()]
+        # What `allocate` gives is memory of the node: each rank writes its part there, and the exchange waits for the
+        # others', and brings those of other nodes. Then each rank copies the whole out.
+        gathered = self._gather.allocate(
+            [output_tensor.numel()],
+            dtype=output_tensor.dtype,
+            device=output_tensor.device,
+        )
+        count = input_tensor.numel()
+        start = dist.get_rank() * count
+        own = gathered[start : start + count]
         own.copy_(input_tensor.view(-1))
-        self._gather(gathered, own, self._group).wait()
-        output_tensor.copy_(gathered.view(size))
+        work = self._gather(gathered, own, self._group)
+        work.wait()
+        output_tensor.copy_(gathered.view(output_tensor.shape))
         return Noop()
 
     def reduce_scatter_tensor(
@@ -135,8 +147,11 @@ class NodeCollectives(TorchBackend):  # type: ignore[misc]  # DeepSpeed has no t
         takes = kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) and output_tensor.is_contiguous()
         if self._segments is None or not takes or not self._is_large(input_tensor, group):
             return super().reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
-        dtype, device = input_tensor.dtype, input_tensor.device
-        given = self._scatter.allocate([input_tensor.numel()], dtype=dtype, device=device)
+        given = self._scatter.allocate(
+            [input_tensor.numel()],
+            dtype=input_tensor.dtype,
+            device=input_tensor.device,
+        )
         given.copy_(input_tensor.view(-1))
         self._scatter(output_tensor.view(-1), given, self._group, kind)
         return Noop()

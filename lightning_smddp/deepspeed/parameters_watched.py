@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_SHOWN = 5
+_SHOWN = 5  # names in a message
 
 
 class GradientsSeen:
@@ -42,12 +42,9 @@ class GradientsSeen:
         for name in names:
             self._seen(name)
         if names and speaks:
-            shown = ", ".join(names[:_SHOWN])
-            if len(names) > _SHOWN:
-                shown += f" and {len(names) - _SHOWN} more"
             warnings.warn(
-                f"No gradient came to {shown} in the first step. DeepSpeed takes it for zero, so weight decay and "
-                "momentum change such parameters, which one process leaves alone. Freeze what is not used: "
+                f"No gradient came to {_shown(names)} in the first step. DeepSpeed takes it for zero, so weight decay "
+                "and momentum change such parameters, which one process leaves alone. Freeze what is not used: "
                 "`parameter.requires_grad_(False)`.",
                 stacklevel=2,
             )
@@ -68,19 +65,29 @@ class UnseenWrites:
 
     def note(self) -> None:
         """Behind a step: what follows counts."""
-        self._versions = {name: parameter._version for name, parameter in self._module.named_parameters()}
+        self._versions = self._now()
+
+    def _now(self) -> dict[str, int]:
+        return {name: parameter._version for name, parameter in self._module.named_parameters()}
 
     def require_none(self) -> None:
         """Before a step. Raises ``ValueError`` if a parameter was written to."""
-        now = {name: parameter._version for name, parameter in self._module.named_parameters()}
-        written = [name for name, version in now.items() if version != self._versions.get(name, version)]
+        written = []
+        for name, version in self._now().items():
+            if version != self._versions.get(name, version):
+                written.append(name)
         if written:
-            shown = ", ".join(written[:_SHOWN])
-            if len(written) > _SHOWN:
-                shown += f" and {len(written) - _SHOWN} more"
             raise ValueError(
-                f"{shown}: written to since the last step, in a hook, say. DeepSpeed steps a copy of its own here (in "
-                "stage 3, and in 16 bits), and would undo it. Write with "
+                f"{_shown(written)}: written to since the last step, in a hook, say. DeepSpeed steps a copy of its own "
+                "here (in stage 3, and in 16 bits), and would undo it. Write with "
                 "`deepspeed.utils.safe_set_full_fp32_param(parameter, value)`, or use stage 1 or 2 with "
                 "precision='32-true'."
             )
+
+
+def _shown(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = len(names) - _SHOWN
+    if more > 0:
+        shown += f" and {more} more"
+    return shown

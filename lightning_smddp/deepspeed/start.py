@@ -60,9 +60,11 @@ def require_precision(config: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if the device does not compute in the precision that ``config`` asks for."""
     from deepspeed.accelerator import get_accelerator
 
-    if config.get("fp16", {}).get("enabled") and not get_accelerator().is_fp16_supported():
+    accelerator = get_accelerator()
+    wants_fp16 = config.get("fp16", {}).get("enabled")
+    if wants_fp16 and not accelerator.is_fp16_supported():
         raise ValueError(
-            f"DeepSpeed does not compute in fp16 on {get_accelerator().device_name()}. Use precision='bf16-mixed', or "
+            f"DeepSpeed does not compute in fp16 on {accelerator.device_name()}. Use precision='bf16-mixed', or "
             "'32-true'."
         )
 
@@ -74,11 +76,13 @@ def take_up_writes(engine: Any) -> bool:
     knows more than they do, and stays.
     """
     zero = engine.optimizer
-    flat = getattr(zero, "bit16_groups_flat", ())  # stage 3 has none
-    takes = bool(flat) and all(group.dtype == torch.float32 for group in flat) and not zero.cpu_offload
-    if takes:
-        zero.refresh_fp32_params()
-    return takes
+    flat_groups = getattr(zero, "bit16_groups_flat", ())  # stage 3 has none
+    if not flat_groups or zero.cpu_offload:
+        return False
+    if any(group.dtype != torch.float32 for group in flat_groups):
+        return False
+    zero.refresh_fp32_params()
+    return True
 
 
 def take_hooks_off(engine: Any) -> None:
@@ -105,7 +109,8 @@ def own_config(config: dict[str, Any] | None) -> dict[str, Any] | None:
     if config is None:
         return None
     config = copy.deepcopy(config)
-    require_stage(config.get("zero_optimization", {}).get("stage", 0), "config={'zero_optimization': {'stage': ...}}")
+    zero = config.get("zero_optimization", {})
+    require_stage(zero.get("stage", 0), "config={'zero_optimization': {'stage': ...}}")
     if "gradient_accumulation_steps" in config:
         steps = config["gradient_accumulation_steps"]
         raise ValueError(
@@ -136,5 +141,6 @@ def for_cpu(config: dict[str, Any], given: Collection[str]) -> None:
         if name not in given:
             zero[name] = size
     optimizer = config.get("optimizer", {})
-    if str(optimizer.get("type", "")).lower() in _ADAMS:
+    name = str(optimizer.get("type", "")).lower()
+    if name in _ADAMS:
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_smddp.wording import counted
 
-_COUNTS = ("step",)  # of a scalar parameter, whose other states have no dimension either
+_COUNTS = ("step",)  # no state of elements, though a parameter without dimensions has states of the same shape
 
 _TAG = "checkpoint"  # Lightning's
 
@@ -48,8 +48,14 @@ class WholeStates:
     def __init__(
         self, module: nn.Module, optimizer: Any, groups: Sequence[Sequence[nn.Parameter]], keeps: bool
     ) -> None:
-        self.module, self.optimizer, self.groups, self.keeps = module, optimizer, groups, keeps
-        self._flat_of = {id(p): flat for flat, members in self._flat_tensors() for p in members}
+        self.module = module
+        self.optimizer = optimizer
+        self.groups = groups
+        self.keeps = keeps
+        self._flat_of: dict[int, Tensor] = {}  # by `id` of a parameter that is trained
+        for flat, members in self._flat_tensors():
+            for parameter in members:
+                self._flat_of[id(parameter)] = flat
 
     def _flat_tensors(self) -> Iterator[tuple[Tensor, Sequence[nn.Parameter]]]:
         """This rank's part of each flat tensor in fp32, and the parameters that are in the whole of it."""
@@ -66,12 +72,12 @@ class WholeStates:
     def whole_module_state(self) -> dict[str, Any]:
         """As ``module.state_dict()``, on the CPU: parameters that are trained in another precision are in fp32."""
         state: dict[str, Any] = self.module.state_dict()
-        found: dict[int, Tensor | None] = {}
+        wholes: dict[int, Tensor | None] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if id(parameter) not in found:  # else tied: the same tensor again
-                found[id(parameter)] = self._whole_parameter(parameter)
+            if id(parameter) not in wholes:  # else tied: the same tensor again
+                wholes[id(parameter)] = self._whole_parameter(parameter)
             if name in state:
-                state[name] = found[id(parameter)]
+                state[name] = wholes[id(parameter)]
         if not self.keeps:
             return {}
         return state
@@ -79,8 +85,10 @@ class WholeStates:
     def _whole_parameter(self, parameter: nn.Parameter) -> Tensor | None:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        is_cut = hasattr(parameter, "ds_id")
-        if id(parameter) in self._flat_of and (is_cut or parameter.dtype != torch.float32):
+        # Of a parameter that is cut, or in 16 bits, the fp32 copy that is stepped has what training has made of it. Any
+        # other parameter has that itself.
+        is_copied = _is_cut(parameter) or parameter.dtype != torch.float32
+        if id(parameter) in self._flat_of and is_copied:
             return self._kept(safe_get_full_fp32_param(parameter))
         with _gathered(parameter):
             return self._kept(parameter)
@@ -97,14 +105,16 @@ class WholeStates:
         states: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         number = 0
-        for members, options in zip(self.groups, self.optimizer.optimizer.param_groups, strict=True):
-            numbers = list(range(number, number + len(members)))
-            number += len(members)
-            groups.append({**{k: v for k, v in options.items() if k != "params"}, "params": numbers})
-            for index, parameter in zip(numbers, members, strict=True):
+        # DeepSpeed has put flat tensors in the parameters' place; a group's other options are still the user's.
+        for members, flat_group in zip(self.groups, self.optimizer.optimizer.param_groups, strict=True):
+            group = _options(flat_group)
+            group["params"] = list(range(number, number + len(members)))
+            groups.append(group)
+            for parameter in members:
                 entries = self._whole_entries(parameter)
                 if entries:
-                    states[index] = entries
+                    states[number] = entries
+                number += 1
         if not self.keeps:
             return {}
         return {"state": states, "param_groups": groups}
@@ -133,10 +143,10 @@ class WholeStates:
         Raises:
             RuntimeError: as ``load_state_dict``.
         """
-        if not any(hasattr(p, "ds_id") for p in self.module.parameters()):
-            self.module.load_state_dict(state, strict=strict)
-        else:
+        if any(_is_cut(parameter) for parameter in self.module.parameters()):
             self._load_cut_module(state)
+        else:
+            self.module.load_state_dict(state, strict=strict)
         for name, parameter in self.module.named_parameters():
             if id(parameter) in self._flat_of:
                 self._set_full_precision(parameter, state.get(name))
@@ -166,45 +176,49 @@ class WholeStates:
             ValueError: the parameters of a group were not stepped together.
         """
         base = self.optimizer.optimizer
-        for options, given in zip(base.param_groups, saved["param_groups"], strict=True):
-            options.update({key: value for key, value in given.items() if key != "params"})
+        for flat_group, group in zip(base.param_groups, saved["param_groups"], strict=True):
+            flat_group.update(_options(group))
         members = [parameter for group in self.groups for parameter in group]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        values = {
-            id(parameter): saved["state"].get(number, {}) for parameter, number in zip(members, numbers, strict=True)
-        }
+        entries_of: dict[int, Mapping[str, Any]] = {}
+        for parameter, number in zip(members, numbers, strict=True):
+            entries_of[id(parameter)] = saved["state"].get(number, {})
+
+        # First the flat states, zero, where each rank then finds its part of a parameter's, which is written to it.
         for flat, inside in self._flat_tensors():
-            self._make_entries(base.state, flat, inside, values)
+            self._make_entries(base.state, flat, inside, entries_of)
         self._link_states()
         for _, inside in self._flat_tensors():
             for parameter in inside:
-                for key, value in values[id(parameter)].items():
+                for key, value in entries_of[id(parameter)].items():
                     if _is_elementwise(key, value, parameter):
                         self._set(parameter, value, key)
 
     def _make_entries(
-        self, state: Any, flat: Tensor, inside: Sequence[nn.Parameter], values: Mapping[int, Mapping[str, Any]]
+        self, state: Any, flat: Tensor, inside: Sequence[nn.Parameter], entries_of: Mapping[int, Mapping[str, Any]]
     ) -> None:
         """Give a flat tensor the states that its parameters have, zero, and the numbers that they have in common."""
         shared: list[dict[str, Any]] = []
         for parameter in inside:
-            entries = values[id(parameter)]
-            numbers = {k: v for k, v in entries.items() if not _is_elementwise(k, v, parameter)}
-            shared.append({key: _plain(value) for key, value in numbers.items()})
-            for key, value in entries.items():
+            numbers: dict[str, Any] = {}
+            for key, value in entries_of[id(parameter)].items():
                 if _is_elementwise(key, value, parameter):
                     state[flat].setdefault(key, torch.zeros_like(flat))
                 elif isinstance(value, Tensor):
+                    numbers[key] = value.tolist()
                     state[flat][key] = value.clone()
                 else:
+                    numbers[key] = value
                     state[flat][key] = value
-        other = next((numbers for numbers in shared if numbers != shared[0]), None)
-        if other is not None:
+            shared.append(numbers)
+        others = [numbers for numbers in shared if numbers != shared[0]]
+        if others:
+            parameters = counted(len(inside), "parameter")
             raise ValueError(
-                f"The optimizer's state cannot be loaded: DeepSpeed steps the {counted(len(inside), 'parameter')} of a "
-                f"group together, and in the checkpoint one has {shared[0]} and another {other}, as parameters without "
-                "a gradient in some steps have. Put them into parameter groups of their own, or start from the weights "
-                "alone: load them into the module before `fit`, without `ckpt_path`."
+                f"The optimizer's state cannot be loaded: DeepSpeed steps the {parameters} of a group together, and in "
+                f"the checkpoint one has {shared[0]} and another {others[0]}, as parameters without a gradient in some "
+                "steps have. Put them into parameter groups of their own, or start from the weights alone: load them "
+                "into the module before `fit`, without `ckpt_path`."
             )
 
     def _set(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
@@ -212,7 +226,7 @@ class WholeStates:
         from deepspeed import utils
 
         value = value.to(parameter.device, torch.float32)
-        if not hasattr(parameter, "ds_id"):
+        if not _is_cut(parameter):
             if key is None:
                 utils.safe_set_full_fp32_param(parameter, value)
             else:
@@ -230,29 +244,36 @@ class WholeStates:
         DeepSpeed does so when the first of several groups has stepped, and finds no state of the others then.
         """
         for flat, members in self._flat_tensors():
+            state = self.optimizer.optimizer.state.get(flat, {})
             for parameter in members:
                 mapping = getattr(parameter, "_hp_mapping", None)  # None: this rank has nothing of the parameter
                 if mapping is not None:
-                    mapping.set_optim_state_fragment(flat, self.optimizer.optimizer.state.get(flat, {}))
+                    mapping.set_optim_state_fragment(flat, state)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a group but its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    """Whether each rank has a part of it, as stage 3 does it."""
+    return hasattr(parameter, "ds_id")
 
 
 def _gathered(parameter: nn.Parameter, modifier_rank: int | None = None) -> Any:
     """In this context a cut parameter is whole; what ``modifier_rank`` writes then is everyone's. Collective."""
     from deepspeed import zero
 
-    return zero.GatheredParameters([parameter], modifier_rank=modifier_rank, enabled=hasattr(parameter, "ds_id"))
+    return zero.GatheredParameters([parameter], modifier_rank=modifier_rank, enabled=_is_cut(parameter))
 
 
 def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
     """Whether a state has a number for each element, such as a momentum; others are numbers for all of them."""
+    if not isinstance(value, Tensor) or key in _COUNTS:
+        return False
     shape = getattr(parameter, "ds_shape", parameter.shape)  # stage 3 leaves a parameter empty
-    return isinstance(value, Tensor) and value.shape == shape and key not in _COUNTS
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return value
+    return bool(value.shape == shape)
 
 
 def _part_of(value: Tensor, parameter: Any) -> Tensor:
@@ -267,4 +288,5 @@ def _part_of(value: Tensor, parameter: Any) -> Tensor:
 
 def is_deepspeeds(path: str | os.PathLike[str]) -> bool:
     """Whether there is such a directory at a local path; what else there may be is for others."""
-    return any((Path(path) / _TAG).glob("*_model_states.pt"))
+    directory = Path(path, _TAG)
+    return any(directory.glob("*_model_states.pt"))
