@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import chain
@@ -98,7 +98,7 @@ def _as_a_rank(facts: dict[str, Any], as_json_text: bool) -> int:
 
 
 def _meet(launch: Mapping[str, Any], facts: Mapping[str, Any], device: torch.device) -> None:
-    os.environ.update(launch["will_set"])
+    os.environ.update(launch["will_set"])  # of the network, as the strategy sets it before it makes a process group
     lightning = facts["versions"]["lightning"] or facts["versions"]["pytorch-lightning"]
     meeting = RendezvousConfig(
         rank=launch["rank"],
@@ -247,8 +247,8 @@ def as_text(facts: Mapping[str, Any], measured: Mapping[str, Any] | None, findin
     return "\n".join(lines)
 
 
-def _row(name: str, value: str) -> str:
-    return f"  {name:<{_WIDTH}}{value}"
+def _row(name: str, value: str, width: int = _WIDTH) -> str:
+    return f"  {name.ljust(width)}{value}"
 
 
 def _facts(facts: Mapping[str, Any]) -> list[str]:
@@ -271,7 +271,8 @@ def _facts(facts: Mapping[str, Any]) -> list[str]:
         free = memory["free"] / 2**30
         size = memory["size"] / 2**30
         shared = f"{free:.1f} of {size:.1f} GiB free"
-    processors = facts["processors"]
+    usable = facts["processors"]["usable"]
+    threads = facts["processors"]["threads_of_a_rank"]
     rows = {
         "launcher": line,
         "will be set": ", ".join(will_set),
@@ -280,7 +281,7 @@ def _facts(facts: Mapping[str, Any]) -> list[str]:
         "GPUs": ", ".join(gpus),
         "interfaces": ", ".join(interfaces),
         "/dev/shm": shared,
-        "processors": f"{processors['usable']}, {processors['threads_of_a_rank']} threads in this process",
+        "processors": f"{usable}, {threads} threads in this process",
     }
     return [_row(name, value) for name, value in rows.items() if value]
 
@@ -289,21 +290,26 @@ def _measured(measured: Mapping[str, Any]) -> list[str]:
     ranks = counted(measured["world_size"], "rank")
     nodes = counted(len(measured["nodes"]), "node")
     lines = [f"measured with {ranks} on {nodes}, {measured['device']}"]
-    lines.append(_row("all-reduce", _columns(map(_bytes, measured["sizes"]))))
+    sizes = [_bytes(size) for size in measured["sizes"]]
+    lines.append(_row("all-reduce", _columns(sizes)))
     for name, seconds in measured["all_reduce"].items():
-        lines.append(f"    {name:<{_WIDTH - 2}}" + _columns(map(_time, seconds)))
+        times = [_time(value) for value in seconds]
+        lines.append("  " + _row(name, _columns(times), _WIDTH - 2))
     for link in measured["links"]:
-        lines.append(_row("link", f"to rank {link['rank']} (host {link['host']}): {_speed(link)}"))
+        rank, host = link["rank"], link["host"]
+        lines.append(_row("link", f"to rank {rank} (host {host}): {_speed(link)}"))
     for what, problem in measured.get("paths", {}).items():
-        lines.append(_row("self-test", f"{what}: {problem or 'right'}"))
+        found = problem or "right"
+        lines.append(_row("self-test", f"{what}: {found}"))
     for link in measured.get("neighbours", []):
         first, second = link["ranks"]
         lines.append(_row("neighbours", f"ranks {first} and {second}: {_speed(link)}"))
-    lines.append(_row("memory", f"{measured['memory_gb_s']:.1f} GB/s copied by a rank"))
+    rate = measured["memory_gb_s"]
+    lines.append(_row("memory", f"{rate:.1f} GB/s copied by a rank"))
     return lines
 
 
-def _columns(texts: Iterable[str]) -> str:
+def _columns(texts: Sequence[str]) -> str:
     return "".join(text.rjust(_COLUMN) for text in texts)
 
 
@@ -329,11 +335,14 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
 def _bytes(size: int) -> str:
     for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
         if size >= factor:
-            return f"{size / factor:g} {unit}"
+            count = size / factor
+            return f"{count:g} {unit}"
     return f"{size} B"
 
 
 def _time(seconds: float) -> str:
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} us"
-    return f"{seconds * 1e3:.2f} ms"
+    milliseconds = seconds * 1e3
+    if milliseconds < 1:
+        microseconds = seconds * 1e6
+        return f"{microseconds:.0f} us"
+    return f"{milliseconds:.2f} ms"

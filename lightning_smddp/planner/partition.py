@@ -263,22 +263,23 @@ def partition_at(problem: PartitionProblem, cuts: Sequence[int]) -> Partition:
         PartitionError: for cuts out of order, a stage without a unit, or a cut where none is possible.
     """
     costs = StageCosts(problem)
+    cuts = tuple(cuts)
+    shown = list(cuts)
     needed = costs.num_stages - 1
+    last = costs.num_nodes - 1
     if len(cuts) != needed:
-        raise PartitionError(f"{costs.num_stages} stages need {needed} cuts, got {list(cuts)}")
+        raise PartitionError(f"{costs.num_stages} stages need {needed} cuts, got {shown}")
     for cut in cuts:
-        if not 0 < cut < costs.num_nodes:
-            raise PartitionError(f"a cut must be from 1 to {costs.num_nodes - 1}, got {list(cuts)}")
+        if not 1 <= cut <= last:
+            raise PartitionError(f"a cut must be from 1 to {last}, got {shown}")
         if not costs.is_allowed[cut]:
             before = problem.nodes[cut - 1].name
             after = problem.nodes[cut].name
             raise PartitionError(f"the step cannot be cut between {before!r} and {after!r} (items {cut - 1} and {cut})")
     for stage, (start, end) in enumerate(_bounds(cuts, costs.num_nodes)):
         if start >= end or not costs.has_unit(start, end):
-            raise PartitionError(
-                f"stage {stage} would have no unit: cuts={list(cuts)} must increase, with units between"
-            )
-    return _evaluate(costs, tuple(cuts))
+            raise PartitionError(f"stage {stage} would have no unit: cuts={shown} must increase, with units between")
+    return _evaluate(costs, cuts)
 
 
 def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partition:
@@ -290,22 +291,21 @@ def given_partition(problem: PartitionProblem, split: Sequence[str]) -> Partitio
         PartitionError: for unknown names (with close matches and all valid names), a wrong number of names, names
             that are not in execution order, and cuts that are not possible.
     """
+    shown = list(split)
     if len(split) != problem.num_stages - 1:
         made = counted(len(split) + 1, "stage")
         raise PartitionError(
-            f"split={list(split)} makes {made}, but {problem.num_stages} were asked for: name the first unit of each"
+            f"split={shown} makes {made}, but {problem.num_stages} were asked for: name the first unit of each"
             " stage but the first"
         )
     cuts = [_find(name, problem.nodes) for name in split]
     if cuts and cuts[0] == 0:
-        raise PartitionError(
-            f"split={list(split)}: {split[0]!r} is where the first stage begins; name later units only"
-        )
+        raise PartitionError(f"split={shown}: {split[0]!r} is where the first stage begins; name later units only")
     ascending = sorted(set(cuts))
     if cuts != ascending:
         names = dict.fromkeys(split)
         order = sorted(names, key=lambda name: _find(name, problem.nodes))
-        raise PartitionError(f"split={list(split)} must name different units in execution order, which is {order}")
+        raise PartitionError(f"split={shown} must name different units in execution order, which is {order}")
     return partition_at(problem, cuts)
 
 

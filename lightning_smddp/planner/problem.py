@@ -89,10 +89,11 @@ class PartitionProblem:
             raise ValueError(f"{count} items need {count + 1} cut_bytes, got {cuts}")
         if any(math.isnan(size) or size < 0 for size in self.cut_bytes):
             raise ValueError(f"cut_bytes must be >= 0 (inf: no cut there), got {list(self.cut_bytes)}")
-        if not self.rank_of_stage or len(self.in_flight) != self.num_stages:
+        ranks = list(self.rank_of_stage)
+        in_flight = list(self.in_flight)
+        if not ranks or len(in_flight) != len(ranks):
             raise ValueError(
-                f"rank_of_stage={list(self.rank_of_stage)} and in_flight={list(self.in_flight)} must have one value"
-                f" for each stage, and at least one"
+                f"rank_of_stage={ranks} and in_flight={in_flight} must have one value for each stage, and at least one"
             )
         boundaries = self.num_stages - 1
         if self.links and len(self.links) != boundaries:
@@ -195,6 +196,7 @@ class StageCosts:
 
     def _tied_table(self) -> list[list[int]]:
         """``table[j][i]``: bytes of the tied parameters that the nodes i .. j-1 name."""
+        # A row goes backwards from its end: each node adds what no node between it and the end has named.
         table = []
         for end in range(self.num_nodes + 1):
             seen: set[str] = set()
@@ -214,9 +216,10 @@ class StageCosts:
 
     def seconds(self, stage: int, start: int, end: int) -> int:
         """Picoseconds of ``stage`` when it has the nodes ``start`` .. ``end - 1``."""
+        following = stage + 1  # the boundary behind a stage is that before the following one
         computing = self.compute[end] - self.compute[start]
-        busy = self.busy[stage][start] + self.busy[stage + 1][end]
-        late = max(self.late[stage][start], self.late[stage + 1][end])
+        busy = self.busy[stage][start] + self.busy[following][end]
+        late = max(self.late[stage][start], self.late[following][end])
         return computing + busy + late
 
     def untied_bytes(self, stage: int, start: int, end: int) -> int:

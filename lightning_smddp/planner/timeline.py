@@ -136,7 +136,8 @@ def to_perfetto(spans: Sequence[Span], title: str = "pipeline") -> dict[str, Any
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
         # Slices of one thread must not overlap: the viewer would take one for a call within the other. So each row is a
         # thread by itself.
-        rows = _labelled("compute", _rows(computed)) + _labelled("send", _rows(sent))
+        rows = _labelled("compute", _rows(computed))
+        rows += _labelled("send", _rows(sent))
         for thread, (label, row) in enumerate(rows):
             events.append(_metadata("thread_name", rank, thread, name=label))
             events.append(_metadata("thread_sort_index", rank, thread, sort_index=thread))
@@ -274,16 +275,22 @@ def _boxes(spans: Sequence[Span], top_of: dict[int, int]) -> list[str]:
         colour = COLOURS[span.kind]
         if _is_computing(span):
             colour = mixed(colour, shade[span.stage])
-        milliseconds = span.seconds * 1e3
-        tip = f"{LEGEND[span.kind]}, micro-batch {span.microbatch}, stage {span.stage}: {milliseconds:.4g} ms"
         if span.kind == "send":
-            parts.append(_rect(x, top + BOX + 2, max(width, 1.0), SEND, colour, tip))
+            parts.append(_rect(x, top + BOX + 2, max(width, 1.0), SEND, colour, _tooltip(span)))
             continue
         gap = min(0.6, width / 8)  # keeps neighbours apart
-        parts.append(_rect(x + gap, top, max(width - 2 * gap, 0.4), BOX, colour, tip))
+        seen = max(width - 2 * gap, 0.4)  # however short it is, it can be pointed at
+        parts.append(_rect(x + gap, top, seen, BOX, colour, _tooltip(span)))
         if _is_computing(span):
-            parts += _number(span.microbatch, x + width / 2, top + BOX / 2 + 4, width, colour)
+            middle = x + width / 2
+            base = top + BOX / 2 + 4
+            parts += _number(span.microbatch, middle, base, width, colour)
     return parts
+
+
+def _tooltip(span: Span) -> str:
+    milliseconds = span.seconds * 1e3
+    return f"{LEGEND[span.kind]}, micro-batch {span.microbatch}, stage {span.stage}: {milliseconds:.4g} ms"
 
 
 def _number(number: int, middle: float, base: float, width: float, colour: str) -> list[str]:

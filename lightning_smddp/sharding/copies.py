@@ -27,7 +27,7 @@ from lightning_smddp.communication.shared_segments import create_file
 from lightning_smddp.sharding.flat_layout import FlatLayout, Piece, in_memory_order
 from lightning_smddp.sharding.node_memory import NodeMemory, page_ranges
 
-_WINDOW = 4 * 2**20  # elements that are gathered at a time
+_WINDOW = 4 * 2**20  # elements that are gathered at a time: of a large share no second copy is made
 _DIGEST = struct.Struct("<qI")  # of the pages that a rank has written: how many, and the CRC-32 of their numbers
 _TEXT_BYTES = 200  # of a message in the mesh
 
@@ -159,6 +159,8 @@ class NodeCopies:
 
     def _map(self, layout: FlatLayout) -> NodeMemory:
         """The first rank's file, in all of the node's ranks."""
+        # The file has no name: its descriptor goes to the other ranks through the mesh's sockets. Behind the mapping
+        # nobody needs one, and the memory is gone with the last mapping.
         descriptor = None
         if self._mesh.rank == 0:
             descriptor = create_file(layout.numel * layout.dtype.itemsize)
@@ -243,6 +245,8 @@ class NodeCopies:
         return layout.bounds[first], layout.bounds[first + count]
 
     def _gather_between_nodes(self, layout: FlatLayout, memory: NodeMemory, group: dist.ProcessGroup) -> None:
+        # Partners send their shares in turn, straight out of the node's copy and into it: each other rank of the node
+        # does the same with partners of its own, on other shares.
         assert self.share is not None
         first = self.share - group.rank()
         for other in range(dist.get_world_size(group)):
@@ -271,12 +275,14 @@ class NodeCopies:
                         f"{slot.name} was {before}, and is {now} now. With shard='optimizer' parameters keep their "
                         "shapes and types."
                     )
+                # A write to the private view, as if user code had written to the parameter in place.
                 home.copy_(parameter.detach())
                 parameter.data = home
 
     def _all_wrote_alike(self) -> bool:
         """Whether all ranks of the node have written to the same pages. A barrier, too."""
-        count, digest = 0, 0
+        count = 0
+        digest = 0
         for pages in self._written:
             count += pages.numel()
             digest = zlib.crc32(pages.numpy().tobytes(), digest)
@@ -286,6 +292,8 @@ class NodeCopies:
 
     def _require_same_writes(self) -> None:
         """Leave out pages that were written with what was there, as when weights are swapped, and swapped back."""
+        # A page counts as written if anything was written to it, be it the same. Ranks may differ in these: what has to
+        # be equal are the pages whose bytes are not the file's.
         written = self._written
         self._written = []
         for memory, pages in zip(self._memories, written, strict=True):

@@ -112,6 +112,7 @@ def movable(named: Sequence[tuple[str, nn.Parameter]]) -> tuple[list[tuple[str, 
     moved = []
     staying = []
     for name, parameter in named:
+        # Views of one memory stay there: moved by itself, a parameter would no longer change with the others.
         if _is_plain(parameter) and users[parameter.untyped_storage().data_ptr()] == 1:
             moved.append((name, parameter))
         else:
@@ -160,7 +161,7 @@ def _equal_shares(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> F
 def _whole_parameters(members: Sequence[tuple[str, nn.Parameter]], shares: int) -> FlatLayout:
     """The largest parameter first, each to the share that has least so far."""
     by_size = sorted(members, key=lambda member: -member[1].numel())
-    loads = [0] * shares
+    loads = [0] * shares  # elements of each share
     chosen: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(shares)]
     for name, parameter in by_size:
         share = loads.index(min(loads))

@@ -16,6 +16,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from lightning_smddp._compat.fsdp import divided_like
 from lightning_smddp.sharding.optimizer_shards import closure_called
 
+# Exactly these classes: what a class derived from one of them does in a step is not known.
 _ELEMENT_WISE = (SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop)
 
 
@@ -48,6 +49,7 @@ class LocalSteps:
         """Behind a step, also one that failed: groups and states are as ever."""
         if self._whole is None:
             return
+        # The optimizer's state has shares as its keys, where it had parameters before the step.
         states = self.optimizer.state
         for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
             for parameter, share in zip(parameters, group["params"], strict=True):

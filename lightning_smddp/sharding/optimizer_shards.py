@@ -72,25 +72,28 @@ class OptimizerShards:
 
     def _cut(self, copies: Copies, layout: int, piece: Piece, is_fused: bool) -> Iterator[ShardedPiece]:
         """Smaller pieces on a CPU, where an optimizer without a fused kernel passes over them many times."""
-        step = piece.high - piece.low
+        size = piece.high - piece.low
         parameter = piece.slot.parameter
         if self.splits and parameter.device.type == "cpu" and not is_fused:
-            step = _CACHED_BYTES // parameter.dtype.itemsize
-        for low in range(piece.low, piece.high, step):
-            part = Piece(piece.slot, low, min(low + step, piece.high))
-            values = copies.values(layout, part)
-            if not self.splits:
+            size = _CACHED_BYTES // parameter.dtype.itemsize
+        for low in range(piece.low, piece.high, size):
+            high = min(low + size, piece.high)
+            values = copies.values(layout, Piece(piece.slot, low, high))
+            if not self.splits:  # an optimizer that looks at whole parameters may look at their shapes
                 values = values.as_strided(parameter.size(), parameter.stride())
-            yield ShardedPiece(part.low, part.high, nn.Parameter(values))
+            yield ShardedPiece(low, high, nn.Parameter(values))
 
     def stand_next_to_step(self) -> None:
         """Be the last one before the step and the first one behind it, among hooks that others have registered."""
-        for handle, is_last in zip(self._handles[:2], (True, False), strict=True):
-            hooks = handle.hooks_dict_ref()
-            assert hooks is not None  # the optimizer's own, for as long as it lives
-            # Hooks of the user's own (clipping, logging) have to see whole parameters: pieces are in the groups between
-            # the last hook before the step and the first one behind it.
-            hooks.move_to_end(handle.id, last=is_last)
+        # Hooks of the user's own (clipping, logging) have to see whole parameters: pieces are in the groups between the
+        # last hook before the step and the first one behind it.
+        before, after = self._handles[:2]
+        hooks_before = before.hooks_dict_ref()
+        hooks_after = after.hooks_dict_ref()
+        assert hooks_before is not None  # the optimizer's own, for as long as it lives
+        assert hooks_after is not None
+        hooks_before.move_to_end(before.id, last=True)
+        hooks_after.move_to_end(after.id, last=False)
 
     def parts_of(self, parameter: nn.Parameter) -> list[ShardedPiece]:
         """What this rank steps of a parameter: all of it, if it is not sharded."""
@@ -135,7 +138,7 @@ class OptimizerShards:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The closure comes first: it computes gradients of the parameters."""
         args, kwargs = closure_called(args, kwargs)
-        if self._copies is not None:
+        if self._copies is not None:  # maybe since the closure
             self._copies.begin_step()
             self._take_pieces()
         return args, kwargs
@@ -195,6 +198,7 @@ class OptimizerShards:
         for group, whole in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = whole
         self._whole = None
+        # Pieces' gradients are views of the whole ones, which would stay in memory after the user has dropped them.
         for pieces in self.pieces.values():
             for piece in pieces:
                 piece.parameter.grad = None

@@ -181,13 +181,14 @@ class _Trial:
 
     def stepped(self, low: int = 0, high: int | None = None) -> Tensor:
         """The parameter behind some steps; with ``low`` and ``high`` a part of it, in one dimension."""
-        values = torch.randn(_SHAPES[self.ndim], generator=torch.Generator().manual_seed(self.ndim))
-        gradients = [_trial_gradient(values, step) for step in range(_STEPS)]
-        if high is not None:
-            values = values.reshape(-1)[low:high]
-            gradients = [gradient.reshape(-1)[low:high] for gradient in gradients]
-        like = self.original
-        parameter = nn.Parameter(values.to(like.device, like.dtype, copy=True))
+        # The same numbers for each trial of this shape: a part has the values and gradients of its place in the whole.
+        whole = torch.randn(_SHAPES[self.ndim], generator=torch.Generator().manual_seed(self.ndim))
+        parameter = nn.Parameter(self._part(whole, low, high))
+        gradients = []
+        for step in range(_STEPS):
+            gradient = _trial_gradient(whole, step)
+            gradients.append([self._part(gradient, low, high)])
+
         # All other parameters get small stand-ins, wherever the optimizer may hold them, and are in no group.
         stand_ins: dict[int, nn.Parameter] = {}
         for other in _parameters(self.optimizer):
@@ -197,9 +198,15 @@ class _Trial:
         for group in clone.param_groups:
             group["params"] = []
         clone.param_groups[self.group]["params"] = [parameter]
-        of_steps = [[gradient.to(like.device, like.dtype, copy=True)] for gradient in gradients]
-        _step(clone, [parameter], of_steps)
+        _step(clone, [parameter], gradients)
         return parameter.detach()
+
+    def _part(self, whole: Tensor, low: int, high: int | None) -> Tensor:
+        """A copy in the original's type, on its device; without ``high`` of all of it, in its shape."""
+        part = whole
+        if high is not None:
+            part = whole.reshape(-1)[low:high]
+        return part.to(self.original.device, self.original.dtype, copy=True)
 
 
 def _trials(optimizer: Optimizer) -> list[_Trial]:
@@ -257,7 +264,7 @@ def _step(clone: Any, parameters: Sequence[nn.Parameter], gradients: Sequence[Se
         for of_step in gradients:
             for parameter, gradient in zip(parameters, of_step, strict=True):
                 parameter.grad = gradient
-            type(clone).step(clone)  # an instance's own may be a scheduler's, bound to the original
+            type(clone).step(clone)
 
 
 def copy_with(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:
@@ -274,9 +281,9 @@ def copy_with(optimizer: Optimizer, parameters: dict[int, nn.Parameter]) -> Any:
     clone = object.__new__(type(optimizer))
     memo[id(optimizer)] = clone
     for name, value in vars(optimizer).items():
-        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):
+        if name.startswith("_optimizer_") and isinstance(value, OrderedDict):  # hooks, as torch names them
             vars(clone)[name] = OrderedDict()
-        elif name != "step":
+        elif name != "step":  # a scheduler's, bound to the original
             vars(clone)[name] = copy.deepcopy(value, memo)
     for group in clone.param_groups:
         rate = group.get("lr")

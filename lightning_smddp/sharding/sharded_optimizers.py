@@ -134,6 +134,7 @@ class ShardedOptimizers:
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.dtype.itemsize < 4:  # norms of parts would round more
                 return clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        # Each rank reads its share of the gradients, and the first one those that have no shares, as all are equal.
         own = self.of(optimizer).gradients(of_all=communicator.rank == 0)
         total = norm_over_ranks(own, communicator.group, norm_type, communicator.device, error_if_nonfinite)
         # Most steps need no scaling. That is known where the norm is; of a device it would have to be waited for.

@@ -51,6 +51,8 @@ def find_units(model: nn.Module, wrap: Wrap = None) -> Units:
         chosen = _found(model)
     else:
         chosen = _given(model, wrap)
+    # What is tied to a parameter outside would be freed while the other module still uses it. Of a unit that was found
+    # nothing is said, as nobody has asked for it.
     owners = _owners(model)
     units = Units()
     for name, module in chosen.items():
@@ -169,8 +171,9 @@ def _owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for prefix, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = f"{prefix}.{key}".lstrip(".")
-            owners.setdefault(id(parameter), []).append((module, name))
+            name = f"{prefix}.{key}".lstrip(".")  # the root has no prefix
+            of_parameter = owners.setdefault(id(parameter), [])
+            of_parameter.append((module, name))
     return owners
 
 

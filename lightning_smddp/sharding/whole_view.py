@@ -53,6 +53,7 @@ class WholeView:
         finally:
             self._on = before
 
+    # In the place of `DTensor.__torch_function__`: it gets each operator that has a divided tensor among its arguments.
     def _handle(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = getattr(function, "__name__", "")
         if not self._on or name in _AS_IT_IS:
@@ -61,6 +62,8 @@ class WholeView:
         with self.inside(False):
             if name == "__setitem__" and isinstance(args[0], DTensor):
                 return _set_item(*args)
+            # What writes has to reach the shares themselves, which would not see what a gathered copy gets. All others
+            # compute with gathered values.
             if _writes(name) and _has_divided(args[0]):
                 written, *operands = args
                 shares = [_shares(operand, written) for operand in operands]
@@ -91,6 +94,7 @@ def _shares(value: Any, written: Any) -> Any:
 
 
 def _set_item(divided: DTensor, index: Any, value: Any) -> None:
+    # An index may reach any rank's share: it is written to a whole copy, of which each rank takes its own part back.
     with torch.no_grad():
         whole = all_of(divided)
         new = _whole(value)
