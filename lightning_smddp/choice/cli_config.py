@@ -40,6 +40,7 @@ def from_config(path: str, model_class: Any = None) -> tuple[Any, Any, Any]:
             f"{path} has no section `model`. Give a file that your LightningCLI takes as --config; if that is made for "
             "one class, name it, too: `lightning-smddp plan package.module:Class --config FILE`."
         )
+    # The CLI makes the objects as it would for a run, with a Trainer of ours in place of the file's.
     settings = {key: value for key, value in settings.items() if key not in _OF_RUNS}
     trainer = settings.pop("trainer", None) or {}
     precision = trainer.get("precision")

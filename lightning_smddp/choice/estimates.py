@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from lightning_smddp.choice.step_profile import StepProfile
@@ -104,18 +105,25 @@ class Estimate:
         return self.rows / self.step_s
 
 
+def fullest(moments: Sequence[Memory]) -> Memory:
+    """The moment with most bytes; of equal ones the first."""
+    return max(moments, key=lambda memory: memory.total)
+
+
 def data_parallel(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
     """``smddp``: everything on every rank.
 
     The fullest moment is in the second step. DDP then makes its buckets anew, in the order in which gradients came in
     the first, and the old ones stay until the new ones are exchanged.
     """
-    return _fullest(sizes, profile, ranks, sizes.parameters, sizes.state)
+    return _with_whole_gradients(sizes, profile, ranks, sizes.parameters, sizes.state)
 
 
 def sharded_optimizer(sizes: Sizes, profile: StepProfile, ranks: int) -> Memory:
     """``smddp`` with ``shard="optimizer"`` on the CPUs of a node: a share of the state, one copy of the parameters."""
-    return _fullest(sizes, profile, ranks, _share(sizes.parameters, ranks), _share(sizes.state, ranks))
+    parameters = _share(sizes.parameters, ranks)
+    state = _share(sizes.state, ranks)
+    return _with_whole_gradients(sizes, profile, ranks, parameters, state)
 
 
 def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSizes, reshard: bool) -> Memory:
@@ -133,12 +141,14 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
         units: what is gathered.
         reshard: units are freed behind their forward (ZeRO-3), else not (ZeRO-2).
     """
-    two_units = min(units.units, 2 * units.largest)
+    two_units = min(units.units, 2 * units.largest)  # one that computes, and the next one
     gathered = units.units
     if reshard:
         gathered = two_units
     segments = two_units // ranks
-    communication = gathered + segments + 2 * units.largest + 2 * units.root
+    reduced = 2 * units.largest
+    root = 2 * units.root  # with its gradients
+    communication = gathered + segments + reduced + root
     held = Memory(
         parameters=_share(sizes.parameters, ranks) + sizes.buffers,
         gradients=_share(sizes.gradients, ranks),
@@ -149,13 +159,13 @@ def fully_sharded(sizes: Sizes, profile: StepProfile, ranks: int, units: UnitSiz
         held,
         activations=sizes.batch + profile.kept,
         communication=communication,
-        temporary=profile.peak - profile.kept,
+        temporary=profile.temporary,
     )
     kept = 0
     if not reshard:
         kept = units.units  # memory in which they are whole, for the next step
     stepping = replace(held, communication=kept, temporary=sizes.optimizer_temporary // ranks)
-    return max(in_step, stepping, key=lambda memory: memory.total)
+    return fullest([in_step, stepping])
 
 
 def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Memory:
@@ -190,15 +200,15 @@ def deepspeed(sizes: Sizes, profile: StepProfile, ranks: int, stage: int) -> Mem
     in_step = replace(held, activations=sizes.batch + profile.kept, temporary=computing - profile.kept)
     exchanging = replace(held, temporary=3 * bucket + share_of_gradients)
     stepping = replace(held, temporary=3 * share_of_gradients)
-    return max(in_step, exchanging, stepping, key=lambda memory: memory.total)
+    return fullest([in_step, exchanging, stepping])
 
 
 def _share(size: int, ranks: int) -> int:
     return math.ceil(size / ranks)
 
 
-def _fullest(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, state: int) -> Memory:
-    second_buckets = sizes.gradients
+def _with_whole_gradients(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, state: int) -> Memory:
+    second_buckets = sizes.gradients  # as large as the first ones
     if ranks == 1:
         second_buckets = 0
     held = Memory(
@@ -211,7 +221,7 @@ def _fullest(sizes: Sizes, profile: StepProfile, ranks: int, parameters: int, st
         held,
         activations=sizes.batch + profile.kept,
         communication=second_buckets,
-        temporary=profile.peak - profile.kept,
+        temporary=profile.temporary,
     )
     stepping = replace(held, temporary=sizes.optimizer_temporary)
-    return max(in_step, stepping, key=lambda memory: memory.total)
+    return fullest([in_step, stepping])

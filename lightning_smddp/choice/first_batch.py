@@ -64,18 +64,25 @@ def look_at_first_batch(module: Any, datamodule: Any, precision: Any, look: Call
     _require_data(module, datamodule, package)
     strategies = import_module(f"{package}.strategies")
 
+    # Lightning's own loop comes to the first batch, so that hooks, loaders, optimizers and precision are those of a
+    # run. There the exception ends it.
     class Looks(strategies.SingleDeviceStrategy):  # type: ignore[name-defined, misc]
         def training_step(self, batch: Any, *arguments: Any) -> Any:
+            # The user's own, which Lightning may have wrapped.
             optimizers = [getattr(optimizer, "optimizer", optimizer) for optimizer in self.optimizers]
             context = self.precision_plugin.train_step_context
             _require_automatic(module)
             look(FirstBatch(module, batch, arguments, optimizers, context))
             raise _LookedError
 
+    # Given, so that Lightning looks for no launcher's variables: this is no rank of a job.
     environment = import_module(f"{package}.plugins.environments").LightningEnvironment()
     with _without_remarks():
         trainer = import_module(package).Trainer(
-            strategy=Looks(torch.device("cpu")), precision=precision, plugins=[environment], **_QUIET
+            strategy=Looks(torch.device("cpu")),
+            precision=precision,
+            plugins=[environment],
+            **_QUIET,
         )
         try:
             trainer.fit(module, datamodule=datamodule)

@@ -120,11 +120,12 @@ def _try(optimizer: Optimizer, number: int, like: Tensor, shape: torch.Size) -> 
         group["params"] = []
     trial.param_groups[number]["params"] = [parameter]
     step = functools.partial(type(trial).step, trial)  # an instance's own may be a scheduler's
+    # The first step makes the state: what later ones need for a moment is seen in the second.
     step()
     with recorded_memory() as record:
         step()
     seconds = shortest(step)
-    sizes: dict[int, int] = {}
+    sizes: dict[int, int] = {}  # by address: what several entries share counts once
     for tensor in tensors(trial.state[parameter]):
         sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
     return _Trial(sum(sizes.values()), profile_of(record).peak, seconds)

@@ -15,7 +15,7 @@ from lightning_smddp.bridge.partition_table import in_flight, looks_at_other_row
 from lightning_smddp.bridge.pipeline_options import PartitionOptions, PipelineOptions
 from lightning_smddp.bridge.step import LightningStep, loss_of
 from lightning_smddp.bridge.weighing import Weighing
-from lightning_smddp.choice.estimates import Estimate, Memory, Sizes
+from lightning_smddp.choice.estimates import Estimate, Memory, Sizes, fullest
 from lightning_smddp.choice.first_batch import FirstBatch
 from lightning_smddp.choice.stage_profile import profile_stages
 from lightning_smddp.choice.step_profile import profile_of
@@ -36,7 +36,12 @@ from lightning_smddp.strategies.options import CommunicationOptions, GradientOpt
 
 _CPU = torch.device("cpu")
 _FEW = 4  # rows are enough to compare with their halves
-_CASES = (("1f1b", False), ("1f1b", True), ("interleaved_1f1b", False), ("zbv_zero_bubble", False))
+_CASES = (  # schedule, with checkpointing
+    ("1f1b", False),
+    ("1f1b", True),
+    ("interleaved_1f1b", False),
+    ("zbv_zero_bubble", False),
+)
 
 
 @dataclass(frozen=True)
@@ -201,6 +206,7 @@ class _Pipeline:
             len(self.microbatches),
             links=(LOOPBACK,) * (self.num_stages - 1),
         )
+        # As in a run: the step is traced, units are chosen, and its nodes are timed in a few runs of the whole.
         run = self.step.alone(self.microbatches[0])
         traced = self._traced(run)
         modules = Modules(traced, self.module)
@@ -222,6 +228,7 @@ class _Pipeline:
             # The same nodes and cuts, with the shapes of all rows.
             traced = self._traced(run)
             self.graph = build_graph(traced, Modules(traced, self.module), is_within(units))
+        # What training keeps differs from what the runs for times kept, where rows or checkpoints do.
         self.profiles = self.timing_profiles
         if trials.whole or checkpointing:
             self.profiles = profile_stages(self.graph, plans, run, self._loss, self.module, checkpointing)
@@ -241,9 +248,9 @@ class _Pipeline:
             notes.append(
                 "each batch is one micro-batch, as those of parts do not make up its loss: stages do not overlap"
             )
-        training = _fullest([self._rank(rank, sizes, state) for rank in range(self.ranks)])
+        training = fullest([self._rank(rank, sizes, state) for rank in range(self.ranks)])
         start = self._start(sizes)
-        memory = _fullest([training, start])
+        memory = fullest([training, start])
         meta_init = False
         if training.total <= limit < start.total:
             memory = training
@@ -271,9 +278,10 @@ class _Pipeline:
             activations=sizes.batch,
         )
         profiles = [self.profiles[stage] for stage in here]
+        # Each stage keeps the activations of as many micro-batches as its schedule has begun and not finished there.
         flights = in_flight(self.options, self.rank_of_stage, len(self.microbatches))
         kept = sum(flights[stage] * self.profiles[stage].kept for stage in here)
-        for_a_moment = max(profile.peak - profile.kept for profile in profiles)
+        for_a_moment = max(profile.temporary for profile in profiles)
         running = replace(
             held,
             activations=sizes.batch + kept,
@@ -286,7 +294,7 @@ class _Pipeline:
         checking = replace(held, activations=sizes.batch + single, temporary=for_a_moment + gradients)
         bringing = replace(held, temporary=2 * gradients)
         stepping = replace(held, temporary=sizes.optimizer_temporary)
-        return _fullest([running, checking, bringing, stepping])
+        return fullest([running, checking, bringing, stepping])
 
     def _parameters_of(self, stages: Sequence[int]) -> list[nn.Parameter]:
         """Those that a rank with these stages has; of a tied one there is a copy on each rank that uses it."""
@@ -325,15 +333,17 @@ class _Pipeline:
         trying = replace(held, temporary=self.trials.memory)
         # One stage behind the other, and back: at a stage's fullest moment there is what those before it have kept.
         kept = 0
-        fullest = 0
+        peak = 0
         for profile in self.timing_profiles:
-            fullest = max(fullest, kept + profile.peak)
+            peak = max(peak, kept + profile.peak)
             kept += profile.kept
-        timing = replace(held, activations=sizes.batch + kept, temporary=fullest - kept)
-        return _fullest([trying, timing])
+        timing = replace(held, activations=sizes.batch + kept, temporary=peak - kept)
+        return fullest([trying, timing])
 
     def _seconds(self) -> float:
         """All micro-batches through the slowest rank, their messages there and back, and its waiting for others."""
+        # `bound` is the share of a step's time in which ranks compute at best, by the schedule's orders with equal
+        # stages. The rest of it they wait for each other.
         count = len(self.microbatches)
         of_rank = [0.0] * self.ranks
         for profile, rank in zip(self.profiles, self.rank_of_stage, strict=True):
@@ -345,8 +355,3 @@ class _Pipeline:
             actions_of[rank] = [parse_action(text) for text in texts]
         bound = simulated_bound(actions_of)
         return count * max(of_rank) / bound
-
-
-def _fullest(moments: Sequence[Memory]) -> Memory:
-    """The first of those with most bytes."""
-    return max(moments, key=lambda memory: memory.total)

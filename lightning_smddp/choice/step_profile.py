@@ -37,6 +37,11 @@ class StepProfile:
     received: int = 0
     sent: int = 0
 
+    @property
+    def temporary(self) -> int:
+        """Bytes at the fullest moment beside what is kept."""
+        return self.peak - self.kept
+
 
 def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepProfile:
     """Run a step's forward and backward some times: once to see its memory, then for its time. Nothing of it stays.
@@ -45,6 +50,7 @@ def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepPro
         loss_of_step: runs the forward and returns the loss.
         root: the module.
     """
+    # Recording slows a step down, so it is timed by itself.
     with preserve_state(root, _CPU), dropped_gradients(root):
         with recorded_memory() as record:
             loss = loss_of_step()
@@ -57,7 +63,8 @@ def profile_step(loss_of_step: Callable[[], Tensor], root: nn.Module) -> StepPro
 
 def shortest(run: Callable[[], object], repeats: int = 2) -> float:
     """Seconds of the fastest of some runs, without the time in which other processes had the processor."""
-    clock, seconds = Clock(_CPU), []
+    clock = Clock(_CPU)
+    seconds = []
     for _ in range(repeats):
         begin = clock.now()
         run()
@@ -67,7 +74,10 @@ def shortest(run: Callable[[], object], repeats: int = 2) -> float:
 
 def profile_of(record: MemoryRecord) -> StepProfile:
     """The profile of a record with the mark ``"backward"``."""
-    now, kept, peak = 0, 0, 0
+    # Entries are bytes that were allocated (or freed, if negative), in order, with the marks between them.
+    now = 0
+    kept = 0
+    peak = 0
     for entry in record.entries:
         if isinstance(entry, int):
             now += entry

@@ -165,7 +165,7 @@ def _planned(first: FirstBatch, devices: int, memory_gb: float) -> TrainingPlan:
     optimizers = profile_optimizers(first.optimizers)
     sizes = _sizes(first, optimizers)
     rows = devices * rows_of(first.batch)
-    crowded = max(1.0, devices / _cores())
+    crowded = max(1.0, devices / _cores())  # times longer, where ranks have to take turns on the cores
     reasons = _refusals(first)
     estimates = []
     for case in _cases(first, sizes, step, optimizers, devices):
@@ -257,12 +257,15 @@ def _is_32_bit(first: FirstBatch) -> bool:
     """DeepSpeed casts parameters by itself, so where they are not trained in 32 bits nothing is predicted of it."""
     with first.precision():
         casts = torch.is_autocast_enabled("cpu")
-    return not casts and all(parameter.dtype == torch.float32 for parameter in first.module.parameters())
+    if casts:
+        return False
+    return all(parameter.dtype == torch.float32 for parameter in first.module.parameters())
 
 
 def _refusals(first: FirstBatch) -> dict[str, str]:
     """By the begin of a strategy's name why the module's optimizers cannot be used with it."""
     reasons = {}
+    # One strategy may have several reasons: the last one that is found is shown.
     for optimizer in first.optimizers:
         found, why = granularity(optimizer)
         name = type(optimizer).__name__
