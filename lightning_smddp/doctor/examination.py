@@ -55,6 +55,7 @@ def examine(as_json_text: bool = False, measures: bool = True) -> int:
     """
     facts = look()
     launch = facts["launch"] or {}
+    # Nothing is measured where training would not survive: ranks may not even come together.
     findings = find(facts)
     if not measures or _code(findings):
         return _told(facts, None, findings, as_json_text)
@@ -146,6 +147,7 @@ def _measured_here() -> dict[str, Any]:
     gpus = 0
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
+    # With one GPU ranks measure on CPU: NCCL wants a GPU for each of them.
     ranks = 2
     if gpus > 1:
         ranks = min(gpus, _MOST_LOCAL_RANKS)

@@ -146,6 +146,7 @@ def _sees_processes_end() -> bool:
     """Whether the kernel has pidfds, by which the end of a rank is seen at once, and how it ended."""
     if not hasattr(os, "pidfd_open"):
         return False
+    # The call is there wherever Python knows it, but kernels and sandboxes may refuse it.
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError:

@@ -12,7 +12,9 @@ _MIB = 2**20
 _LEAST_SHARED_MEMORY = 1024  # MiB of /dev/shm
 _LEAST_FILES = 1024  # that a process may have open
 _SLOW_LINK = 3.0  # times slower than the others
+# The first releases that this package works with.
 _LEAST_VERSIONS = {"lightning": "2.6", "pytorch-lightning": "2.6", "torch": "2.11"}
+# Uploads to PyPI under Lightning's name that were not its team's.
 _MALICIOUS = ("2.6.2", "2.6.3")
 _Found = Iterator[tuple[str, str]]
 

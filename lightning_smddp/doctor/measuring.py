@@ -62,6 +62,7 @@ def try_paths(
     what = "messages between neighbours"
     at(what)
     problems[what], links = _try_messages(everyone, new_name(group, device), timeout, device)
+    # Ranks of nodes of different size have tried different groups: what any rank has tried is in the result.
     gathered = gather_json(problems, group, device)
     found = {}
     for what in dict.fromkeys(chain.from_iterable(gathered)):
@@ -91,6 +92,7 @@ def _joined(texts: Sequence[str | None]) -> str | None:
 
 def _try_group(members: list[int], name: str, timeout: timedelta, device: torch.device) -> str | None:
     """A communicator of ``members`` alone, and one sum by it."""
+    # Several groups of a kind are made at once, one a node, say: each has a name of its own, after its first rank.
     group = create_group(members, f"{name}-{members[0]}", timeout, device)
     try:
         tensor = _values(dist.get_rank(), device)
@@ -217,6 +219,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, host: str, at: At = 
 def _copied_bytes_per_s() -> float:
     source = torch.ones(2**20)
     target = torch.empty_like(source)
+    # The fastest copy: other processes, and the first touch of memory, slow down some.
     seconds = []
     for _ in range(_COPIES):
         start = time.perf_counter()
@@ -227,6 +230,7 @@ def _copied_bytes_per_s() -> float:
 
 def _link_of_nodes(group: dist.ProcessGroup, device: torch.device, peer: int, host: str) -> dict[str, Any]:
     """Between rank 0 and ``peer``; the others wait."""
+    # They wait in the broadcast, which rank 0 comes to when it has measured.
     rank = dist.get_rank(group)
     found: dict[str, Any] | None = None
     if rank in (0, peer):

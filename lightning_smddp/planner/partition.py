@@ -121,12 +121,13 @@ def windows(costs: StageCosts, slowest: int, limits: Sequence[float]) -> Windows
         for start in sorted(starts):
             ends[start] = _ends(costs, stage, start, slowest, limits[stage])
         found.append(ends)
-        starts = set(chain.from_iterable(ends.values()))
+        starts = set(chain.from_iterable(ends.values()))  # of the next stage
     return _still_whole(found, costs.num_nodes)
 
 
 def _still_whole(stages: Windows, num_nodes: int) -> Windows:
     """Those of the ``stages`` that can be followed by others up to the last node."""
+    # From the last stage to the first: a stage may end where one that is kept may start.
     alive = {num_nodes}
     result: Windows = []
     for found in reversed(stages):
@@ -313,6 +314,7 @@ def _find(name: str, nodes: Sequence[NodeCost]) -> int:
     for index, node in enumerate(nodes):
         if node.name == name or node.name.startswith(f"{name}."):
             return index
+    # The name may also be a slip in that of a module around units, which is no node itself.
     names = list(dict.fromkeys(node.name for node in nodes))
     prefixes: set[str] = set()
     for known in names:
@@ -359,6 +361,7 @@ def _evaluate(costs: StageCosts, cuts: tuple[int, ...]) -> Partition:
 
 def _rank_memory(costs: StageCosts, stages: Iterable[int], bounds: Sequence[tuple[int, int]]) -> int:
     """Bytes of a rank with these stages: a tied parameter that several of them name is there once."""
+    # `memory` of each stage by itself would count such a parameter once for each of them.
     total = 0
     tied: set[str] = set()
     for stage in stages:
@@ -395,6 +398,7 @@ def _check_enough_units(costs: StageCosts) -> None:
 
 
 def _memory_error(costs: StageCosts, needed: int) -> PartitionError:
+    # With several stages on a rank a smaller limit may do, as `least_memory` looks at one stage after the other.
     limit = costs.problem.memory_limit
     assert limit is not None
     fewest = min(costs.problem.in_flight)

@@ -84,6 +84,7 @@ def simulated_bound(orders: Orders) -> float:
                 free[rank] = end[action]
                 position[rank] += 1
         assert len(end) > done, f"the ranks wait for each other: {orders}"
+    # Of the time of all ranks, from the step's begin to the end of the last one.
     busy = sum(_SECONDS[action.kind] for action in actions)
     step = max(free.values())
     return busy / (len(orders) * step)
@@ -136,6 +137,7 @@ def auto_num_microbatches(batch_rows: int, num_ranks: int, rule: Callable[[int],
             f"a batch of {batch_rows} rows cannot be cut into a number of micro-batches that the schedule allows on"
             f" {num_ranks} ranks: use a bigger batch, fewer ranks, or another schedule"
         )
+    # The first of these is what there is if no number divides the batch.
     for count in allowed:
         if count >= ENOUGH_PER_RANK * num_ranks and batch_rows % count == 0:
             return count

@@ -152,6 +152,8 @@ def _origin(spans: Sequence[Span]) -> float:
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
     """The spans in as few rows as possible, without overlap in any."""
+    # Each span goes to the first row that is free when it begins. In the order of their begins that takes no more rows
+    # than there are spans at one time.
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
         for row in rows:
@@ -245,12 +247,13 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, tooltip:
 def _axis(step_ms: float, bottom: float) -> list[str]:
     """A line and a number at each tick; the unit stands at the end of the axis."""
     scale = _width_of_one(step_ms)
+    below = bottom + 16
     parts = []
     for tick in ticks_ms(step_ms):
         x = LEFT + tick * scale
         parts.append(f'<path d="M{x:.2f} {TOP - 6}V{bottom}" stroke="{GRID}"/>')
-        parts.append(_text(x, bottom + 16, f"{tick:g}", size=12, colour=GREY, anchor="middle"))
-    parts.append(_text(LEFT - 12, bottom + 16, "ms", size=12, colour=GREY, anchor="end"))
+        parts.append(_text(x, below, f"{tick:g}", size=12, colour=GREY, anchor="middle"))
+    parts.append(_text(LEFT - 12, below, "ms", size=12, colour=GREY, anchor="end"))
     return parts
 
 
@@ -326,9 +329,10 @@ def _shades(spans: Sequence[Span]) -> dict[int, float]:
     """For each stage how far its colour is mixed with white: the further on in its rank, the lighter."""
     positions = stage_position(spans)
     last = max(positions.values(), default=0)
-    shades = {}
-    for stage, position in positions.items():
-        shades[stage] = LIGHTEST * position / max(1, last)
+    shades = dict.fromkeys(positions, 0.0)
+    if last > 0:
+        for stage, position in positions.items():
+            shades[stage] = LIGHTEST * position / last
     return shades
 
 
