@@ -45,6 +45,7 @@ def newest_checkpoint(
         CheckpointError: on every rank: one that the first rank can read cannot be read by another.
     """
     ranks = ranks or Ranks()
+    # Each turn is collective: what one rank finds damaged all of them pass over, with the same error.
     for path, is_sharded in ranks.first(lambda: _newest_first(locations)):
         _require_readable(path, ranks)
         try:

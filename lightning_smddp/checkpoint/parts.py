@@ -59,6 +59,7 @@ class Outline:
             order: the names in the whole module's ``state_dict``. Others come behind.
             rest: of the whole checkpoint. Its parameter groups give the order of the optimizers' parameters.
         """
+        # Ranks of a pipeline know different names of the model and different parameters of the same optimizers.
         whole = cls()
         # From the last rank to the first: what is set later stays.
         for outline in reversed(outlines):

@@ -102,7 +102,7 @@ def _verify(file: IO[bytes], path: str) -> None:
             require_whole(file)
         except BrokenZipError as error:
             raise CheckpointError(path, _DAMAGED, ANOTHER) from error
-    elif not start.startswith(_LEGACY):
+    elif not start.startswith(_LEGACY):  # which has no checksums
         raise CheckpointError(path, *_what_it_is(start))
 
 

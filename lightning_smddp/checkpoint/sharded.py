@@ -291,6 +291,7 @@ def load_sharded(
     def read() -> None:
         loaded.update(_read(directory, weights_only))
 
+    # Nobody reads before each has verified its share, which may be what another one reads.
     ranks.gather(check)
     ranks.gather(read)
     return loaded

@@ -50,9 +50,10 @@ def read_srun(notes: Notes) -> str:
     nodes = environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes:
         notes.put("main_address", first_host(nodes), "SLURM_NODELIST")
+    # The port is that of Lightning's `SLURMEnvironment`.
     job = environ.get("SLURM_JOB_ID", "")
     if job.isdecimal():
-        notes.put("main_port", _FIRST_PORT + int(job[-4:]), "from SLURM_JOB_ID")
+        notes.put("main_port", 15000 + int(job[-4:]), "from SLURM_JOB_ID")
     is_step = "SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ
     if notes["world_size"] > 1 and not is_step:
         notes.problem(

@@ -169,6 +169,7 @@ def _launched_hosts(resources: Mapping[str, Any], parameters: Mapping[str, Any])
     groups = resources.get("instance_groups")
     if not groups:  # local mode
         return tuple(resources["hosts"])
+    # The instance groups that train, as the user has named them; else this host's own.
     wanted = parameters.get("sagemaker_distribution_instance_groups") or []
     if isinstance(wanted, str):
         wanted = _json(wanted, "sagemaker_distribution_instance_groups", list)

@@ -54,7 +54,11 @@ class Folders:
             own = own / job.current_host
         if number > 1:
             own = own / f"trainer{number}"
-        return cls(base / "checkpoints" / own, base / "model" / own, is_shared=num_nodes == 1)
+        return cls(
+            checkpoints=base / "checkpoints" / own,
+            model=base / "model" / own,
+            is_shared=num_nodes == 1,
+        )
 
 
 def failure_file(environ: Mapping[str, str]) -> Path | None:
@@ -94,13 +98,16 @@ def point_at(folder: Path, checkpoint: str | os.PathLike[str]) -> None:
     Raises:
         OSError: as the system reports it.
     """
+    if "://" in os.fspath(checkpoint):
+        return
     path = Path(os.path.abspath(checkpoint))
-    if "://" in os.fspath(checkpoint) or not path.is_relative_to(os.path.abspath(folder)):
+    inside_of = os.path.abspath(folder)
+    if not path.is_relative_to(inside_of):
         return
     temporary = folder / temporary_name(POINTER)
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(f"{path.relative_to(os.path.abspath(folder))}\n")
+            file.write(f"{path.relative_to(inside_of)}\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / POINTER)
@@ -110,11 +117,14 @@ def point_at(folder: Path, checkpoint: str | os.PathLike[str]) -> None:
 
 def pointed_at(folder: Path) -> str | None:
     """The checkpoint that ``newest`` in ``folder`` names, if it is there: the two may have been copied at two times."""
+    pointer = folder / POINTER
     try:
-        path = folder / (folder / POINTER).read_text(encoding="utf-8").strip()
+        name = pointer.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return None
-    inside = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
-    if not inside or path == folder or not path.exists():
+    # What is in S3 is not trusted: the name may be absolute, have `..`, or be empty.
+    path = folder / name
+    is_inside = Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
+    if not is_inside or path == folder or not path.exists():
         return None
     return str(path)

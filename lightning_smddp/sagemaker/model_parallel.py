@@ -59,10 +59,12 @@ class Reading:
                 self.refuse(name, f"is a key of {other}. Remove it.")
                 return
         near = difflib.get_close_matches(name, list(known), n=2)
-        meant = f"Known: {', '.join(sorted(known))}."
         if near:
-            meant = f"Did you mean {' or '.join(map(repr, near))}?"
-        self.refuse(name, f"is unknown. {meant}")
+            names = " or ".join(repr(other) for other in near)
+            self.refuse(name, f"is unknown. Did you mean {names}?")
+        else:
+            names = ", ".join(sorted(known))
+            self.refuse(name, f"is unknown. Known: {names}.")
 
     def look_up(self, table: Mapping[str, Key], values: Mapping[str, Any]) -> None:
         """Go through the keys of ``values`` that are in ``table``."""
@@ -70,19 +72,23 @@ class Reading:
             key = table.get(name)
             if key is None:
                 continue
-            if key.neutral is not None and not _is_one_of(value, key.neutral):
-                if not set(key.cured_by) & set(self.given):
-                    self.refuse(f"{name}={value!r}", key.cure)
-            elif key.note:
-                self.notes.append(f"{name}: {key.note}")
+            if key.neutral is None or _is_one_of(value, key.neutral):
+                if key.note:
+                    self.notes.append(f"{name}: {key.note}")
+                continue
+            is_cured = any(option in self.given for option in key.cured_by)
+            if not is_cured:
+                self.refuse(f"{name}={value!r}", key.cure)
 
     def count(self, values: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
         """The value of ``name``, which has to be a number from 1; the default if it is absent, or wrong."""
         value = values.get(name, default)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            self.refuse(f"{name}={value!r}", "has to be a number from 1.")
-            return default
-        return value
+        if value is None:
+            return None
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+            return value
+        self.refuse(f"{name}={value!r}", "has to be a number from 1.")
+        return default
 
     def choice(self, values: Mapping[str, Any], name: str, default: str, choices: Mapping[str, str], cure: str) -> str:
         """What ``choices`` has for the value of ``name``; that of the default if it has nothing."""
@@ -101,7 +107,11 @@ class Reading:
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """As ``in``, but 1 is not True."""
-    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in allowed)
+    for other in allowed:
+        same_kind = isinstance(value, bool) == isinstance(other, bool)
+        if same_kind and value == other:
+            return True
+    return False
 
 
 _SHARDED = (
@@ -112,7 +122,7 @@ _FIXED_CUTS = "reuses a saved partition. Name the first module of each stage but
 _ONLY_SHARDED = "has a meaning with sharded_data_parallel_degree only"
 _TRAINERS = "is the Trainer's. Remove it here and write Trainer(precision={!r})."
 
-# what has an option of ours is in `_read_v1`
+# Keys without an option of ours of the same meaning. What has one is read in `_read_v1`.
 KEYS_OF_V1: dict[str, Key] = {
     "ddp": Key(note="ranks that a pipeline leaves over are its replicas"),
     "ddp_port": Key(note="the port is MASTER_PORT's"),
@@ -199,12 +209,16 @@ def _read_v1(parameters: Mapping[str, Any], reading: Reading) -> str:
         reading.refuse(f"shard_optimizer_state={shards!r}", "has to be True or False.")
     elif shards:
         reading.options["shard"] = "optimizer"
-    if stages is None or parts is None or (stages == 1 and parts == 1):
-        return "smddp"  # or more is wrong
-    partition: dict[str, Any] = {"placement": placement}
-    reading.options |= {"pipeline_parallel_size": stages, "num_microbatches": parts, "partition": partition}
+    if stages is None or parts is None:  # missing; or wrong, and refused by now
+        return "smddp"
+    if stages == 1 and parts == 1:
+        return "smddp"
     if 1 < parts < stages:  # 1f1b is for as many micro-batches as stages
         schedule = "gpipe"
+    partition: dict[str, Any] = {"placement": placement}
+    reading.options["pipeline_parallel_size"] = stages
+    reading.options["num_microbatches"] = parts
+    reading.options["partition"] = partition
     reading.options["schedule"] = schedule
     if active is not None:
         partition["active_microbatches"] = active
@@ -220,7 +234,8 @@ def _stages(parameters: Mapping[str, Any], reading: Reading) -> int | None:
     counts = [reading.count(parameters, name) for name in names]
     if len(set(counts)) > 1:
         reading.refuse("partitions", f"is the old name of pipeline_parallel_degree, and differs: {counts}. Remove it.")
-    stages: int | None = reading.given.get("pipeline_parallel_size", next(iter(counts), None))
+    asked = counts[0] if counts else None
+    stages: int | None = reading.given.get("pipeline_parallel_size", asked)
     return stages
 
 

@@ -68,6 +68,7 @@ class Acceptor:
         if len(self._pending) >= _MAX_PENDING:
             peer.close()
             return
+        # Whoever can reach this port may connect. Until it has shown the secret it may send one short line, and soon.
         who = f"{address[0]} port {address[1]}"
         connection = Connection(self._loop, peer, _refuse_all, _ignore, _MAX_GREETING_BYTES)
         connection.on_message = lambda message: self._greeted(message, connection, who)
@@ -80,6 +81,7 @@ class Acceptor:
             self._loop.watch(self._listener.fileno(), self._accept)
 
     def _greeted(self, message: Message, connection: Connection, who: str) -> None:
+        # Compared in constant time, which does not tell how much of a guess is right.
         proof = str(message["secret"])
         if not secrets.compare_digest(proof.encode(), self._secret.encode()):
             self._drop(connection, who, "wrong secret")
@@ -115,6 +117,7 @@ def listen(address: str) -> socket.socket:
     """
     reasons = []
     for numeric in (*_numbers_of(address), _default_route()):
+        # 0.0.0.0 and :: are all interfaces, also those by which no rank comes.
         if numeric is None or ipaddress.ip_address(numeric).is_unspecified:
             continue
         family = socket.AF_INET6 if ":" in numeric else socket.AF_INET

@@ -153,6 +153,7 @@ class Client:
         ranks: dict[int, tuple[Process, int]] = {}
         for rank, values, descriptor in message["ranks"]:
             ranks[int(rank)] = (Process.from_json(values), int(descriptor))
+        # Never killed as workers of another rank's process: rank 0 may have started the other ranks of its host.
         self.pids = frozenset(process.pid for process, _ in ranks.values())
         if self.hub is not None:
             process = Process.from_json(message["process"])
@@ -262,6 +263,7 @@ class Client:
         if self._state.failure is not None:
             return
         self.tell({"type": "ack"})
+        # In this order: a training thread that looks in between waits in `gate`, until the failure is there as well.
         self._state.attention = True
         self._state.update(failure=failure)
         if kill is not None and kill.pid != os.getpid():

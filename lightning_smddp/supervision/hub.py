@@ -111,6 +111,7 @@ class Hub:
         self.started = True
         if self._acceptor is not None:
             self._acceptor.close()
+        # By this each rank can watch the process of another one of its host, and read its progress.
         ranks = []
         for peer in self.peers.values():
             ranks.append([peer.rank, peer.process.to_json(), peer.progress.descriptor])
@@ -169,12 +170,14 @@ class Hub:
             raise ValueError(f"unknown message {kind!r}")
 
     def _left(self, peer: Peer) -> None:
+        # The others' goodbyes are answered at once, rank 0's own when all have said theirs: this thread is the hub, and
+        # has to be there until then. Who has ended without a word is a failure, and keeps it waiting.
         peer.has_left = True
         if peer is not self._own:
-            self._tell(peer, {"type": "bye"})
+            peer.send({"type": "bye"})
         self._stops.look()
         self._epochs.look()
-        if all(peer.has_left for peer in self.peers.values()):  # who has ended without a word is a failure
+        if all(other.has_left for other in self.peers.values()):
             self._tell_own({"type": "bye"})
 
     # ---- failures ----
@@ -214,7 +217,7 @@ class Hub:
             return
         peer.has_ended = True
         if self.failure is not None and self.failure.rank == peer.rank:
-            self._tell_all({"type": "over"})
+            self._tell_all({"type": "over"})  # others wait for that, as it may have run hooks of the user's
 
         def declare(text: str) -> None:
             self.declare(peer.failure("died", self._ended_text(peer, text)))

@@ -30,6 +30,7 @@ class OomWatch:
     """Whether the kernel killed for lack of memory lately."""
 
     def __init__(self) -> None:
+        # The kernel's counts at the last ticks, the oldest one first: a kill is a while before its end is noticed.
         self._counts = deque([oom_kills()], maxlen=_OOM_WINDOW)
 
     def tick(self) -> None:

@@ -204,6 +204,7 @@ def _workers(parent: Process) -> list[Process]:
         fields = _stat(pid)
         if not fields or int(fields[_PARENT]) != parent.pid:
             continue
+        # A forked process has the command line of its parent; one that `multiprocessing` has spawned has this option.
         own = _command(pid)
         if own == command or b"--multiprocessing-fork" in own:
             found.append(Process(pid, _start(fields), parent.namespace))

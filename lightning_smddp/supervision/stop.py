@@ -50,6 +50,7 @@ class StopGate:
         """The watching thread's answer, after it has called for attention; always the same."""
         self.signum = self.signum or signum
         if self.first is None:
+            # The training thread may have passed the gate of `step` already, without a look at this.
             self.first = self.step + 1
         return self.first
 
@@ -63,7 +64,8 @@ class StopGate:
         """For a thread that may pass."""
         if self.decision is None:
             return None
-        at = self.decision[0]
+        # The largest answer of all ranks, so none is beyond it. Without one every rank stops where it is.
+        (at,) = self.decision
         if at is not None and step < at:
             return None
         return Stop(self.signum or 0, step, at is not None)

@@ -117,6 +117,8 @@ class Supervisor:
             return error
         if self.stop_decided and not isinstance(error, Exception):  # the exit after a stop
             return error
+        # An error of communication follows from something, of which the hub tells all ranks alike. About a timeout it
+        # has to be asked, as nobody has ended.
         follows = is_of_communication(error)
         if follows and self.failure is None:
             if is_timeout(error):
@@ -263,6 +265,7 @@ class Supervisor:
         Returns:
             The failure of the job, if there was one, also one that came while this rank was waiting here.
         """
+        # In a forked child this object is a copy of the parent's, for which it must not say goodbye.
         if self._closed or os.getpid() != self._pid:
             return self.failure
         self._closed = True

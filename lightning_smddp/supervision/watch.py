@@ -159,6 +159,8 @@ class Watch:
     def _join_hub(self, key: str) -> None:
         deadline = time.monotonic() + self._options.start_timeout
         self._store.wait([key], timedelta(seconds=self._options.start_timeout))
+        # The address that rank 0 listens on, the name by which it knows itself, and that by which this rank knows it:
+        # any of these may be the one that leads there.
         found = json.loads(self._store.get(key))
         addresses = list(dict.fromkeys([*found["addresses"], self._options.address]))
         try:
@@ -256,6 +258,8 @@ class Watch:
         if self._signals is not None:
             self._signals.restore()
             self._signals.close(watched=False)
+        # The selector is shared with the parent: to unregister a descriptor from it would end the parent's watching. So
+        # it is closed first, and then what it had.
         self._loop.close()
         for part in (self.hub, self.client.hub, self.client.neighbour, self._parent):
             if part is not None:
@@ -279,7 +283,8 @@ class Watch:
             failure = self._own.failure("exception", f"its supervisor failed: {error!r}")
             self.state.attention = True
             self.state.update(failure=failure)
-            for part in (self.hub, self.client.hub):  # the others find out at once
+            # The others find out at once: their connections to this rank end without a goodbye.
+            for part in (self.hub, self.client.hub):
                 if part is not None:
                     part.close()
 
